@@ -1,0 +1,57 @@
+# Needs Python 3.11 or newer and make; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+BENCH_BIN := .venv-bench/bin
+INSTALLED := .venv/.installed
+BENCH_INSTALLED := .venv-bench/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint bench docs serve-docs generate clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv (every other target does it when needed)
+
+demo: $(INSTALLED) ## run the bare-loop example
+	$(BIN)/python examples/bare_loop.py
+
+test: $(INSTALLED) ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(BENCH_INSTALLED) ## measure against the peers (in .venv-bench)
+	$(BENCH_BIN)/python -m bench
+
+docs: $(INSTALLED) ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+serve-docs: $(INSTALLED) ## show the documentation while writing it
+	$(BIN)/mkdocs serve
+
+generate: $(INSTALLED) ## rewrite what is derived from events.py
+	$(BIN)/python tools/generate.py
+
+clean: ## remove everything that make made, the virtual environments included
+	rm -rf .venv .venv-bench site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are written last, so that an interrupted install starts again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into .venv (the first time takes a few minutes) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_INSTALLED): pyproject.toml constraints.txt bench/requirements.txt
+	@echo "Installing into .venv-bench (the first time takes a few minutes) ..."
+	test -x $(BENCH_BIN)/python || $(PYTHON) -m venv .venv-bench
+	$(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . -r bench/requirements.txt
+	@touch $@

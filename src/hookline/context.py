@@ -1,0 +1,313 @@
+"""What events carry: numbers that are read when looked at, metrics, state, the step.
+
+A loss lives on the device. Turning it into a Python number waits for the device, so a number is
+handed to hooks unread and read the first time somebody looks: prints it, compares it, computes
+with it, calls `float` on it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from hookline.errors import NotSuppliedError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
+
+
+class LazyFloat(numbers.Real):
+    """A number that is read from the device the first time somebody looks at it.
+
+    It computes, compares, formats, hashes and pickles as the `float` it stands for. Where only a
+    real `float` will do (`json.dumps`), write `float(loss)`.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: SupportsFloat | Callable[[], SupportsFloat]) -> None:
+        self._value: Any = value
+
+    def __float__(self) -> float:
+        value: Any = self._value
+        if type(value) is not float:
+            given: Any = value() if callable(value) else value
+            value = self._value = float(given)  # here a device waits, and its tensor is let go
+        return value
+
+    def item(self) -> float:
+        """Return the number, as a tensor of one element would."""
+        return float(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np
+
+        return np.array(float(self), dtype=dtype)
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+    def __repr__(self) -> str:
+        return repr(float(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(float(self))
+
+    def __bool__(self) -> bool:
+        return bool(float(self))
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __eq__(self, other: object) -> bool:
+        return float(self) == other
+
+    def __lt__(self, other: Any) -> Any:
+        return float(self) < other
+
+    def __le__(self, other: Any) -> Any:
+        return float(self) <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return float(self) > other
+
+    def __ge__(self, other: Any) -> Any:
+        return float(self) >= other
+
+    def __neg__(self) -> float:
+        return -float(self)
+
+    def __pos__(self) -> float:
+        return float(self)
+
+    def __abs__(self) -> float:
+        return abs(float(self))
+
+    def __trunc__(self) -> int:
+        return math.trunc(float(self))
+
+    def __floor__(self) -> int:
+        return math.floor(float(self))
+
+    def __ceil__(self) -> int:
+        return math.ceil(float(self))
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(float(self), ndigits)
+
+    def __add__(self, other: Any) -> Any:
+        return float(self) + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + float(self)
+
+    def __sub__(self, other: Any) -> Any:
+        return float(self) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - float(self)
+
+    def __mul__(self, other: Any) -> Any:
+        return float(self) * other
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * float(self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return float(self) / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / float(self)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return float(self) // other
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return other // float(self)
+
+    def __mod__(self, other: Any) -> Any:
+        return float(self) % other
+
+    def __rmod__(self, other: Any) -> Any:
+        return other % float(self)
+
+    def __pow__(self, other: Any) -> Any:
+        return float(self) ** other
+
+    def __rpow__(self, other: Any) -> Any:
+        return other ** float(self)
+
+
+def look(value: Any) -> Any:
+    """Read what is lazy: a `LazyFloat`, or a tensor of one element, becomes a `float`."""
+    kind = type(value)
+    if kind is float or kind is int or kind is str:
+        return value
+    if kind is LazyFloat:
+        return float(value)
+    torch = sys.modules.get("torch")  # without torch there are no tensors either
+    if torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value
+
+
+class LazyDict(dict[str, Any]):
+    """A dict whose lazy values are read, once, by whoever looks at them.
+
+    Everything that reads values gives plain numbers: indexing, `get`, `items`, `values`, `pop`,
+    `copy`, `|`, `dict(m)`, `{**m}`, `json.dumps(m)`, pickling. Keys, `in` and `len` read nothing.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        seen = look(value)
+        if seen is not value:
+            super().__setitem__(key, seen)
+        return seen
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except (KeyError, NotSuppliedError):
+            return default
+
+    def __iter__(self) -> Iterator[str]:  # with this, dict(m) and {**m} go through __getitem__
+        return super().__iter__()
+
+    def _read(self) -> dict[str, Any]:
+        return {key: self[key] for key in self}
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self._read().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self._read().values()
+
+    def copy(self) -> dict[str, Any]:
+        return self._read()
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key in self.keys():
+            return look(super().pop(key))
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        key, value = super().popitem()
+        return key, look(value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        return self[key]
+
+    def __or__(self, other: Any) -> Any:
+        return self._read() | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | self._read()
+
+    def __eq__(self, other: object) -> bool:
+        return self._read() == (other._read() if isinstance(other, LazyDict) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._read(),)
+
+
+class Metrics(LazyDict):
+    """The `metrics` of an event. `eval/<name>` is another name for `val/<name>`.
+
+    `eval/perplexity` comes from `val/loss`. Hooks may put values in; hooks after them see these.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        if key == "eval/perplexity" and "val/loss" in self.keys():
+            loss = float(self["val/loss"])
+            return math.exp(loss) if loss < 700 else math.inf
+        if key.startswith("eval/"):
+            return self["val/" + key.removeprefix("eval/")]
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if not isinstance(key, str) or not key.startswith("eval/"):
+            return False
+        name = key.removeprefix("eval/")
+        return super().__contains__("val/" + ("loss" if name == "perplexity" else name))
+
+
+class State(LazyDict):
+    """The `state` of an event: where training stands, under the names of `STATE_KEYS`.
+
+    A key that this loop cannot tell is absent; asking for it says which call would supply it.
+    """
+
+    def __init__(self, known: Mapping[str, Any], absent: Mapping[str, str] | None = None) -> None:
+        super().__init__(known)
+        self._absent = absent or {}
+
+    def __missing__(self, key: str) -> Any:
+        if key in self._absent:
+            raise NotSuppliedError(f"state['{key}'] is not known in this loop. {self._absent[key]}")
+        raise KeyError(key)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._read(), self._absent)
+
+
+@dataclass
+class StepContext:
+    """A step, for `on_step_end`. Model and optimizer are the live objects.
+
+    Hooks get one; whoever drives a `HookRunner` makes one. Numbers may be given as tensors: they
+    are read when somebody looks at them.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_seen: int
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    skipped: bool = False
+
+
+class _Looked:
+    """Makes a field of `StepContext` lazy: what was stored is read at the first look."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, ctx: StepContext | None, owner: type | None = None) -> Any:
+        if ctx is None:
+            return self
+        value = ctx.__dict__[self.name]
+        seen = value() if callable(value) else look(value)
+        if seen is not value:
+            ctx.__dict__[self.name] = seen
+        return seen
+
+    def __set__(self, ctx: StepContext, value: Any) -> None:
+        ctx.__dict__[self.name] = value
+
+
+# After the decorator, so that dataclass and type checkers see plain fields.
+for _name in ("loss", "grad_norm", "lr", "tokens_seen", "skipped"):
+    setattr(StepContext, _name, _Looked(_name))

@@ -1,0 +1,126 @@
+"""The compiled dispatcher of one event: the generated function and the names it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+from types import FunctionType
+from typing import Any, Protocol
+
+from hookline.dispatch.compiler import dispatcher_code, shape_of
+from hookline.dispatch.entry import Entry
+from hookline.errors import NotSuppliedError
+
+__all__ = ["Dispatcher"]
+
+
+class Owner(Protocol):
+    """What a dispatcher needs of the manager."""
+
+    def hook_failed(
+        self, entry: Entry, event: str, call: int, error: Exception
+    ) -> Exception | None: ...
+    def hook_misses(self, event: str, src: object, error: NotSuppliedError) -> None: ...
+    def next_sample(self, fired: int) -> int: ...
+    def needs_clock(self, event: str) -> None: ...
+
+
+class Dispatcher:
+    """Calls the given hooks for one event; `function(src)` fires it."""
+
+    def __init__(self, owner: Owner, event: str, entries: Sequence[Entry], fired: int) -> None:
+        self.owner = owner
+        self.event = event
+        self.entries = tuple(entries)
+        self.fired_before = fired
+        self._folded = [0] * len(self.entries)
+        self._scheduled: list[bool] = []
+        self._names: dict[str, Any] = {
+            "n": 0,
+            "sample_at": owner.next_sample(fired),
+            "gap": self._gap,
+            "failed": self._failed,
+            "spent": self._spent,
+            "clock": perf_counter_ns,
+            "collect": _collect,
+            "UNSET": object(),
+            "NotSupplied": NotSuppliedError,
+            "missing": self._missing,
+        }
+        self.function: FunctionType = self._build()
+
+    def _build(self) -> Any:
+        shapes = []
+        for i, entry in enumerate(self.entries):
+            binding, schedule = entry.bindings[self.event], entry.schedule
+            shape = shape_of(binding, schedule, clocked=entry.tallies[self.event].clocked)
+            shapes.append(shape)
+            self._scheduled.append(shape.scheduled)
+            self._names |= {
+                f"h{i}": binding.method,
+                f"c{i}": binding.collected,
+                f"n{i}": 0,
+                f"every{i}": schedule.every,
+                f"from_epoch{i}": schedule.from_epoch,
+                f"samples{i}": _sampler(entry),
+            }
+        exec(dispatcher_code(self.event, tuple(shapes)), self._names)
+        return self._names["dispatch"]
+
+    @property
+    def fired(self) -> int:
+        """How often the event was fired while this dispatcher was there."""
+        return int(self._names["n"])
+
+    def blank(self, entry: Entry) -> None:
+        """Do not call this hook any more, not even in a firing that has begun."""
+        if entry in self.entries:
+            self._names[f"h{self.entries.index(entry)}"] = _nothing
+
+    def calls(self, i: int) -> int:
+        """How often this dispatcher called its i-th hook."""
+        return int(self._names[f"n{i}" if self._scheduled[i] else "n"])
+
+    def fold(self) -> None:
+        """Move the calls counted here into the hooks' accounts."""
+        for i, entry in enumerate(self.entries):
+            calls = self.calls(i)
+            entry.tallies[self.event].calls += calls - self._folded[i]
+            self._folded[i] = calls
+
+    def _gap(self, n: int) -> int:
+        return self.owner.next_sample(self.fired_before + n)
+
+    def _failed(self, i: int, error: Exception) -> Exception | None:
+        entry = self.entries[i]
+        call = entry.tallies[self.event].calls + self.calls(i) - self._folded[i]
+        return self.owner.hook_failed(entry, self.event, call, error)
+
+    def _missing(self, src: object, error: NotSuppliedError) -> None:
+        self.owner.hook_misses(self.event, src, error)
+
+    def _spent(self, i: int, ns: int) -> None:
+        if self.entries[i].tallies[self.event].add(ns):
+            self.owner.needs_clock(self.event)
+
+
+def _sampler(entry: Entry) -> Callable[[int], bool]:
+    def samples(step: int) -> bool:
+        return entry.schedule.samples(entry.name, step)
+
+    return samples
+
+
+def _collect(src: Any, wanted: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """The arguments that go in by keyword, where the loop has them."""
+    collected = {}
+    for parameter, argument in wanted:
+        try:
+            collected[parameter] = getattr(src, argument)
+        except NotSuppliedError:  # a default takes its place, and `**kwargs` does without
+            continue
+    return collected
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands where a hook was that has been disabled or removed."""

@@ -1,0 +1,101 @@
+"""One hook as it is registered: its name, place, schedule, toggle, failures and account."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from hookline.dispatch.accounting import HookInfo, Tally
+from hookline.dispatch.binding import Binding
+from hookline.dispatch.schedule import Schedule
+from hookline.events import EVENTS
+from hookline.hook import Hook
+
+__all__ = ["Entry", "snake_case"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """What the manager knows of a hook. The hook itself knows nothing of it."""
+
+    name: str
+    hook: Hook
+    bindings: dict[str, Binding]
+    schedule: Schedule
+    before: str | None = None
+    after: str | None = None
+    enabled: bool = True
+    strict: bool = False
+    quarantined: bool = False
+    failures: int = 0
+    last_error: str | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    streaks: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tallies = {
+            event: Tally(clocked=binding.event.per_step and self.schedule != Schedule())
+            for event, binding in self.bindings.items()
+        }
+
+    @property
+    def rank(self) -> int:
+        """Users' hooks come before built-ins."""
+        return type(self.hook).hookline_rank
+
+    @property
+    def active(self) -> bool:
+        """Whether it is called."""
+        return self.enabled and not self.quarantined
+
+    @property
+    def critical(self) -> bool:
+        """Whether training depends on it."""
+        return self.strict or bool(self.hook.critical)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the hook keeps a state of its own."""
+        return type(self.hook).state_dict is not Hook.state_dict
+
+    def asks(self, event: str) -> list[str]:
+        """What this hook needs of the loop when the event is fired, for its schedule too."""
+        binding, schedule = self.bindings[event], self.schedule
+        asks = sorted(binding.asks)
+        if binding.event.per_step and (schedule.every > 1 or schedule.sample_rate < 1):
+            asks.append("step_in_progress")
+        if binding.event.per_step and schedule.from_epoch:
+            asks.append("epoch")
+        return asks
+
+    def count_failure(self, event: str, call: int) -> int:
+        """Count a failure of this call; return how many calls of this event failed in a row."""
+        last, streak = self.streaks.get(event, (-1, 0))
+        streak = streak + 1 if call == last + 1 else 1
+        self.streaks[event] = (call, streak)
+        self.failures += 1
+        return streak
+
+    def info(self, elapsed: float) -> HookInfo:
+        """Return it as `describe()` shows it; `elapsed` are the run's seconds."""
+        seconds = sum(tally.seconds(tally.calls) for tally in self.tallies.values())
+        return HookInfo(
+            name=self.name,
+            kind="loop",
+            cls=f"{type(self.hook).__module__}.{type(self.hook).__qualname__}",
+            enabled=self.enabled,
+            quarantined=self.quarantined,
+            schedule=str(self.schedule),
+            events=tuple(event for event in EVENTS if event in self.bindings),
+            failures=self.failures,
+            last_error=self.last_error,
+            calls=sum(tally.calls for tally in self.tallies.values()),
+            seconds=seconds,
+            share=seconds / elapsed if elapsed else 0.0,
+        )
+
+
+def snake_case(name: str) -> str:
+    """Return a class name as a hook's name: `LRMonitorHook` becomes `lr_monitor_hook`."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return words.strip("_").lower()

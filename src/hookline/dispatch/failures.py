@@ -1,0 +1,92 @@
+"""What happens when a hook fails: training goes on without it, unless it depends on it."""
+
+from __future__ import annotations
+
+import bdb
+import logging
+from collections.abc import Callable, Iterable
+
+from hookline.dispatch.entry import Entry
+from hookline.dispatch.settings import HookSettings
+from hookline.errors import HookFailedError, NotSuppliedError
+
+__all__ = ["Failures"]
+
+log = logging.getLogger("hookline")
+
+
+class Failures:
+    """Logs, counts, isolates and quarantines; `quarantined` is told who is not called any more."""
+
+    def __init__(self, settings: HookSettings, quarantined: Callable[[Entry], None]) -> None:
+        self._settings = settings
+        self._quarantined = quarantined
+
+    def failed(self, entry: Entry, where: str, call: int, error: Exception) -> Exception | None:
+        """Treat a hook's exception; return what is to be raised once the others had their turn."""
+        if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
+            raise error  # debugging: as it is, at once
+        label = entry.bindings[where].label if where in entry.bindings else where
+        streak = entry.count_failure(where, call)
+        entry.last_error = f"{type(error).__name__}: {error}"
+        if entry.critical:
+            fatal = HookFailedError(
+                f"The hook '{entry.name}' failed in {label}, and training depends on it: "
+                f"{entry.last_error}"
+            )
+            fatal.__cause__ = error
+            return fatal
+        log.error(
+            "The hook '%s' failed in %s (%s); training goes on.%s",
+            entry.name,
+            label,
+            entry.last_error,
+            _hint(error),
+            # a hook that fails now and then for weeks must not fill the disk with tracebacks
+            exc_info=error if entry.failures <= self._settings.max_failures else None,
+        )
+        if streak >= self._settings.max_failures and entry.active:
+            self._quarantine(entry, f"It failed {streak} times in a row.")
+        return None
+
+    def missed(self, entries: Iterable[Entry], event: str, src: object) -> bool:
+        """Quarantine the hooks that ask for what the source does not have; False if none does."""
+        misses = {entry: _first_miss(entry, event, src) for entry in entries}
+        without = {entry: miss for entry, miss in misses.items() if miss is not None}
+        for entry, miss in without.items():
+            entry.failures += 1
+            entry.last_error = str(miss)
+            if entry.critical:
+                raise HookFailedError(
+                    f"Training depends on the hook '{entry.name}', which was not supplied with "
+                    f"what it asks for. {miss}"
+                ) from miss
+            self._quarantine(entry, str(miss))
+        return bool(without) and self._settings.isolate
+
+    def _quarantine(self, entry: Entry, why: str) -> None:
+        entry.quarantined = True
+        self._quarantined(entry)
+        log.error(
+            "The hook '%s' is QUARANTINED and not called any more. %s enable_hook('%s') lets it "
+            "back.",
+            entry.name,
+            why,
+            entry.name,
+        )
+
+
+def _first_miss(entry: Entry, event: str, src: object) -> NotSuppliedError | None:
+    """The error for the first thing that this hook asks for and the source does not have."""
+    for argument in entry.asks(event):
+        try:
+            getattr(src, argument)
+        except NotSuppliedError as miss:
+            return miss
+    return None
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, TypeError) and "LazyFloat" in str(error):
+        return " A number is read from the device when looked at: write float(…) around it."
+    return ""

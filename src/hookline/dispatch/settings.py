@@ -1,0 +1,25 @@
+"""How a manager treats its hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["HookSettings"]
+
+
+@dataclass(frozen=True)
+class HookSettings:
+    """How failing and costly hooks are treated.
+
+    Args:
+        isolate: log and count a hook's exception and go on; False lets it through, for debugging.
+        max_failures: after so many failures in a row a hook is quarantined.
+        budget: the share of the run that hooks may take before the costliest is named, once;
+            None to never name any.
+        budget_after: seconds of training before the budget is looked at.
+    """
+
+    isolate: bool = True
+    max_failures: int = 3
+    budget: float | None = 0.05
+    budget_after: float = 5.0

@@ -1,0 +1,98 @@
+"""Every error that Hookline raises.
+
+    HooklineError
+    ├── RegistrationError          a hook that cannot be registered as it is written
+    │   ├── NotAHookError          (also a TypeError) something that is no hook
+    │   ├── SignatureError         an unknown event or parameter, a coroutine, event and alias
+    │   └── OrderError             `before=` and `after=` that cannot both hold
+    ├── NameTakenError             (also a ValueError) a hook's name that is in use
+    ├── UnknownHookError           (also a KeyError) no hook of that name
+    ├── UnknownEventError          (also a ValueError) no event, or no argument, of that name
+    ├── NotSuppliedError           a hook asks for what this loop has not supplied
+    ├── LoopError                  a loop that cannot be followed without guessing
+    ├── HookFailedError            a hook that training depends on has failed
+    └── HookStateError             a hook that could not take its saved state back
+
+Messages say what was seen, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = [
+    "HookFailedError",
+    "HookStateError",
+    "HooklineError",
+    "LoopError",
+    "NameTakenError",
+    "NotAHookError",
+    "NotSuppliedError",
+    "OrderError",
+    "RegistrationError",
+    "SignatureError",
+    "UnknownEventError",
+    "UnknownHookError",
+]
+
+
+class HooklineError(Exception):
+    """The root: catch this to catch whatever Hookline itself raises."""
+
+
+class RegistrationError(HooklineError):
+    """A hook cannot be registered as it is written."""
+
+
+class NotAHookError(RegistrationError, TypeError):
+    """Something was registered that does not inherit from `hookline.Hook`."""
+
+
+class SignatureError(RegistrationError):
+    """A method or one of its parameters matches nothing that the event has."""
+
+
+class OrderError(RegistrationError):
+    """The wished order of hooks contradicts itself."""
+
+
+class NameTakenError(HooklineError, ValueError):
+    """Another hook of this run has the name."""
+
+
+class UnknownHookError(HooklineError, KeyError):
+    """No hook has this name."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class UnknownEventError(HooklineError, ValueError):
+    """An event, or an argument of an event, was named that does not exist."""
+
+
+class NotSuppliedError(HooklineError):
+    """A hook asks for something that the loop has not supplied."""
+
+
+class LoopError(HooklineError):
+    """The loop does something that cannot be followed without guessing."""
+
+
+class HookFailedError(HooklineError):
+    """A hook failed that training depends on; the hook's own error is the cause."""
+
+
+class HookStateError(HooklineError):
+    """A hook could not take back the state that was saved for it."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return " Did you mean …?" when a known word is close, else nothing."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as they stand in a message: quoted, with commas; "none" when empty."""
+    return ", ".join(f"'{name}'" for name in names) or "none"

@@ -1,0 +1,1 @@
+"""Hosts: loops that are not Hookline's, and how hooks get into them."""

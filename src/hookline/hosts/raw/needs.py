@@ -1,0 +1,92 @@
+"""What an unchanged loop cannot tell, and the call that would supply it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+from hookline.dispatch import HookManager
+from hookline.errors import NotSuppliedError
+from hookline.events import EVENTS
+
+__all__ = ["CALLS", "refusals", "supplied_by", "waiting"]
+
+CALLS = MappingProxyType(
+    {
+        "epoch": "Wrap each epoch: `with session.epoch():`.",
+        "batches": "Draw batches through the session: `for batch in session.batches(loader):`.",
+        "backward": "Let the session run backward: `session.backward(loss)` instead of "
+        "`loss.backward()`.",
+        "validation": "Wrap validation: `with session.validation():`.",
+        "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
+        "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
+        "clip": "Let the session clip: `session.clip(max_norm)`.",
+        "tokens": "Draw batches with `input_ids` through `session.batches(loader)`, or say how to "
+        "count: `attach(…, tokens=lambda batch: …)`.",
+        "config": "Give it to attach: `attach(…, config=…)`.",
+        "log": "Report it: `session.log('loss', value)` before the batch ends.",
+        "run": "A bare loop has no run folder.",
+    }
+)
+
+_EVENTS = {
+    "on_epoch_start": "epoch",
+    "on_epoch_end": "epoch",
+    "on_train_batch_start": "batches",
+    "on_train_batch_end": "batches",
+    "on_before_backward": "backward",
+    "on_gradient_clip": "clip",
+    "on_validation_start": "validation",
+    "on_validation_batch_start": "validation",
+    "on_validation_batch_end": "validation",
+    "on_validation_end": "validation",
+    "on_checkpoint_save": "checkpoint",
+    "on_checkpoint_load": "resumed",
+}
+
+_ARGUMENTS = {
+    "epoch": "epoch",
+    "batch": "batches",
+    "batch_idx": "batches",
+    "dataloader_idx": "batches",
+    "dataloader_name": "batches",
+    "tokens_seen": "tokens",
+    "config": "config",
+    "run": "run",
+}
+
+_MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
+
+
+def supplied_by(argument: str, need: str | None = None) -> NotSuppliedError:
+    """The error for an argument that this loop has not supplied."""
+    call = CALLS[need or _ARGUMENTS[argument]]
+    return NotSuppliedError(f"This loop has not told '{argument}'. {call}")
+
+
+def refusals(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
+    """What hooks need and the loop did not supply before its first step, a line each."""
+    for event, listeners in _listening(hooks):
+        need = _EVENTS.get(event)
+        if need is not None and need not in supplied | _MAY_COME_LATER:
+            yield f"{', '.join(listeners)} needs {event}. {CALLS[need]}"
+            continue
+        for argument, asking in hooks.wanted(event).items():
+            need = _ARGUMENTS.get(argument)
+            if need is not None and need not in supplied:
+                yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
+
+
+def waiting(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
+    """What may still come in this loop, but has not: validation and checkpoints."""
+    for event, listeners in _listening(hooks):
+        need = _EVENTS.get(event)
+        if need in _MAY_COME_LATER and need not in supplied:
+            yield f"{', '.join(listeners)} waits for {event}. {CALLS[need]}"
+
+
+def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:
+    for event in EVENTS:
+        listeners = hooks.listeners(event)
+        if listeners:
+            yield event, listeners

@@ -1,0 +1,88 @@
+"""A GradScaler of the user's: when gradients are unscaled, and when a step is skipped.
+
+A scaler that skips a step does not call the optimizer, and a fused optimizer skips inside its
+kernel: no hook of PyTorch's tells. So `step` and `unscale_` of this one scaler object are replaced
+while a session is attached, and put back afterwards. Gradients are unscaled before the optimizer
+is called, fused or not, so that hooks see those it uses; the result is the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+__all__ = ["ScalerWatch"]
+
+_REPLACED = ("step", "unscale_")
+
+
+class Listener(Protocol):
+    """A session, as the scaler's watch sees it."""
+
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class ScalerWatch:
+    """Watches one scaler for all sessions attached to it."""
+
+    _all: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerWatch]] = WeakKeyDictionary()
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._before = {name: scaler.__dict__.get(name) for name in _REPLACED}
+        self._step = scaler.step
+        self._unscale = scaler.unscale_
+        self._enabled = scaler.is_enabled
+        self._listeners: list[Listener] = []
+        self._unscaled: set[int] = set()
+        scaler.step = self.step  # type: ignore[method-assign]
+        scaler.unscale_ = self.unscale_  # type: ignore[method-assign]
+
+    @classmethod
+    def listen(cls, scaler: torch.amp.GradScaler, listener: Listener) -> None:
+        """Tell this listener what the scaler does."""
+        if scaler not in cls._all:
+            cls._all[scaler] = cls(scaler)
+        cls._all[scaler]._listeners.append(listener)
+
+    @classmethod
+    def leave(cls, scaler: torch.amp.GradScaler, listener: Listener) -> None:
+        """Stop telling it; with the last listener the scaler is as it was."""
+        watch = cls._all[scaler]
+        watch._listeners.remove(listener)
+        if not watch._listeners:
+            del cls._all[scaler]
+            for name, value in watch._before.items():
+                if value is None:
+                    delattr(scaler, name)
+                else:
+                    setattr(scaler, name, value)
+
+    def _listening(self, optimizer: torch.optim.Optimizer) -> list[Listener]:
+        return [listener for listener in self._listeners if listener.watches(optimizer)]
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale as the scaler does, then tell that gradients are ready."""
+        self._unscale(optimizer)
+        self._unscaled.add(id(optimizer))
+        for listener in self._listening(optimizer):
+            listener.unscaled(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step as the scaler does, with gradients unscaled before the optimizer is called."""
+        listeners = self._listening(optimizer)
+        if not self._enabled() or not listeners:
+            return self._step(optimizer, *args, **kwargs)
+        if id(optimizer) not in self._unscaled:
+            self.unscale_(optimizer)
+        for listener in listeners:
+            listener.scaler_steps(optimizer)
+        result = self._step(optimizer, *args, **kwargs)
+        self._unscaled.discard(id(optimizer))
+        for listener in listeners:
+            listener.scaler_stepped(optimizer)
+        return result

@@ -1,0 +1,462 @@
+"""Session: hooks in a loop that is not ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from hookline.context import LazyFloat, Metrics
+from hookline.dispatch import HookManager, HookSettings
+from hookline.errors import HooklineError, LoopError, NotSuppliedError
+from hookline.hook import Hook
+from hookline.hosts.raw.averages import Averages
+from hookline.hosts.raw.moment import Batch, Moment
+from hookline.hosts.raw.needs import CALLS, refusals, waiting
+from hookline.hosts.raw.steps import StepWatch
+
+__all__ = ["Session", "attach"]
+
+log = logging.getLogger("hookline")
+T = TypeVar("T")
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    hooks: Iterable[Hook] = (),
+    *,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    config: Any = None,
+    tokens: Callable[[Any], int] | None = None,
+    settings: HookSettings | None = None,
+) -> Session:
+    """Let hooks see a training loop that stays as it is.
+
+        with hookline.attach(model, optimizer, hooks=[Watch()]):
+            …  # the loop, not one line changed
+
+    What such a loop cannot tell (epochs, batches, validation, checkpoints) is refused for hooks
+    that need it, before the first step, with the call on the session that would supply it.
+
+    Args:
+        model: the model as the loop calls it (the compiled or wrapped one, if there is one).
+        optimizer: the optimizer, or several. A step is done when each of them has stepped.
+        hooks: hooks to register, in this order.
+        scheduler: the learning-rate scheduler, for hooks that look at `trainer.scheduler`.
+        scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
+        config: what hooks get that ask for `config`.
+        tokens: how many tokens a batch has; by default the size of its `input_ids`.
+        settings: how failing and costly hooks are treated.
+    """
+    return Session(
+        model,
+        _optimizers(optimizer, model),
+        hooks,
+        scheduler=scheduler,
+        scaler=scaler,
+        config=config,
+        tokens=tokens,
+        settings=settings,
+    )
+
+
+class Session:
+    """What `attach` returns: the handle to detach, and the calls that tell hooks more.
+
+    It is a context manager: entering it starts training (`on_train_start`), leaving it ends
+    training and detaches. Without `with`, training starts at the first thing that is seen, and
+    `detach()` ends it. Hooks get it as `trainer`; they may put attributes of their own on it.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        hooks: Iterable[Hook],
+        *,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+        config: Any,
+        tokens: Callable[[Any], int] | None,
+        settings: HookSettings | None,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.config = SimpleNamespace(debug=False) if config is None else config
+        self.best_accuracy = 0.0
+        self._moment = Moment(self, model, optimizers, config)
+        self._count_tokens = tokens
+        self._supplied: set[str] = {"config"} if config is not None else set()
+        self._validation: Averages | None = None
+        self._validated: dict[str, Any] = {}
+        self._stop_reason: str | None = None
+        self._started = self._ended = False
+        self._told_late_log = False
+        self.hooks = HookManager(source=self._moment, settings=settings)
+        self.hooks.register_hooks(hooks)
+        self._steps = StepWatch(self, self._moment, scaler)
+        self.hooks.on_change = self._steps.hooks_changed
+
+    # -- the hooks --------------------------------------------------------------------------------
+
+    @property
+    def hook_manager(self) -> HookManager:
+        """Another name for `hooks`."""
+        return self.hooks
+
+    def add_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
+        """Register a hook; see `HookManager.add_hook`."""
+        return self.hooks.add_hook(hook, name, **options)
+
+    def remove_hook(self, name: str) -> Hook:
+        """Take a hook out."""
+        return self.hooks.remove_hook(name)
+
+    def enable_hook(self, name: str) -> None:
+        """Switch a hook on."""
+        self.hooks.enable_hook(name)
+
+    def disable_hook(self, name: str) -> None:
+        """Switch a hook off."""
+        self.hooks.disable_hook(name)
+
+    # -- where training stands --------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self._moment.step
+
+    @property
+    def status(self) -> str:
+        """`training`, or how it ended: `completed`, `stopped`, `interrupted` or `error`."""
+        return self._moment.status
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether somebody has called `stop`."""
+        return self._stop_reason is not None
+
+    def stop(self, reason: str = "") -> None:
+        """End training after this batch. Only a loop over `session.batches` can be ended."""
+        if "batches" not in self._supplied:
+            raise NotSuppliedError(f"This loop cannot be stopped from outside. {CALLS['batches']}")
+        self._stop_reason = reason
+
+    # -- beginning and end ------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not self._ended:
+            self._moment.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+            self._moment.exception = error
+            try:
+                self.fire("on_exception")
+            except HooklineError:  # the user's own error matters more, and is raised
+                log.exception("A hook failed while it was told of an exception.")
+        self.detach()
+
+    def begin(self) -> None:
+        """Start training, once; the session does it by itself."""
+        if not self._started:
+            self._started = True
+            self.hooks.run_started()
+            self.fire("on_train_start")
+
+    def detach(self) -> None:
+        """End training (`on_train_end`) and leave model, optimizers and scaler as they were."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._moment.status == "training":
+                self._moment.status = "stopped" if self.should_stop else "completed"
+            if self._started:
+                self.fire("on_train_end")
+        finally:
+            self._steps.take_off()
+            self.hooks.run_ended()
+        if self._moment.status in ("completed", "stopped"):
+            for line in waiting(self.hooks, self._supplied):
+                log.warning("The loop has ended. %s", line)
+
+    # -- what an unchanged loop cannot tell -------------------------------------------------------
+
+    def batches(self, loader: Iterable[T], name: str | None = None, idx: int = 0) -> Iterator[T]:
+        """Draw batches from a loader, as `for batch in loader` does, and tell hooks of each.
+
+        A batch that completes a step ends with `optimizer.step()`, others when the next is drawn.
+
+        Args:
+            loader: anything to iterate over.
+            name: the loader's name; "train", or "val" within `validation()`.
+            idx: its number, where a loop has several.
+        """
+        self.begin()
+        self._supplied.add("batches")
+        inside = self._validation
+        kind = "train" if inside is None else "validation"
+        for i, drawn in enumerate(loader):
+            batch = Batch(drawn, i, idx, name or ("train" if inside is None else "val"))
+            self._moment.known_batch = batch
+            self._steps.batch_begins()
+            tokens = self._tokens_in(drawn)
+            self.fire(f"on_{kind}_batch_start")
+            yield drawn
+            self.end_batch(tokens)
+            if self.should_stop and inside is None:
+                break
+        self._moment.known_batch = None
+
+    def _tokens_in(self, batch: Any) -> int | None:
+        if self._count_tokens is not None:
+            tokens: int | None = int(self._count_tokens(batch))
+        elif isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            tokens = batch["input_ids"].numel()
+        else:
+            tokens = None
+        if tokens is not None:
+            self._supplied.add("tokens")
+        return tokens
+
+    @contextmanager
+    def epoch(self, number: int | None = None) -> Generator[int]:
+        """Mark an epoch; gives its number, from 0."""
+        self.begin()
+        self._supplied.add("epoch")
+        before = self._moment.known_epoch
+        epoch = number if number is not None else 0 if before is None else before + 1
+        self._moment.known_epoch = epoch
+        self._moment.averages = Averages()
+        self._validated = {}
+        self.fire("on_epoch_start")
+        yield epoch
+        self._moment.metrics = Metrics(self._moment.averages.means("train/") | self._validated)
+        self.fire("on_epoch_end")
+
+    @contextmanager
+    def validation(self) -> Generator[None]:
+        """Mark validation. What is logged within becomes `val/<name>`, as a mean.
+
+        The loop stays in charge: model mode, `no_grad` and random numbers are as it sets them.
+        """
+        self.begin()
+        self._supplied.add("validation")
+        training_batch, self._moment.known_batch = self._moment.known_batch, None
+        self._validation = averages = Averages()
+        try:
+            self.fire("on_validation_start")
+            yield
+            self._moment.metrics = metrics = Metrics(averages.means("val/"))
+            self.fire("on_validation_end")
+            self._validated = dict.copy(metrics)
+            if "val/accuracy" in metrics:
+                self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+        finally:
+            self._validation = None
+            self._moment.known_batch = training_batch
+
+    def backward(self, loss: torch.Tensor, *, accumulate: int = 1, **options: Any) -> None:
+        """Run backward and tell hooks the loss.
+
+        Args:
+            loss: the batch's own loss, neither divided nor scaled; both are done here.
+            accumulate: how many batches make a step; the loss is divided by it.
+            options: what `Tensor.backward` takes.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise TypeError(f"A loss is a tensor with one element, not {_shown(loss)}.")
+        self.begin()
+        self._supplied.add("backward")
+        divided = loss / accumulate if accumulate != 1 else loss
+        self._moment.known_loss = divided
+        self.fire("on_before_backward")
+        self._steps.told_loss(loss)
+        scaled = self.scaler.scale(divided) if self.scaler is not None else divided
+        try:
+            scaled.backward(**options)
+        finally:
+            self._steps.told_loss(None)
+
+    def updates(self) -> None:
+        """Say that this step's gradients are complete. Call it before clipping them.
+
+        Without it, hooks on `on_gradients_ready` are called just before `optimizer.step()`.
+        """
+        self.begin()
+        self._steps.all_gradients_ready()
+
+    def clip(self, max_norm: float, **options: Any) -> torch.Tensor:
+        """Clip gradients by norm, unscaled, and tell hooks; returns the norm before clipping.
+
+        Args:
+            max_norm: the largest norm to leave.
+            options: what `torch.nn.utils.clip_grad_norm_` takes.
+        """
+        self._supplied.add("clip")
+        self.updates()
+        norm = torch.zeros(())
+        for i, optimizer in enumerate(self.optimizers):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
+            self._moment.clipped_norm = norm
+            self._moment.optimizer_idx = i
+            self.fire("on_gradient_clip")
+        return norm
+
+    def checkpoint(self, path: Any) -> None:
+        """Tell hooks that the loop has written a checkpoint, complete, at this path."""
+        self.begin()
+        self._supplied.add("checkpoint")
+        self._moment.checkpoint_path = path
+        self.fire("on_checkpoint_save")
+
+    def resumed(
+        self, path: Any, *, step: int, epoch: int | None = None, tokens_seen: int | None = None
+    ) -> None:
+        """Tell hooks that the loop has restored a checkpoint, and go on counting from there.
+
+        Args:
+            path: where the checkpoint is.
+            step: completed steps.
+            epoch: the epoch that comes next.
+            tokens_seen: tokens trained on.
+        """
+        self.begin()
+        self._supplied.add("resumed")
+        self._moment.step, self._moment.step_in_progress = step, step + 1
+        if epoch is not None:
+            self._moment.known_epoch = epoch - 1 if epoch else None
+        if tokens_seen is not None:
+            self._moment.known_tokens = tokens_seen
+            self._supplied.add("tokens")
+        self._moment.checkpoint_path = path
+        self.fire("on_checkpoint_load")
+
+    def log(self, name: str, value: float | torch.Tensor) -> None:
+        """Give hooks a number: in the batch's `metrics`, and as a mean at the end.
+
+        Log before `optimizer.step()`: a batch that completes a step ends there.
+
+        Args:
+            name: its name; at the end of an epoch `train/<name>`, of validation `val/<name>`.
+            value: a number, or a tensor with one element, which is not read until looked at.
+        """
+        if not _is_number(value):
+            raise TypeError(
+                f"session.log('{name}', …) takes a number or a tensor with one element, "
+                f"not {_shown(value)}."
+            )
+        self.begin()
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+        (self._moment.averages if self._validation is None else self._validation).add(name, value)
+        batch = self._moment.known_batch
+        if batch is not None and not batch.ended:
+            batch.logged[name] = LazyFloat(value) if isinstance(value, torch.Tensor) else value
+        elif batch is not None and self.hooks.live.on_train_batch_end and not self._told_late_log:
+            self._told_late_log = True
+            log.warning(
+                "session.log('%s') came after optimizer.step(), when on_train_batch_end had been "
+                "told: it counts for the epoch only. Log before the step.",
+                name,
+            )
+
+    # -- what the watches call --------------------------------------------------------------------
+
+    def fire(self, event: str) -> None:
+        """Fire an event as the loop stands."""
+        dispatch = getattr(self.hooks.live, event)
+        if dispatch is not None:
+            dispatch(self._moment)
+
+    def end_batch(self, tokens: int | None = None) -> None:
+        """End the batch, if there is one that has not ended."""
+        batch = self._moment.known_batch
+        if batch is None or batch.ended:
+            return
+        batch.ended = True
+        if self._validation is not None:
+            self._moment.metrics = Metrics(batch.logged)
+            self._moment.known_loss = batch.logged.get("loss")
+            self._moment.why_no_loss = f". {CALLS['log']}"
+            self.fire("on_validation_batch_end")
+            return
+        if tokens is None:
+            tokens = self._tokens_in(batch.batch)
+        if tokens is not None:
+            self._moment.known_tokens = (self._moment.known_tokens or 0) + tokens
+        if self.hooks.live.on_train_batch_end is not None:
+            loss = self._steps.batch_loss()
+            known = {} if loss is None else {"loss": loss}
+            self._moment.metrics = Metrics(known | batch.logged)
+            self.fire("on_train_batch_end")
+
+    def refusals(self) -> list[str]:
+        """What hooks need and this loop has not supplied, a line each."""
+        return list(refusals(self.hooks, self._supplied))
+
+    def say_what_waits(self) -> None:
+        """Name hooks that wait for something which may still come."""
+        for line in waiting(self.hooks, self._supplied):
+            log.warning("%s", line)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float | LazyFloat) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r}, a {type(value).__name__}"
+
+
+def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {_shown(model)}.")
+    several = [given] if isinstance(given, torch.optim.Optimizer) else given
+    optimizers = list(several) if isinstance(several, Iterable) else [several]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
+                f"not {_shown(optimizer)}."
+            )
+    if not optimizers:
+        raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ValueError("The same optimizer was given twice. Name each once.")
+    own = {id(parameter) for parameter in model.parameters()}
+    held = (
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    )
+    if not any(id(parameter) in own for parameter in held):
+        raise LoopError(
+            "The optimizer holds none of this model's parameters. Attach the model that it trains, "
+            "or make the optimizer after wrapping or moving the model."
+        )
+    return optimizers

@@ -1,0 +1,396 @@
+"""From what PyTorch's hooks tell to the events of a step.
+
+    backward begins   whose loss it is
+    backward ends     on_after_backward
+    unscale_          on_gradients_ready      (a loop with a GradScaler)
+    step, before      on_gradients_ready, unless told before · on_before_optimizer_step
+    step, after       on_after_optimizer_step, or on_step_skipped
+    the last optimizer's turn     on_train_batch_end · on_step_end
+
+What cannot be followed without guessing is refused before the first step is taken. After it,
+nothing here stops a run any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hookline.context import LazyFloat
+from hookline.errors import LoopError, NotSuppliedError
+from hookline.events import EVENTS
+from hookline.hosts.raw.caller import is_being_called
+from hookline.hosts.raw.losses import Losses
+from hookline.hosts.raw.moment import Moment
+from hookline.hosts.raw.needs import CALLS
+from hookline.hosts.raw.scaler import ScalerWatch
+from hookline.hosts.raw.watch import ModelWatch, Tap
+
+if TYPE_CHECKING:
+    from hookline.hosts.raw.session import Session
+
+__all__ = ["StepWatch"]
+
+log = logging.getLogger("hookline")
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
+
+class StepWatch:
+    """Watches model, optimizers and scaler of one session, and fires the events of a step."""
+
+    def __init__(
+        self, session: Session, moment: Moment, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self.session = session
+        self.moment = moment
+        self.live = session.hooks.live
+        self.scaler = scaler
+        self.optimizers = moment.optimizers
+        self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
+        self._losses = Losses(moment, scaler)
+        self._turns: dict[int, bool] = {}
+        self._ready: set[int] = set()
+        self._versions: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._found_inf: torch.Tensor | None = None
+        self._in_scaler_step = False
+        self._unchecked = True
+        self._verified = False
+        self._warned: set[str] = set()
+        self._model = ModelWatch(
+            moment.model,
+            self._before_forward,
+            self._after_forward,
+            self._backward_begins,
+            self._backward_ends,
+        )
+        self.hooks_changed()
+        # Under a compiled `optimizer.step` these run outside the graph.
+        before, after = (torch.compiler.disable(f) for f in (self._before_step, self._after_step))
+        self._handles = [
+            handle
+            for optimizer in self.optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(Tap(before)),
+                optimizer.register_step_post_hook(Tap(after)),
+            )
+        ]
+        if scaler is not None:
+            ScalerWatch.listen(scaler, self)
+
+    def take_off(self) -> None:
+        """Leave model, optimizers and scaler as they were."""
+        self._model.take_off()
+        for handle in self._handles:
+            handle.remove()
+        if self.scaler is not None:
+            ScalerWatch.leave(self.scaler, self)
+
+    def hooks_changed(self) -> None:
+        """Watch of the model what the hooks need now, and no more."""
+        hooks = self.session.hooks
+        wanted = {event: hooks.wanted(event, optional=True) for event in EVENTS}
+        told = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
+        self._losses.wanted = any({"loss", "ctx", "metrics"} & asked.keys() for asked in told)
+        self._losses.wanted |= any("state" in asked for asked in wanted.values())
+        self._asks_for_loss = [
+            label
+            for event in ("on_step_end", "on_train_batch_end")
+            for label in hooks.wanted(event).get("loss", ())
+        ]
+        live = self.live
+        backward = (
+            self._losses.wanted
+            or live.on_after_backward is not None
+            or live.on_gradients_ready is not None
+        )
+        if backward or live.on_before_forward is not None or live.on_after_forward is not None:
+            if getattr(self.moment.model, "_compiled_call_impl", None) is not None:
+                raise LoopError(
+                    "This model was compiled in place (model.compile()), so hooks on its call "
+                    "would be compiled too. Use `compiled = torch.compile(model)`, call `compiled` "
+                    "in the loop and attach it."
+                )
+            self._model.put_on(backward=backward)
+        else:
+            self._model.take_off()
+        self._unchecked = True
+
+    # -- forward and backward ---------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        self.session.begin()
+        if self.live.on_before_forward is not None:
+            self.live.on_before_forward(self.moment)
+
+    def _after_forward(self, outputs: Any) -> None:
+        if self.live.on_after_forward is not None:
+            self.moment.outputs = outputs
+            self.live.on_after_forward(self.moment)
+            self.moment.outputs = None  # or it would keep the graph alive
+
+    def _backward_begins(self) -> None:
+        self._losses.backward_begins(self._first_parameter())
+
+    def _backward_ends(self) -> None:
+        if self.live.on_gradients_ready is not None:
+            self._note_versions()
+        if self.live.on_after_backward is not None:
+            self.live.on_after_backward(self.moment)
+
+    def _first_parameter(self) -> torch.Tensor:
+        parameters = self.optimizers[0].param_groups[0]["params"]
+        first: torch.Tensor = next((p for p in parameters if p.requires_grad), parameters[0])
+        return first
+
+    def told_loss(self, loss: torch.Tensor | None) -> None:
+        """The loop runs backward through the session, on this loss; None when it has."""
+        self._losses.told(loss, self._first_parameter())
+
+    def batch_begins(self) -> None:
+        """A batch was drawn."""
+        self._losses.batch_begins()
+
+    def batch_loss(self) -> LazyFloat | None:
+        """The loss of the batch that ends now, if it is known; the moment has it too."""
+        loss = self._losses.tell_batch()
+        if loss is None and self._asks_for_loss and not self._verified:
+            raise self._unknown_loss()
+        return loss
+
+    def _unknown_loss(self) -> NotSuppliedError:
+        who = ", ".join(self._asks_for_loss)
+        return NotSuppliedError(f"{who} asks for 'loss'{self.moment.why_no_loss}")
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def all_gradients_ready(self) -> None:
+        """The loop says so itself."""
+        for i, optimizer in enumerate(self.optimizers):
+            if self.scaler is not None and self.scaler.is_enabled():
+                self.scaler.unscale_(optimizer)  # tells us through `unscaled`
+            else:
+                self._gradients_ready(i)
+
+    def _gradients_ready(self, i: int) -> None:
+        if i in self._ready:
+            return
+        self._check(i)
+        self._ready.add(i)
+        if self.live.on_gradients_ready is not None:
+            self.moment.optimizer_idx = i
+            self.live.on_gradients_ready(self.moment)
+
+    def _note_versions(self) -> None:
+        self._versions = {i: self._version_of(i) for i in range(len(self.optimizers))}
+
+    def _version_of(self, i: int) -> tuple[tuple[int, int], ...]:
+        """Changes whenever somebody changes a gradient in place or puts another there."""
+        return tuple(
+            (id(parameter.grad), parameter.grad._version)
+            for group in self.optimizers[i].param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        )
+
+    # -- a scaler tells ---------------------------------------------------------------------------
+
+    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer is one of the session's."""
+        return id(optimizer) in self._index
+
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients have just been unscaled: this is what hooks are to see."""
+        i = self._index[id(optimizer)]
+        if i in self._versions:
+            self._versions[i] = self._version_of(i)
+        self._gradients_ready(i)
+
+    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scaler is about to call the optimizer, or not."""
+        self._in_scaler_step = True
+
+    def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scaler is done; without a turn of the optimizer's, it has skipped the step."""
+        i = self._index[id(optimizer)]
+        if self._in_scaler_step:
+            self._in_scaler_step = False
+            self._skipped(i)
+
+    # -- the optimizer's turn ---------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self.session.begin()
+        i = self._index[id(optimizer)]
+        self._refuse_a_second_turn(i)
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is not None:
+            self._refuse_many_evaluations(optimizer)
+            return self._with_closure(i, closure, args, kwargs)
+        self._refuse_going_around_the_scaler()
+        self._found_inf = getattr(optimizer, "found_inf", None)
+        self._gradients_ready(i)
+        if self.live.on_before_optimizer_step is not None:
+            self.moment.optimizer_idx = i
+            self.live.on_before_optimizer_step(self.moment)
+        return None
+
+    def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
+        """Wrap the closure: gradients are there after it has run, not before the step."""
+        evaluated = False
+
+        def evaluate() -> Any:
+            nonlocal evaluated
+            result = closure()
+            if not evaluated:
+                evaluated = True
+                self._losses.keep_first()
+                self._gradients_ready(i)
+                if self.live.on_before_optimizer_step is not None:
+                    self.moment.optimizer_idx = i
+                    self.live.on_before_optimizer_step(self.moment)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        i = self._index[id(optimizer)]
+        self._in_scaler_step = False
+        if self._found_inf is not None and self._found_inf.item():
+            # A fused optimizer skips inside its kernel. Reading this waits for the device, as a
+            # scaler does for every other optimizer.
+            self._skipped(i)
+            return
+        if self.live.on_after_optimizer_step is not None:
+            self.moment.optimizer_idx = i
+            self.live.on_after_optimizer_step(self.moment)
+        self._turn(i, stepped=True)
+
+    def _skipped(self, i: int) -> None:
+        if self.live.on_step_skipped is not None:
+            self.moment.optimizer_idx = i
+            self.moment.reason = "the scaler found non-finite gradients"
+            self.live.on_step_skipped(self.moment)
+        self._turn(i, stepped=False)
+
+    def _turn(self, i: int, *, stepped: bool) -> None:
+        self._turns[i] = stepped
+        if len(self._turns) == len(self.optimizers):
+            self._end_step()
+
+    def _end_step(self) -> None:
+        moment = self.moment
+        moment.skipped = not any(self._turns.values())
+        moment.step += not moment.skipped
+        self._losses.step_ends()
+        self.session.end_batch()
+        if self.live.on_step_end is not None:
+            self._losses.tell_step()
+            self.live.on_step_end(moment)
+        moment.skipped = False
+        moment.step_in_progress = moment.step + 1
+        moment.clipped_norm = None
+        self._losses.forget()
+        self._turns.clear()
+        self._ready.clear()
+        self._versions.clear()
+
+    # -- what cannot be followed ------------------------------------------------------------------
+
+    def _check(self, i: int) -> None:
+        """Before the first step: refuse what this loop cannot tell. Later: only say so."""
+        if self._unchecked:
+            self._unchecked = False
+            problems = self.session.refusals()
+            if not self._verified:
+                problems += self._what_was_not_seen()
+            if problems and not self._verified:
+                raise NotSuppliedError(
+                    "Hooks ask for what this loop does not tell:\n"
+                    + "\n".join(f"  - {problem}" for problem in problems)
+                )
+            for problem in problems:
+                log.error("%s", problem)
+            self._verified = True
+            self.session.say_what_waits()
+        changed = self.live.on_gradients_ready is not None and (
+            i in self._versions and self._versions[i] != self._version_of(i)
+        )
+        if changed:
+            self._gradients_were_changed()
+
+    def _what_was_not_seen(self) -> list[str]:
+        if self.scaler is None and is_being_called(_SCALER_STEP):
+            return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
+        if self._model.on and not self._model.calls_seen:
+            return [
+                "The optimizer steps, but the attached model was not called. Attach what the loop "
+                "calls: the compiled or wrapped model, not the one inside; and call it as "
+                "`model(x)`, not `model.forward(x)`."
+            ]
+        if self._model.on and not self._model.backwards_seen and self._needs_backward():
+            return [f"Backward did not pass through what the model returned. {CALLS['backward']}"]
+        self._losses.tell_step()
+        if self._asks_for_loss and self.moment.known_loss is None:
+            return [str(self._unknown_loss())]
+        return []
+
+    def _needs_backward(self) -> bool:
+        live = self.live
+        return bool(live.on_after_backward or live.on_gradients_ready or self._asks_for_loss)
+
+    def _gradients_were_changed(self) -> None:
+        listeners = ", ".join(self.session.hooks.listeners("on_gradients_ready"))
+        message = (
+            f"{listeners} reads gradients before anything has changed them, but this loop changes "
+            "them between backward and optimizer.step (clipping?). Call `session.updates()` before "
+            "that, or let the session clip: `session.clip(max_norm)`."
+        )
+        if self.moment.step == 0:
+            raise LoopError(message)
+        self._warn_once("changed", message)
+
+    def _refuse_a_second_turn(self, i: int) -> None:
+        if i not in self._turns:
+            return
+        message = (
+            f"Optimizer {i} steps again before the others have stepped, so steps cannot be "
+            "counted. Attach each optimizer with a session of its own."
+        )
+        if self.moment.step == 0:
+            raise LoopError(message)
+        self._warn_once("turns", message)
+        self._end_step()
+
+    def _refuse_going_around_the_scaler(self) -> None:
+        scaler = self.scaler
+        if scaler is not None and scaler.is_enabled() and not self._in_scaler_step:
+            message = (
+                "attach was given a scaler, but the loop calls optimizer.step() itself, on scaled "
+                "gradients. Call scaler.step(optimizer), or do not name the scaler."
+            )
+            if self.moment.step == 0:
+                raise LoopError(message)
+            self._warn_once("scaler", message)
+
+    def _refuse_many_evaluations(self, optimizer: torch.optim.Optimizer) -> None:
+        asked = [
+            label
+            for event in ("on_gradients_ready", "on_before_optimizer_step")
+            for label in self.session.hooks.listeners(event)
+        ]
+        asked += self.session.hooks.wanted("on_step_end").get("grad_norm", [])
+        if isinstance(optimizer, torch.optim.LBFGS) and asked:
+            raise LoopError(
+                f"{', '.join(asked)} asks for the gradients that the optimizer uses, but LBFGS "
+                "evaluates its closure many times in a step. Drop the hook, or use "
+                "on_after_backward."
+            )
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning("%s", message)
