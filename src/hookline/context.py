@@ -12,7 +12,7 @@ import numbers
 import sys
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
 from hookline.errors import NotSuppliedError
 
@@ -39,11 +39,28 @@ class LazyFloat(numbers.Real):
         if type(value) is not float:
             given: Any = value() if callable(value) else value
             value = self._value = float(given)  # here a device waits, and its tensor is let go
-        return value
+        return cast(float, value)
 
     def item(self) -> float:
         """Return the number, as a tensor of one element would."""
         return float(self)
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        """Return the number as a fraction, as `float` does."""
+        return float(self).as_integer_ratio()
+
+    def is_integer(self) -> bool:
+        """Whether it is a whole number."""
+        return float(self).is_integer()
+
+    def hex(self) -> str:
+        """Return it in hexadecimal, as `float` does."""
+        return float(self).hex()
+
+    @property
+    def imag(self) -> float:  # type: ignore[override]
+        """Zero."""
+        return 0.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np
@@ -70,6 +87,9 @@ class LazyFloat(numbers.Real):
 
     def __eq__(self, other: object) -> bool:
         return float(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return float(self) != other  # not `not ==`: arrays compare element by element
 
     def __lt__(self, other: Any) -> Any:
         return float(self) < other
@@ -154,10 +174,12 @@ def look(value: Any) -> Any:
         return value
     if kind is LazyFloat:
         return float(value)
+    return value.item() if _is_scalar_tensor(value) else value
+
+
+def _is_scalar_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")  # without torch there are no tensors either
-    if torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    return value
+    return torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 class LazyDict(dict[str, Any]):
@@ -235,21 +257,47 @@ class Metrics(LazyDict):
     `eval/perplexity` comes from `val/loss`. Hooks may put values in; hooks after them see these.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.update(*args, **kwargs)
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(_real_name(key))
+
     def __missing__(self, key: str) -> Any:
-        if key == "eval/perplexity" and "val/loss" in self.keys():
+        if key == "val/perplexity" and "val/loss" in self.keys():
             loss = float(self["val/loss"])
-            return math.exp(loss) if loss < 700 else math.inf
-        if key.startswith("eval/"):
-            return self["val/" + key.removeprefix("eval/")]
+            return math.inf if loss > 700 else math.exp(loss)
         raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        if not isinstance(key, str) or not key.startswith("eval/"):
-            return False
-        name = key.removeprefix("eval/")
-        return super().__contains__("val/" + ("loss" if name == "perplexity" else name))
+        name = _real_name(key)
+        derived = name == "val/perplexity" and super().__contains__("val/loss")
+        return derived or super().__contains__(name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(_real_name(key), value)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(_real_name(key))
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return super().setdefault(_real_name(key), default)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return super().pop(_real_name(key), *default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override]
+        self.update(other)
+        return self
+
+
+def _real_name(key: Any) -> Any:
+    return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
 
 
 class State(LazyDict):
@@ -288,6 +336,12 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     skipped: bool = False
 
+    def unread(self, name: str) -> Any:
+        """Return a field as a hook's argument: a number that is on a device stays unread."""
+        value: Any = self.__dict__[name]
+        later = name in _NUMBERS and (callable(value) or _is_scalar_tensor(value))
+        return LazyFloat(cast(Any, value)) if later else value
+
 
 class _Looked:
     """Makes a field of `StepContext` lazy: what was stored is read at the first look."""
@@ -309,5 +363,6 @@ class _Looked:
 
 
 # After the decorator, so that dataclass and type checkers see plain fields.
-for _name in ("loss", "grad_norm", "lr", "tokens_seen", "skipped"):
+_NUMBERS = ("loss", "grad_norm", "lr", "tokens_seen", "skipped")
+for _name in _NUMBERS:
     setattr(StepContext, _name, _Looked(_name))

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -87,13 +87,33 @@ class HookInfo:
     calls: int
     seconds: float
     share: float
+    removed: bool = False
 
     @property
     def status(self) -> str:
-        """Whether it is enabled, disabled or quarantined."""
+        """Whether it is enabled, disabled, quarantined or removed."""
+        if self.removed:
+            return "removed"
         if self.quarantined:
             return "quarantined"
         return "enabled" if self.enabled else "disabled"
+
+    def over(self, elapsed: float) -> HookInfo:
+        """Return it with its share of a run of so many seconds."""
+        return replace(self, share=self.seconds / elapsed if elapsed else 0.0)
+
+    def gone(self, before: HookInfo | None) -> HookInfo:
+        """Return it as removed, with what a hook of the same name did before it."""
+        if before is None:
+            return replace(self, removed=True)
+        return replace(
+            self,
+            removed=True,
+            calls=self.calls + before.calls,
+            seconds=self.seconds + before.seconds,
+            failures=self.failures + before.failures,
+            last_error=self.last_error or before.last_error,
+        )
 
 
 @dataclass(frozen=True)

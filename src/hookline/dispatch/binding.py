@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hookline.errors import SignatureError, nearest
@@ -76,7 +77,7 @@ def _methods(hook: Hook) -> Iterator[tuple[str, Callable[..., Any]]]:
                         f"from Hook before {mixin.__name__}. Name {mixin.__name__} first."
                     )
             continue  # not overridden
-        if isinstance(static, property):
+        if isinstance(static, property | cached_property):
             if name in NAMES:
                 raise SignatureError(
                     f"{type(hook).__name__}.{name} is a property, but an event needs a method. "
@@ -145,12 +146,13 @@ def _bind_method(method: Callable[..., Any], event: Event, label: str) -> Bindin
 def _refuse_what_a_call_does_not_run(method: Callable[..., Any], label: str) -> None:
     """Calling a coroutine or a generator function only makes an object; its body never runs."""
     function = inspect.unwrap(method)
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+    bodies = (function, inspect.getattr_static(type(function), "__call__"))
+    if any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in bodies):
         raise SignatureError(
             f"{label} is a coroutine, and a training loop does not await. Write a plain `def`, "
             "and hand slow work to a thread."
         )
-    if inspect.isgeneratorfunction(function):
+    if any(inspect.isgeneratorfunction(f) for f in bodies):
         raise SignatureError(
             f"{label} contains `yield`, so calling it would run nothing. Write a plain method."
         )

@@ -10,9 +10,9 @@ the direct call, with a `try` around each (free when nothing is raised) and a cl
         if n >= sample_at: return timed(src)  # the same with a clock around each call
         fatal = None
         try: a_step = src.step                # each argument once, only those somebody asked for
-        except NotSupplied as error: return missing(src, error)
+        except NotSupplied as error: n -= 1; return missing(src, error)
         try: h0(a_step)
-        except Exception as error: fatal = failed(0, error) or fatal
+        except Exception as error: fatal = first(fatal, failed(0, error))
         …
         if fatal is not None: raise fatal     # after every hook has had its turn
 
@@ -95,9 +95,13 @@ def _function(name: str, shapes: tuple[Shape, ...]) -> Iterable[str]:
     loads += [f"a_{argument} = UNSET" for argument in sometimes if argument not in always]
     if any(shape.every or shape.samples for shape in shapes):
         loads.append("now = src.step_in_progress")
+    if any(shape.from_epoch for shape in shapes):
+        loads.append("epoch = src.epoch")
     if loads:
         yield f"    try: {'; '.join(loads)}"
-        yield "    except NotSupplied as error: return missing(src, error)"
+        yield "    except NotSupplied as error: n -= 1; return missing(src, error)"
+    if any(shape.collects for shape in shapes):  # what is made for one is there for the others
+        yield f"    made = {{{', '.join(f'{name!r}: a_{name}' for name in always)}}}"
     for i, shape in enumerate(shapes):
         yield from _call(i, shape, always, clocked=timed or shape.clocked)
     yield "    if fatal is not None: raise fatal"
@@ -117,20 +121,24 @@ def _call(i: int, shape: Shape, known: dict[str, None], *, clocked: bool) -> Ite
         if loads:
             yield f"{indent}try:"
             yield from (indent + load for load in loads)
-            yield f"{indent}except NotSupplied as error: return missing(src, error)"
+            yield f"{indent}except NotSupplied as error:"
+            yield f"{indent}    n{i} -= 1"
+            yield f"{indent}    fatal = first(fatal, misses({i}, src, error))"
+            yield f"{indent}else:"
+            indent += "    "
     arguments = [f"a_{argument}" for argument in shape.positional]
     arguments += [f"{name}=a_{argument}" for name, argument in shape.keywords]
-    arguments += [f"**collect(src, c{i})"] if shape.collects else []
+    arguments += [f"**collect(src, c{i}, made)"] if shape.collects else []
     if clocked:
         yield f"{indent}t = clock()"
     yield f"{indent}try: h{i}({', '.join(arguments)})"
-    yield f"{indent}except Exception as error: fatal = failed({i}, error) or fatal"
+    yield f"{indent}except Exception as error: fatal = first(fatal, failed({i}, error))"
     if clocked:
         yield f"{indent}spent({i}, clock() - t)"
 
 
 def _condition(i: int, shape: Shape) -> str:
     parts = [f"not now % every{i}"] if shape.every else []
-    parts += [f"src.epoch >= from_epoch{i}"] if shape.from_epoch else []
+    parts += [f"epoch >= from_epoch{i}"] if shape.from_epoch else []
     parts += [f"samples{i}(now)"] if shape.samples else []
     return " and ".join(parts)

@@ -20,7 +20,11 @@ class Owner(Protocol):
     def hook_failed(
         self, entry: Entry, event: str, call: int, error: Exception
     ) -> Exception | None: ...
-    def hook_misses(self, event: str, src: object, error: NotSuppliedError) -> None: ...
+    def calls_of(self, entry: Entry, event: str) -> int: ...
+    def hook_misses(
+        self, entries: Sequence[Entry], event: str, src: object, error: NotSuppliedError
+    ) -> Exception | None: ...
+    def fire_again(self, event: str, src: object) -> None: ...
     def next_sample(self, fired: int) -> int: ...
     def needs_clock(self, event: str) -> None: ...
 
@@ -46,6 +50,8 @@ class Dispatcher:
             "UNSET": object(),
             "NotSupplied": NotSuppliedError,
             "missing": self._missing,
+            "misses": self._misses,
+            "first": _first,
         }
         self.function: FunctionType = self._build()
 
@@ -53,7 +59,7 @@ class Dispatcher:
         shapes = []
         for i, entry in enumerate(self.entries):
             binding, schedule = entry.bindings[self.event], entry.schedule
-            shape = shape_of(binding, schedule, clocked=entry.tallies[self.event].clocked)
+            shape = shape_of(binding, schedule, clocked=entry.is_clocked(self.event))
             shapes.append(shape)
             self._scheduled.append(shape.scheduled)
             self._names |= {
@@ -74,12 +80,23 @@ class Dispatcher:
 
     def blank(self, entry: Entry) -> None:
         """Do not call this hook any more, not even in a firing that has begun."""
-        if entry in self.entries:
-            self._names[f"h{self.entries.index(entry)}"] = _nothing
+        if entry not in self.entries:
+            return
+        i = self.entries.index(entry)
+        tally = entry.tallies[self.event]
+
+        def nothing(*args: Any, **kwargs: Any) -> None:
+            """Stand where the hook was; its call in the firing that has begun was counted."""
+            tally.calls -= 1
+
+        self._names[f"h{i}"] = nothing
 
     def calls(self, i: int) -> int:
         """How often this dispatcher called its i-th hook."""
         return int(self._names[f"n{i}" if self._scheduled[i] else "n"])
+
+    def __del__(self) -> None:
+        self.fold()  # a firing may have gone on after the last look
 
     def fold(self) -> None:
         """Move the calls counted here into the hooks' accounts."""
@@ -93,11 +110,18 @@ class Dispatcher:
 
     def _failed(self, i: int, error: Exception) -> Exception | None:
         entry = self.entries[i]
-        call = entry.tallies[self.event].calls + self.calls(i) - self._folded[i]
+        call = self.owner.calls_of(entry, self.event)
         return self.owner.hook_failed(entry, self.event, call, error)
 
     def _missing(self, src: object, error: NotSuppliedError) -> None:
-        self.owner.hook_misses(self.event, src, error)
+        """Nobody has been called yet: go on with those that have what they ask for."""
+        fatal = self.owner.hook_misses(self.entries, self.event, src, error)
+        self.owner.fire_again(self.event, src)
+        if fatal is not None:
+            raise fatal
+
+    def _misses(self, i: int, src: object, error: NotSuppliedError) -> Exception | None:
+        return self.owner.hook_misses([self.entries[i]], self.event, src, error)
 
     def _spent(self, i: int, ns: int) -> None:
         if self.entries[i].tallies[self.event].add(ns):
@@ -111,16 +135,18 @@ def _sampler(entry: Entry) -> Callable[[int], bool]:
     return samples
 
 
-def _collect(src: Any, wanted: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """The arguments that go in by keyword, where the loop has them."""
+def _collect(src: Any, wanted: tuple[tuple[str, str], ...], made: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that go in by keyword, where the loop has them; each is made once an event."""
     collected = {}
     for parameter, argument in wanted:
         try:
-            collected[parameter] = getattr(src, argument)
+            if argument not in made:
+                made[argument] = getattr(src, argument)
         except NotSuppliedError:  # a default takes its place, and `**kwargs` does without
             continue
+        collected[parameter] = made[argument]
     return collected
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands where a hook was that has been disabled or removed."""
+def _first(one: Exception | None, other: Exception | None) -> Exception | None:
+    return other if one is None else one

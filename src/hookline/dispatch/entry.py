@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from hookline.dispatch.accounting import HookInfo, Tally
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.schedule import Schedule
+from hookline.errors import NameTakenError
 from hookline.events import EVENTS
 from hookline.hook import Hook
 
-__all__ = ["Entry", "snake_case"]
+__all__ = ["Entry", "free_name"]
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class Entry:
     name: str
     hook: Hook
     bindings: dict[str, Binding]
-    schedule: Schedule
+    schedule: Schedule = field(default_factory=Schedule)
     before: str | None = None
     after: str | None = None
     enabled: bool = True
@@ -33,10 +34,13 @@ class Entry:
     streaks: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tallies = {
-            event: Tally(clocked=binding.event.per_step and self.schedule != Schedule())
-            for event, binding in self.bindings.items()
-        }
+        self.tallies = {event: Tally() for event in self.bindings}
+
+    def is_clocked(self, event: str) -> bool:
+        """Whether each call is timed: a scheduled hook is called rarely, a slow one is slow."""
+        scheduled = self.bindings[event].event.per_step and self.schedule != Schedule()
+        self.tallies[event].clocked |= scheduled
+        return self.tallies[event].clocked
 
     @property
     def rank(self) -> int:
@@ -93,6 +97,23 @@ class Entry:
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
         )
+
+
+def free_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
+    """Return the name for a new hook: the given one, if it is free, or one from its class."""
+    given = name if name is not None else hook.hookline_name
+    if given is not None:
+        if not (isinstance(given, str) and given):
+            raise ValueError(f"A hook's name is a word, not {given!r}.")
+        if given in taken and not replace:
+            raise NameTakenError(
+                f"The name '{given}' is taken. Give another with name=…, or say replace=True."
+            )
+        return given
+    automatic = snake_case(type(hook).__name__)
+    if replace or automatic not in taken:
+        return automatic
+    return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
 
 
 def snake_case(name: str) -> str:

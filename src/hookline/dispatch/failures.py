@@ -26,9 +26,20 @@ class Failures:
         """Treat a hook's exception; return what is to be raised once the others had their turn."""
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
             raise error  # debugging: as it is, at once
+        if isinstance(error, HookFailedError):
+            return error  # of an event that this hook fired: no less fatal for that
         label = entry.bindings[where].label if where in entry.bindings else where
         streak = entry.count_failure(where, call)
         entry.last_error = f"{type(error).__name__}: {error}"
+        log.error(
+            "The hook '%s' failed in %s (%s)%s%s",
+            entry.name,
+            label,
+            entry.last_error,
+            ", and training depends on it." if entry.critical else "; training goes on.",
+            _hint(error),
+            exc_info=error,
+        )
         if entry.critical:
             fatal = HookFailedError(
                 f"The hook '{entry.name}' failed in {label}, and training depends on it: "
@@ -36,33 +47,38 @@ class Failures:
             )
             fatal.__cause__ = error
             return fatal
-        log.error(
-            "The hook '%s' failed in %s (%s); training goes on.%s",
-            entry.name,
-            label,
-            entry.last_error,
-            _hint(error),
-            # a hook that fails now and then for weeks must not fill the disk with tracebacks
-            exc_info=error if entry.failures <= self._settings.max_failures else None,
-        )
         if streak >= self._settings.max_failures and entry.active:
             self._quarantine(entry, f"It failed {streak} times in a row.")
         return None
 
-    def missed(self, entries: Iterable[Entry], event: str, src: object) -> bool:
-        """Quarantine the hooks that ask for what the source does not have; False if none does."""
-        misses = {entry: _first_miss(entry, event, src) for entry in entries}
-        without = {entry: miss for entry, miss in misses.items() if miss is not None}
+    def misses(
+        self, entries: Iterable[Entry], event: str, src: object, *, refuse: bool
+    ) -> Exception | None:
+        """Treat hooks that ask for what the source does not have.
+
+        They are quarantined; what is returned is to be raised, for one that training depends on.
+        `refuse` raises at once instead.
+        """
+        without = _misses(entries, event, src)
+        if refuse or not self._settings.isolate:
+            raise NotSuppliedError(
+                "\n".join(
+                    f"{entry.name} ({entry.bindings[event].label}): {miss}"
+                    for entry, miss in without.items()
+                )
+            )
+        fatal: Exception | None = None
         for entry, miss in without.items():
             entry.failures += 1
             entry.last_error = str(miss)
-            if entry.critical:
-                raise HookFailedError(
+            if entry.critical and fatal is None:
+                fatal = HookFailedError(
                     f"Training depends on the hook '{entry.name}', which was not supplied with "
                     f"what it asks for. {miss}"
-                ) from miss
+                )
+                fatal.__cause__ = miss
             self._quarantine(entry, str(miss))
-        return bool(without) and self._settings.isolate
+        return fatal
 
     def _quarantine(self, entry: Entry, why: str) -> None:
         entry.quarantined = True
@@ -74,6 +90,12 @@ class Failures:
             why,
             entry.name,
         )
+
+
+def _misses(entries: Iterable[Entry], event: str, src: object) -> dict[Entry, NotSuppliedError]:
+    """The hooks that ask for what the source does not have, each with the first such thing."""
+    misses = {entry: _first_miss(entry, event, src) for entry in entries}
+    return {entry: miss for entry, miss in misses.items() if miss is not None}
 
 
 def _first_miss(entry: Entry, event: str, src: object) -> NotSuppliedError | None:

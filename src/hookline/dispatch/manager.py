@@ -18,7 +18,7 @@ time, and each takes effect as a whole.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,9 @@ from weakref import WeakSet
 from hookline.dispatch.accounting import HookInfo, RunClock, Summary, make_gap
 from hookline.dispatch.binding import bind
 from hookline.dispatch.dispatcher import Dispatcher
-from hookline.dispatch.entry import Entry, snake_case
+from hookline.dispatch.entry import Entry, free_name
 from hookline.dispatch.failures import Failures
-from hookline.dispatch.order import in_order
+from hookline.dispatch.order import check_wishes, place_of
 from hookline.dispatch.schedule import Schedule
 from hookline.dispatch.settings import HookSettings
 from hookline.dispatch.source import Given, given_by_position
@@ -71,9 +71,10 @@ class HookManager:
         self.live = SimpleNamespace(**dict.fromkeys(EVENTS))
         self.settings = settings or HookSettings()
         self.source = source
+        self.refuses_what_is_not_supplied = False
         self.on_change = on_change
-        self._entries: list[Entry] = []  # in the order of registration
         self._order: list[Entry] = []  # in the order of calling
+        self._gone: dict[str, HookInfo] = {}  # what removed hooks did and cost
         self._lock = threading.RLock()
         self._dispatchers: dict[str, Dispatcher] = {}
         self._running: dict[str, WeakSet[Dispatcher]] = {name: WeakSet() for name in EVENTS}
@@ -113,37 +114,23 @@ class HookManager:
             strict: stop training when it fails, instead of going on without it.
             replace: take the place of a hook of the same name.
         """
-        if not isinstance(hook, Hook):
-            raise _not_a_hook(hook)
-        bindings = bind(hook)
-        schedule = Schedule(every, sample_rate, from_epoch)
         with self._lock:
-            registered = next((e for e in self._entries if e.hook is hook), None)
-            if registered is not None:
-                raise NameTakenError(
-                    f"This {type(hook).__name__} is registered already, as '{registered.name}'. "
-                    "Make another instance, or remove it first."
-                )
+            entry = self._make_entry(hook, name, replace)
+            entry.schedule = Schedule(every, sample_rate, from_epoch)
+            entry.before, entry.after = before, after
+            entry.enabled, entry.strict = enabled, strict
             for other in (before, after):
                 if other is not None:
                     self._entry(other)
-            entry = Entry(
-                self._free_name(hook, name, replace),
-                hook,
-                bindings,
-                schedule,
-                before,
-                after,
-                enabled,
-                strict,
-            )
-            old = next((e for e in self._entries if e.name == entry.name), None)
-            entries = list(self._entries)
-            if old is None:
-                entries.append(entry)
+            old = next((e for e in self._order if e.name == entry.name), None)
+            order = [e for e in self._order if e is not old]
+            if old is not None and before is after is None:
+                entry.before, entry.after = old.before, old.after
+                order.insert(self._order.index(old), entry)
             else:
-                entries[entries.index(old)] = entry
-            self._take(entries, changed=[entry] if old is None else [entry, old])
+                order.insert(place_of(entry, order, by_rank=self._by_rank), entry)
+                check_wishes(order)
+            self._take(order, changed=[entry] if old is None else [entry, old])
             return entry.name
 
     def register_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
@@ -158,28 +145,26 @@ class HookManager:
         """Take a hook out and return it. It is not called any more, from now on."""
         with self._lock:
             entry = self._entry(name)
-            self._take([e for e in self._entries if e is not entry], changed=[entry])
+            self._take([e for e in self._order if e is not entry], changed=[entry])
             return entry.hook
 
     def clear_hooks(self) -> None:
         """Take all hooks out."""
         with self._lock:
-            self._take([], changed=self._entries)
+            self._take([], changed=self._order)
 
     def enable_hook(self, name: str) -> None:
         """Switch a hook on, from the next event on; this also ends its quarantine."""
         with self._lock:
             entry = self._entry(name)
-            entry.enabled, entry.quarantined = True, False
+            self._switch(entry, enabled=True)
             entry.streaks.clear()
-            self._take(self._entries, changed=[entry])
 
     def disable_hook(self, name: str) -> None:
         """Switch a hook off. It stays registered, keeps its place and its state, costs nothing."""
         with self._lock:
             entry = self._entry(name)
-            entry.enabled = False
-            self._take(self._entries, changed=[entry])
+            self._switch(entry, enabled=False, quarantined=entry.quarantined)
 
     def get_hook(self, name: str) -> Hook:
         """Return the hook of this name."""
@@ -205,7 +190,7 @@ class HookManager:
         return f"{type(self).__name__}({self.list_hooks()})"
 
     def _entry(self, name: str) -> Entry:
-        for entry in self._entries:
+        for entry in self._order:
             if entry.name == name:
                 return entry
         known = self.list_hooks()
@@ -213,38 +198,44 @@ class HookManager:
             f"There is no hook '{name}'.{nearest(str(name), known)} There are: {listed(known)}."
         )
 
-    def _free_name(self, hook: Hook, name: str | None, replace: bool) -> str:
-        given = name if name is not None else hook.hookline_name
-        taken = {entry.name for entry in self._entries}
-        if given is not None:
-            if not (isinstance(given, str) and given):
-                raise ValueError(f"A hook's name is a word, not {given!r}.")
-            if given in taken and not replace:
-                raise NameTakenError(
-                    f"The name '{given}' is taken. Give another with name=…, or say replace=True."
-                )
-            return given
-        automatic = snake_case(type(hook).__name__)
-        if replace or automatic not in taken:
-            return automatic
-        return next(
-            free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken
-        )
+    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
+        if not isinstance(hook, Hook):
+            raise _not_a_hook(hook)
+        registered = next((entry for entry in self._order if entry.hook is hook), None)
+        if registered is not None:
+            raise NameTakenError(
+                f"This {type(hook).__name__} is registered already, as '{registered.name}'. "
+                "Make another instance, or remove it first."
+            )
+        taken = {entry.name for entry in self._order}
+        return Entry(free_name(hook, name, taken, replace), hook, bind(hook))
 
-    def _take(self, entries: list[Entry], changed: Iterable[Entry]) -> None:
+    def _switch(self, entry: Entry, *, enabled: bool, quarantined: bool = False) -> None:
+        before = entry.enabled, entry.quarantined
+        entry.enabled, entry.quarantined = enabled, quarantined
+        try:
+            self._take(self._order, changed=[entry])
+        except Exception:
+            entry.enabled, entry.quarantined = before
+            self._renew_events_of([entry])
+            raise
+
+    def _take(self, order: list[Entry], changed: Iterable[Entry]) -> None:
         """Make these the hooks, and let every event that changed be compiled anew when fired."""
-        order = in_order(entries, by_rank=self._by_rank)  # may refuse; nothing has changed yet
         changed = list(changed)
-        before = self._entries, self._order
-        self._entries, self._order = list(entries), order
+        before, self._order = self._order, list(order)
         self._renew_events_of(changed)
         if self.on_change is not None:
             try:
                 self.on_change()
             except Exception:  # the client refuses: leave everything as it was
-                self._entries, self._order = before
+                self._order = before
                 self._renew_events_of(changed)
                 raise
+        for entry in changed:
+            if entry not in self._order:
+                info = entry.info(self._clock.elapsed())
+                self._gone[entry.name] = info.gone(self._gone.get(entry.name))
 
     def _renew_events_of(self, changed: list[Entry]) -> None:
         for event in {event for entry in changed for event in entry.bindings}:
@@ -331,22 +322,28 @@ class HookManager:
         with self._lock:
             return self._failures.failed(entry, event, call, error)
 
-    def hook_misses(self, event: str, src: object, error: NotSuppliedError) -> None:
-        """Treat arguments that the loop has not supplied.
+    def hook_misses(
+        self, entries: Sequence[Entry], event: str, src: object, error: NotSuppliedError
+    ) -> Exception | None:
+        """Treat hooks that ask for what the loop has not supplied.
 
-        Whoever fires by hand gets the error: the call is at fault. In a running loop the hooks
-        that ask are quarantined at once, loudly, and the event goes on with the others.
+        Whoever fires by hand gets the error: the call is at fault. So does a loop that has not
+        taken its first step. Later the hooks that ask are quarantined at once, loudly.
         """
+        if isinstance(src, Given):
+            raise error
         with self._lock:
-            by_hand = isinstance(src, Given)
-            if by_hand or not self._failures.missed(self._listening(event), event, src):
-                raise error
+            refuse = self.refuses_what_is_not_supplied
+            return self._failures.misses(entries, event, src, refuse=refuse)
+
+    def fire_again(self, event: str, src: object) -> None:
+        """Go on with an event in which nobody was called because somebody's argument is missing."""
         dispatch = getattr(self.live, event)
         if dispatch is not None:
             dispatch(src)
 
     def _quarantined(self, entry: Entry) -> None:
-        self._take(self._entries, changed=[entry])
+        self._take(self._order, changed=[entry])
 
     # -- cost -------------------------------------------------------------------------------------
 
@@ -368,17 +365,30 @@ class HookManager:
         """Compile an event anew because one of its hooks turned out slow."""
         self._renew(event)
 
+    def calls_of(self, entry: Entry, event: str) -> int:
+        """How often a hook was called for an event."""
+        with self._lock:
+            for dispatcher in self._running[event]:
+                dispatcher.fold()
+            return entry.tallies[event].calls
+
     def describe(self) -> list[HookInfo]:
         """Return each hook in the order of calling: kind, class, toggle, schedule, failures."""
         with self._lock:
-            for dispatcher in self._dispatchers.values():
-                dispatcher.fold()
+            for dispatchers in self._running.values():
+                for dispatcher in dispatchers:
+                    dispatcher.fold()
             elapsed = self._clock.elapsed()
             return [entry.info(elapsed) for entry in self._order]
 
     def summary(self) -> Summary:
-        """Return what the hooks did and cost so far; `print` shows it as a table."""
-        return Summary(self._clock.elapsed(), tuple(self.describe()))
+        """Return what hooks did and cost so far, removed ones too; `print` shows a table."""
+        with self._lock:
+            elapsed = self._clock.elapsed()
+            gone = [
+                info.over(elapsed) for info in self._gone.values() if info.calls + info.failures
+            ]
+            return Summary(elapsed, (*self.describe(), *gone))
 
     # -- state ------------------------------------------------------------------------------------
 

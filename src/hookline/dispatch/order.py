@@ -1,17 +1,17 @@
-"""In which order hooks are called."""
+"""In which order hooks are called: where a new one takes its place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-from hookline.errors import OrderError, listed
+from hookline.errors import OrderError
 
-__all__ = ["in_order"]
+__all__ = ["check_wishes", "place_of"]
 
 
 class Placed(Protocol):
-    """What placing needs to know of a registered hook."""
+    """What placing needs to know of a hook."""
 
     @property
     def name(self) -> str: ...
@@ -23,49 +23,42 @@ class Placed(Protocol):
     def after(self) -> str | None: ...
 
 
-P = TypeVar("P", bound=Placed)
+def place_of(new: Placed, order: Sequence[Placed], *, by_rank: bool = True) -> int:
+    """Return the index at which a new hook goes into the order.
 
-
-def in_order(entries: Sequence[P], *, by_rank: bool = True) -> list[P]:
-    """Return hooks in calling order; `entries` come in the order of registration.
-
-    By rank (users' hooks, then built-ins), within a rank by registration. `before=` puts a hook
-    directly before another; `after=` directly after it, behind those already put there. A wish
-    about a hook that has been removed since is void.
+    Users' hooks come before built-ins, and within a rank the order is that of registration.
+    `before=` puts a hook directly before another; `after=` directly after it, behind those that
+    were put there already. The names must be in the order.
     """
-    names = {entry.name for entry in entries}
-    waiting: list[P] = []
-    placed: list[P] = []
-    for entry in sorted(entries, key=lambda entry: entry.rank if by_rank else 0):
-        (waiting if {entry.before, entry.after} & names else placed).append(entry)
-    while waiting:
-        done = {entry.name for entry in placed}
-        ready = [e for e in waiting if {e.before, e.after} & names <= done]
-        if not ready:
+    if new.name in (new.before, new.after):
+        raise OrderError(f"'{new.name}' cannot be placed next to itself. Name another hook.")
+    index = {entry.name: i for i, entry in enumerate(order)}
+    if new.before is not None:
+        place = index[new.before]
+        if new.after is not None and index[new.after] >= place:
             raise OrderError(
-                f"The order of {listed(e.name for e in waiting)} is a cycle: each waits for "
-                "another of them. Drop one `before=` or `after=`."
+                f"'{new.name}' cannot come after '{new.after}' and before '{new.before}': that is "
+                f"a cycle, for '{new.after}' does not come before '{new.before}'. Drop one of them."
             )
-        for entry in ready:
-            _place(entry, placed, names)
-            waiting.remove(entry)
-    return placed
+        return place
+    if new.after is not None:
+        place = index[new.after] + 1
+        while place < len(order) and order[place].after == new.after:
+            place += 1
+        return place
+    if not by_rank:
+        return len(order)
+    unplaced = (i for i, entry in enumerate(order) if entry.before is entry.after is None)
+    return next((i for i in unplaced if order[i].rank > new.rank), len(order))
 
 
-def _place(entry: P, placed: list[P], names: set[str]) -> None:
-    position = {other.name: i for i, other in enumerate(placed)}
-    first, last = 0, len(placed)
-    if entry.after in names:
-        first = position[str(entry.after)] + 1
-    if entry.before in names:
-        last = position[str(entry.before)]
-    if first > last:
-        raise OrderError(
-            f"'{entry.name}' cannot come after '{entry.after}' and before '{entry.before}': "
-            f"'{entry.before}' comes first. Drop one of the two."
-        )
-    if entry.before not in names:
-        last = first
-        while last < len(placed) and placed[last].after == entry.after:
-            last += 1
-    placed.insert(last, entry)
+def check_wishes(order: Sequence[Placed]) -> None:
+    """Raise `OrderError` when a hook took another's place and broke a wish that named it."""
+    index = {entry.name: i for i, entry in enumerate(order)}
+    for i, entry in enumerate(order):
+        if index.get(entry.before or "", i) < i or index.get(entry.after or "", i) > i:
+            other = entry.before or entry.after
+            raise OrderError(
+                f"The order of '{entry.name}', '{other}' is a cycle: each would have to come "
+                "before the other. Drop one `before=` or `after=`."
+            )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from hookline.dispatch.entry import Entry, free_name
 from hookline.dispatch.manager import HookManager
+from hookline.errors import NameTakenError
 from hookline.hook import Hook
 
 if TYPE_CHECKING:
@@ -37,13 +39,28 @@ class HookRunner(HookManager):
 
     @hooks.setter
     def hooks(self, hooks: Iterable[Hook]) -> None:
-        HookList(self)[:] = hooks
+        self.become(hooks)
+
+    def become(self, hooks: Iterable[Hook]) -> None:
+        """Make these the hooks, in this order; who stays keeps its name, schedule and account."""
+        with self._lock:
+            here = {id(entry.hook): entry for entry in self._order}
+            order: list[Entry] = []
+            for hook in hooks:
+                taken = {entry.name for entry in (*order, *self._order)}
+                entry = here.get(id(hook)) or self._make_entry(hook)
+                if id(hook) not in here:
+                    entry.name = free_name(hook, None, taken)
+                if entry in order:
+                    raise NameTakenError(f"'{entry.name}' is in the list twice.")
+                order.append(entry)
+            self._take(order, changed={*order, *self._order})
 
     def on_train_begin(self, config: Any) -> None:
         """Training begins. Hooks may ask for `config` in every later event too."""
         self.run_started()
-        if self.source is None:
-            self.source = SimpleNamespace(config=config)
+        if self.source is None or isinstance(self.source, _Config):
+            self.source = _Config(config)
         if self.live.on_train_start is not None:
             self.fire("on_train_start", config=config)
 
@@ -69,6 +86,13 @@ class HookRunner(HookManager):
         self.run_ended()
 
 
+@dataclass
+class _Config:
+    """What a runner knows by itself: the configuration it was told at the beginning."""
+
+    config: Any
+
+
 class HookList(MutableSequence[Hook]):
     """The hooks of a runner as a list: changing it registers and removes them."""
 
@@ -89,25 +113,24 @@ class HookList(MutableSequence[Hook]):
         return self._hooks()[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        start = range(len(self))[index]
-        if isinstance(start, range):
-            new = list(value)
-            del self[index]
-            for i, hook in enumerate(new, start.start):
-                self.insert(i, hook)
-        else:
-            self.insert(start, value)  # first, so that nothing is lost when it is refused
-            del self[start + 1]
+        hooks = self._hooks()
+        hooks[index] = value
+        self._runner.become(hooks)
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
-        names = self._runner.list_hooks()
-        for name in names[index] if isinstance(index, slice) else [names[index]]:
-            self._runner.remove_hook(name)
+        hooks = self._hooks()
+        del hooks[index]
+        self._runner.become(hooks)
 
     def insert(self, index: SupportsIndex, value: Hook) -> None:
-        """Register a hook before the one that is at this place now."""
-        following = self._runner.list_hooks()[index:]
-        self._runner.add_hook(value, before=following[0] if following else None)
+        """Register a hook at this place."""
+        hooks = self._hooks()
+        hooks.insert(index, value)
+        self._runner.become(hooks)
+
+    def reverse(self) -> None:
+        """Turn the order around."""
+        self._runner.become(self._hooks()[::-1])
 
     def __eq__(self, other: object) -> bool:
         return self._hooks() == (other._hooks() if isinstance(other, HookList) else other)

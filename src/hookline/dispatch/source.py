@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hookline.context import StepContext
 from hookline.errors import NotSuppliedError, UnknownEventError, nearest
 from hookline.events import Event, find_event
 
@@ -38,7 +39,10 @@ class Given:
             setattr(self, event.parameters[name], value)
 
     def __getattr__(self, name: str) -> Any:
-        for source in (self.__dict__.get("ctx"), self._manager.source):
+        ctx = self.__dict__.get("ctx")
+        if isinstance(ctx, StepContext) and name in ctx.__dict__:
+            return ctx.unread(name)
+        for source in (ctx, self._manager.source):
             value = getattr(source, name, self)
             if value is not self:
                 return value

@@ -71,9 +71,10 @@ def refusals(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
         if need is not None and need not in supplied | _MAY_COME_LATER:
             yield f"{', '.join(listeners)} needs {event}. {CALLS[need]}"
             continue
+        known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
         for argument, asking in hooks.wanted(event).items():
             need = _ARGUMENTS.get(argument)
-            if need is not None and need not in supplied:
+            if need is not None and need not in supplied | known:
                 yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
 
 

@@ -101,6 +101,7 @@ class Session:
         self._started = self._ended = False
         self._told_late_log = False
         self.hooks = HookManager(source=self._moment, settings=settings)
+        self.hooks.refuses_what_is_not_supplied = True  # until the first step
         self.hooks.register_hooks(hooks)
         self._steps = StepWatch(self, self._moment, scaler)
         self.hooks.on_change = self._steps.hooks_changed
@@ -182,7 +183,9 @@ class Session:
         if not self._started:
             self._started = True
             self.hooks.run_started()
+            self._moment.known_epoch = self._moment.known_tokens = 0  # so much is certain
             self.fire("on_train_start")
+            self._moment.known_epoch = self._moment.known_tokens = None
 
     def detach(self) -> None:
         """End training (`on_train_end`) and leave model, optimizers and scaler as they were."""

@@ -66,14 +66,12 @@ class StepWatch:
             self._backward_ends,
         )
         self.hooks_changed()
-        # Under a compiled `optimizer.step` these run outside the graph.
-        before, after = (torch.compiler.disable(f) for f in (self._before_step, self._after_step))
         self._handles = [
             handle
             for optimizer in self.optimizers
             for handle in (
-                optimizer.register_step_pre_hook(Tap(before)),
-                optimizer.register_step_post_hook(Tap(after)),
+                optimizer.register_step_pre_hook(Tap(self._before_step)),
+                optimizer.register_step_post_hook(Tap(self._after_step)),
             )
         ]
         if scaler is not None:
@@ -315,6 +313,7 @@ class StepWatch:
             for problem in problems:
                 log.error("%s", problem)
             self._verified = True
+            self.session.hooks.refuses_what_is_not_supplied = False
             self.session.say_what_waits()
         changed = self.live.on_gradients_ready is not None and (
             i in self._versions and self._versions[i] != self._version_of(i)

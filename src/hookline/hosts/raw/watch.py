@@ -12,31 +12,35 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ModelWatch", "Tap", "tensors_in"]
 
 
 class Tap:
-    """A callable for PyTorch's hooks. In a copy or a pickle of the model it does nothing."""
+    """A callable for PyTorch's hooks, kept out of compiled graphs.
 
-    __slots__ = ("_call",)
+    In a copy or a pickle of the model it does nothing.
+    """
 
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
+    @_disable_dynamo  # as torch.optim does: torch.compiler.disable would import dynamo right now
     def __call__(self, *args: Any) -> Any:
         """Pass the call on."""
-        return None if self._call is None else self._call(*args)
+        return self._call(*args)
 
     def __deepcopy__(self, memo: Any) -> Tap:
-        return Tap()
+        return Tap(_nothing)
 
-    def __copy__(self) -> Tap:
-        return Tap()
+    def __reduce__(self) -> Any:
+        return Tap, (_nothing,)
 
-    def __reduce__(self) -> tuple[type[Tap], tuple[()]]:
-        return Tap, ()
+
+def _nothing(*args: Any) -> None:
+    """Stands where a tap was."""
 
 
 class ModelWatch:

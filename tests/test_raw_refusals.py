@@ -1,0 +1,270 @@
+"""What an unchanged loop cannot tell is refused by name, before anything has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import batches, make, recorder, same, train, weights
+from torch import nn
+from torch.nn import functional as F
+
+import hookline
+from hookline import LoopError, NotSuppliedError
+
+
+@pytest.mark.parametrize(
+    ("event", "asks", "call"),
+    [
+        ("on_epoch_start", (), r"with session\.epoch\(\)"),
+        ("on_epoch_end", (), r"with session\.epoch\(\)"),
+        ("on_step_end", ("epoch",), r"with session\.epoch\(\)"),
+        ("on_train_batch_start", (), r"for batch in session\.batches\(loader\)"),
+        ("on_train_batch_end", (), r"for batch in session\.batches\(loader\)"),
+        ("on_before_forward", ("batch",), r"for batch in session\.batches\(loader\)"),
+        ("on_before_backward", (), r"session\.backward\(loss\)"),
+        ("on_gradient_clip", (), r"session\.clip\(max_norm\)"),
+        ("on_step_end", ("tokens_seen",), r"attach\(…, tokens="),
+        ("on_train_start", ("config",), r"attach\(…, config="),
+        ("on_step_end", ("run",), r"no run folder"),
+    ],
+)
+def test_what_the_loop_does_not_tell_is_refused_with_the_call_that_would(event, asks, call):
+    hook = recorder(**{event: asks})
+    model, optimizer = make()
+    before = weights(model)
+    with (
+        pytest.raises(NotSuppliedError, match=call) as error,
+        hookline.attach(model, optimizer, hooks=[hook]),
+    ):
+        train(model, optimizer, batches(2))
+    assert "recorder" in str(error.value)
+    assert same(weights(model), before)
+
+
+def test_all_refusals_come_at_once():
+    hook = recorder("on_epoch_start", "on_train_batch_end", on_step_end=("run", "tokens_seen"))
+    model, optimizer = make()
+    with (
+        pytest.raises(NotSuppliedError) as error,
+        hookline.attach(model, optimizer, hooks=[hook]),
+    ):
+        train(model, optimizer, batches(1))
+    for word in ("on_epoch_start", "on_train_batch_end", "'run'", "'tokens_seen'"):
+        assert word in str(error.value)
+
+
+def test_a_parameter_with_a_default_is_never_refused():
+    class Modest(hookline.Hook):
+        def on_step_end(self, step, epoch=None, mine=-1, **rest):
+            self.got = (step, epoch, mine, "lr" in rest, "tokens_seen" in rest)
+
+    hook = Modest()
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        train(model, optimizer, batches(1))
+    assert hook.got == (1, None, -1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("event", "call"),
+    [
+        ("on_validation_end", "session.validation()"),
+        ("on_checkpoint_save", "session.checkpoint(path)"),
+        ("on_checkpoint_load", "session.resumed(path"),
+    ],
+)
+def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, call, caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[recorder(event)]):
+        train(model, optimizer, batches(1))
+        assert call in caplog.text
+        assert event in caplog.text
+        train(model, optimizer, batches(5))
+        assert caplog.text.count(call) == 1
+    assert caplog.text.count(call) == 2
+
+
+def test_the_loss_of_an_accumulating_loop_is_refused_not_guessed():
+    model, optimizer = make()
+    before = weights(model)
+    with (
+        pytest.raises(NotSuppliedError, match=r"backward ran 2 times.*session\.backward\(loss\)"),
+        hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]),
+    ):
+        for x, y in batches(2):
+            (F.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+    assert same(weights(model), before)
+
+
+def test_the_loss_of_a_batch_that_ends_without_a_step_is_refused():
+    model, optimizer = make()
+    with (
+        pytest.raises(NotSuppliedError, match=r"ended without a step.*session\.backward\(loss\)"),
+        hookline.attach(
+            model, optimizer, hooks=[recorder(on_train_batch_end=("loss",))]
+        ) as session,
+    ):
+        for x, y in session.batches(batches(2)):
+            (F.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+
+
+def test_accumulation_that_begins_later_does_not_stop_the_run():
+    hook = recorder(on_step_end=("step", "loss"))
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hook, recorder("on_step_end")]) as session:
+        train(model, optimizer, batches(1))
+        optimizer.zero_grad()
+        for x, y in batches(2):
+            (F.mse_loss(model(x), y) / 2).backward()
+        optimizer.step()
+        train(model, optimizer, batches(1))
+    assert session.step == 3
+    assert [arguments["step"] for _, arguments in hook.told] == [1]
+    assert [info.status for info in session.hooks.describe()] == ["quarantined", "enabled"]
+
+
+def test_a_backward_that_does_not_pass_through_the_model_is_refused():
+    model, optimizer = make()
+    with (
+        pytest.raises(NotSuppliedError, match="Backward did not pass"),
+        hookline.attach(model, optimizer, hooks=[recorder("on_after_backward")]),
+    ):
+        model(batches(1)[0][0])
+        model.first(batches(1)[0][0]).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["forward", "inner"])
+def test_a_model_whose_own_call_is_never_seen_is_refused(call):
+    model, optimizer = make()
+    outer = nn.Sequential(model)
+    called = model.forward if call == "forward" else model
+    attached = model if call == "forward" else outer
+    x, y = batches(1)[0]
+    with (
+        pytest.raises(NotSuppliedError, match="the attached model was not called"),
+        hookline.attach(attached, optimizer, hooks=[recorder("on_after_forward")]),
+    ):
+        F.mse_loss(called(x), y).backward()
+        optimizer.step()
+
+
+def test_gradients_that_were_clipped_before_hooks_could_read_them_are_refused():
+    model, optimizer = make()
+    before = weights(model)
+    with (
+        pytest.raises(LoopError, match=r"session\.updates\(\)"),
+        hookline.attach(model, optimizer, hooks=[recorder("on_gradients_ready")]),
+    ):
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+        train(model, optimizer, batches(1), clip)
+    assert same(weights(model), before)
+
+
+def test_clipping_that_begins_later_is_said_once_and_training_goes_on(caplog):
+    hook = recorder("on_gradients_ready")
+    model, optimizer = make()
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        train(model, optimizer, batches(1))
+        train(model, optimizer, batches(3), clip)
+    assert session.step == len(hook.told) == 4
+    assert caplog.text.count("session.updates()") == 1
+
+
+def test_clipping_does_not_matter_to_hooks_that_do_not_read_gradients_before_it():
+    hook = recorder("on_before_optimizer_step", on_step_end=("grad_norm",))
+    model, optimizer = make()
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        train(model, optimizer, batches(1), clip)
+    assert float(hook.told[-1][1]["grad_norm"]) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_hook_added_later_that_cannot_be_supplied_does_not_stop_the_run(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]) as session:
+        train(model, optimizer, batches(1))
+        session.add_hook(recorder("on_epoch_start"))
+        train(model, optimizer, batches(1))
+    assert session.step == 2
+    assert "session.epoch()" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "error", "message"),
+    [
+        ("a model", None, TypeError, "torch.nn.Module"),
+        (None, "adam", TypeError, "torch.optim.Optimizer"),
+        (None, [], TypeError, "at least one optimizer"),
+        (None, 3, TypeError, "torch.optim.Optimizer"),
+        (nn.Linear(2, 2), None, LoopError, "none of this model's parameters"),
+    ],
+)
+def test_attach_says_what_it_takes(model, optimizer, error, message):
+    good_model, good_optimizer = make()
+    with pytest.raises(error, match=message):
+        hookline.attach(
+            good_model if model is None else model,
+            good_optimizer if optimizer is None else optimizer,
+        )
+
+
+def test_the_same_optimizer_twice_is_refused():
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="twice"):
+        hookline.attach(model, [optimizer, optimizer])
+
+
+def test_several_optimizers_make_one_step():
+    model, _ = make()
+    a = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    b = torch.optim.Adam(model.second.parameters(), lr=0.01)
+    hook = recorder(
+        "on_step_end",
+        on_gradients_ready=("optimizer_idx",),
+        on_before_optimizer_step=("optimizer_idx",),
+        on_after_optimizer_step=("optimizer_idx",),
+    )
+    with hookline.attach(model, [a, b], hooks=[hook]) as session:
+        for x, y in batches(2):
+            a.zero_grad()
+            b.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            a.step()
+            b.step()
+    one = [
+        (event, {"optimizer_idx": i})
+        for i in (0, 1)
+        for event in ("on_gradients_ready", "on_before_optimizer_step", "on_after_optimizer_step")
+    ]
+    assert hook.told == [*one, "on_step_end"] * 2
+    assert session.step == 2
+
+
+def test_optimizers_that_take_turns_unevenly_are_refused_or_attached_one_by_one():
+    model, _ = make()
+    a = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    b = torch.optim.SGD(model.second.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for i, (x, y) in enumerate(batches(4)):
+            F.mse_loss(model(x), y).backward()
+            a.step()
+            if i % 2:
+                b.step()
+
+    with (
+        pytest.raises(LoopError, match="session of its own"),
+        hookline.attach(model, [a, b], hooks=[recorder("on_step_end")]),
+    ):
+        loop()
+    first, second = recorder("on_step_end"), recorder("on_step_end")
+    with (
+        hookline.attach(model, a, hooks=[first]),
+        hookline.attach(model, b, hooks=[second]),
+    ):
+        loop()
+    assert (len(first.told), len(second.told)) == (4, 2)

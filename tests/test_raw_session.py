@@ -1,0 +1,442 @@
+"""The calls of a session: what a loop can tell hooks that nobody can see from outside."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from loops import batches, make, recorder, train
+from torch.nn import functional as F
+
+import hookline
+from hookline import NotSuppliedError
+
+
+def tell(*events, **asks):
+    """A recorder on a fresh model in a session."""
+    hook = recorder(*events, **asks)
+    model, optimizer = make()
+    return hook, model, optimizer
+
+
+def test_batches_are_told_with_their_numbers_and_the_loaders_name():
+    asks = ("batch", "batch_idx", "dataloader_idx", "dataloader_name")
+    hook, model, optimizer = tell(on_train_batch_start=asks, on_train_batch_end=asks)
+    data = batches(2)
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for x, y in session.batches(data, name="web", idx=3):
+            train(model, optimizer, [(x, y)])
+    numbers = [(name, a["batch_idx"], a["dataloader_idx"]) for name, a in hook.told]
+    start, end = "on_train_batch_start", "on_train_batch_end"
+    assert numbers == [(start, 0, 3), (end, 0, 3), (start, 1, 3), (end, 1, 3)]
+    assert {a["dataloader_name"] for _, a in hook.told} == {"web"}
+    assert hook.told[2][1]["batch"] is data[1]
+
+
+def test_a_batch_ends_with_the_step_it_completes_or_when_the_next_is_drawn():
+    hook, model, optimizer = tell(
+        "on_after_optimizer_step", "on_step_end", on_train_batch_end=("batch_idx", "step")
+    )
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for i, (x, y) in enumerate(session.batches(batches(4))):
+            session.backward(F.mse_loss(model(x), y), accumulate=2)
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    end = [("on_train_batch_end", {"batch_idx": i, "step": (i + 1) // 2}) for i in range(4)]
+    step = ["on_after_optimizer_step", "on_step_end"]
+    assert hook.told == [end[0], step[0], end[1], step[1], end[2], step[0], end[3], step[1]]
+
+
+def test_backward_tells_the_batchs_own_loss_and_the_steps_mean():
+    hook, model, optimizer = tell(
+        on_before_backward=("loss",), on_train_batch_end=("loss", "metrics"), on_step_end=("loss",)
+    )
+    plain, plain_optimizer = make()
+    model.eval()  # without dropout, so that the two can be compared
+    plain.eval()
+    own = []
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for x, y in session.batches(batches(2)):
+            loss = F.mse_loss(model(x), y)
+            own.append(loss.item())
+            session.backward(loss, accumulate=2)
+            if len(own) == 2:
+                optimizer.step()
+    for x, y in batches(2):
+        (F.mse_loss(plain(x), y) / 2).backward()
+    plain_optimizer.step()
+    torch.testing.assert_close(model.first.weight, plain.first.weight)
+    told = {name: [a for n, a in hook.told if n == name] for name, _ in hook.told}
+    assert [a["loss"].item() for a in told["on_before_backward"]] == [x / 2 for x in own]
+    assert [float(a["loss"]) for a in told["on_train_batch_end"]] == own
+    assert [a["metrics"]["loss"] for a in told["on_train_batch_end"]] == own
+    assert float(told["on_step_end"][0]["loss"]) == pytest.approx(sum(own) / 2)
+
+
+def test_numbers_are_not_read_from_the_device_until_somebody_looks(monkeypatch):
+    hook, model, optimizer = tell(
+        on_train_batch_end=("loss", "metrics", "state"), on_step_end=("loss", "grad_norm", "ctx")
+    )
+    reads = []
+    for name in ("item", "__float__", "tolist"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, original=original: reads.append(1) or original(self)
+        )
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for x, y in session.batches(batches(2)):
+            optimizer.zero_grad()
+            session.log("size", torch.tensor(4.0))
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert reads == []
+    assert hook.told[0][1]["metrics"]["size"] == 4.0
+    assert reads
+
+
+def test_epochs_are_counted_and_their_metrics_are_means():
+    hook, model, optimizer = tell(
+        on_epoch_start=("epoch",), on_step_end=("epoch",), on_epoch_end=("epoch", "metrics")
+    )
+    losses = []
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for _ in range(2):
+            with session.epoch():
+                for x, y in session.batches(batches(3)):
+                    session.log("size", 4)
+                    losses += train(model, optimizer, [(x, y)])
+    ends = [a for name, a in hook.told if name == "on_epoch_end"]
+    assert [end["epoch"] for end in ends] == [0, 1]
+    assert ends[0]["metrics"]["train/loss"] == pytest.approx(sum(losses[:3]) / 3)
+    assert ends[1]["metrics"]["train/loss"] == pytest.approx(sum(losses[3:]) / 3)
+    assert ends[0]["metrics"]["train/size"] == 4
+    assert [a["epoch"] for name, a in hook.told if name == "on_step_end"] == [0, 0, 0, 1, 1, 1]
+
+
+def test_validation_is_told_with_means_and_under_both_names():
+    hook, model, optimizer = tell(
+        on_validation_start=("epoch",),
+        on_validation_batch_start=("batch_idx", "dataloader_name"),
+        on_validation_batch_end=("loss", "metrics"),
+        on_eval_end=("metrics", "step"),
+        on_epoch_end=("metrics",),
+        on_step_end=("loss",),
+    )
+    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
+        for x, y in session.batches(batches(1)):
+            session.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            with session.validation(), torch.no_grad():
+                for value in session.batches([1.0, 3.0]):
+                    session.log("loss", torch.tensor(value))
+            model(x)
+    told = dict(hook.told)
+    assert told["on_validation_batch_start"] == {"batch_idx": 1, "dataloader_name": "val"}
+    assert float(told["on_validation_batch_end"]["loss"]) == 3.0
+    assert told["on_eval_end"]["metrics"]["val/loss"] == 2.0
+    assert told["on_eval_end"]["metrics"]["eval/loss"] == 2.0
+    assert told["on_eval_end"]["metrics"]["eval/perplexity"] == pytest.approx(7.389, rel=1e-3)
+    assert told["on_eval_end"]["step"] == 1
+    assert told["on_epoch_end"]["metrics"]["val/loss"] == 2.0
+
+
+def test_what_a_user_hook_puts_into_metrics_hooks_after_it_see():
+    class Adds(hookline.Hook):
+        def on_validation_end(self, metrics):
+            metrics["val/accuracy"] = 0.75
+
+    hook, model, optimizer = tell(on_validation_end=("metrics",))
+    with hookline.attach(model, optimizer, hooks=[Adds(), hook]) as session:
+        with session.validation():
+            session.log("loss", 1.0)
+        assert hook.told[0][1]["metrics"]["val/accuracy"] == 0.75
+        assert session.best_accuracy == 0.75
+
+
+def test_checkpoints_are_told():
+    hook, model, optimizer = tell(
+        on_checkpoint_save=("path", "step"), on_checkpoint_load=("checkpoint_path", "step")
+    )
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        session.resumed("a.pt", step=10, epoch=2, tokens_seen=640)
+        train(model, optimizer, batches(1))
+        session.checkpoint("b.pt")
+        with session.epoch() as epoch:
+            assert epoch == 2
+    assert hook.told == [
+        ("on_checkpoint_load", {"checkpoint_path": "a.pt", "step": 10}),
+        ("on_checkpoint_save", {"path": "b.pt", "step": 11}),
+    ]
+
+
+@pytest.mark.parametrize("how", ["input_ids", "function"])
+def test_tokens_are_counted(how):
+    hook, model, optimizer = tell(on_step_end=("tokens_seen", "ctx"), on_train_end=("tokens_seen",))
+    count = None if how == "input_ids" else lambda batch: batch["x"].shape[0] * 3
+    data = [{"input_ids": torch.zeros(2, 6), "x": x, "y": y} for x, y in batches(2)]
+    with hookline.attach(model, optimizer, hooks=[hook], tokens=count) as session:
+        for batch in session.batches(data):
+            train(model, optimizer, [(batch["x"], batch["y"])])
+    assert [a["tokens_seen"] for _, a in hook.told] == [12, 24, 24]
+    assert hook.told[1][1]["ctx"].tokens_seen == 24
+
+
+def test_the_step_context_is_the_step():
+    hook, model, optimizer = tell(on_step_end=("ctx",))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        losses = train(model, optimizer, batches(1))
+        ctx = hook.told[0][1]["ctx"]
+    assert (ctx.step, ctx.loss, ctx.lr, ctx.skipped) == (1, losses[0], 0.1, False)
+    assert ctx.model is model
+    assert ctx.optimizer is optimizer
+    with pytest.raises(NotSuppliedError, match="attach"):
+        _ = ctx.tokens_seen
+    with pytest.raises(NotSuppliedError, match="ask for `grad_norm` by name"):
+        _ = ctx.grad_norm
+
+
+def test_the_norm_of_a_step_context_is_there_while_the_step_ends():
+    class Norm(hookline.Hook):
+        def on_step_end(self, ctx, grad_norm):
+            self.norms = ctx.grad_norm, float(grad_norm)
+
+    hook = Norm()
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        train(model, optimizer, batches(1))
+    assert hook.norms[0] == hook.norms[1] > 0
+
+
+def test_the_state_has_the_keys_of_a_small_trainer():
+    hook, model, optimizer = tell(on_batch_end=("state",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
+        losses = []
+        for x, y in session.batches(batches(2)):
+            losses += train(model, optimizer, [(x, y)])
+    state = dict(hook.told[-1][1]["state"])
+    assert state.pop("model") is model
+    assert state.pop("optimizer") is optimizer
+    assert state == {
+        "device": torch.device("cpu"),
+        "current_epoch": 0,
+        "current_batch_idx": 1,
+        "latest_loss": losses[1],
+        "avg_loss": pytest.approx(sum(losses) / 2),
+        "model_params": sum(p.numel() for p in model.parameters()),
+        "status": "training",
+    }
+
+
+def test_the_state_says_which_call_would_tell_what_it_does_not_know():
+    hook, model, optimizer = tell(on_step_end=("state",))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        losses = train(model, optimizer, batches(1))
+    state = hook.told[0][1]["state"]
+    assert state["latest_loss"] == losses[0]
+    assert state.get("current_epoch", "unknown") == "unknown"
+    with pytest.raises(NotSuppliedError, match=r"session\.epoch\(\)"):
+        state["current_epoch"]
+
+
+def test_a_number_logged_after_the_step_counts_for_the_epoch_and_is_said_once(caplog):
+    hook, model, optimizer = tell(on_train_batch_end=("metrics",), on_epoch_end=("metrics",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
+        for x, y in session.batches(batches(2)):
+            session.log("early", 1.0)
+            train(model, optimizer, [(x, y)])
+            session.log("late", 2.0)
+    assert set(hook.told[0][1]["metrics"]) == {"loss", "early"}
+    assert hook.told[-1][1]["metrics"]["train/late"] == 2.0
+    assert caplog.text.count("Log before the step") == 1
+
+
+@pytest.mark.parametrize("value", ["3", None, torch.ones(2), True, [1.0]])
+def test_log_takes_numbers_only(value):
+    _, model, optimizer = tell()
+    with (
+        hookline.attach(model, optimizer) as session,
+        pytest.raises(TypeError, match="a number or a tensor with one element"),
+    ):
+        session.log("x", value)
+
+
+def test_backward_takes_a_loss_only():
+    _, model, optimizer = tell()
+    with (
+        hookline.attach(model, optimizer) as session,
+        pytest.raises(TypeError, match="a tensor with one element"),
+    ):
+        session.backward(torch.ones(3, requires_grad=True))
+
+
+def test_updates_lets_hooks_read_gradients_before_the_loop_clips_them():
+    norms = []
+
+    class Norms(hookline.Hook):
+        def on_gradients_ready(self, model):
+            norms.append(model.first.weight.grad.norm().item())
+
+        def on_before_optimizer_step(self, model):
+            norms.append(model.first.weight.grad.norm().item())
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Norms()]) as session:
+
+        def clip():
+            session.updates()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+        train(model, optimizer, batches(2), clip)
+    assert len(norms) == 4
+    assert norms[0] > 0.02 > 0.011 > norms[1]
+
+
+def test_the_norm_of_a_step_that_the_session_clipped_is_the_one_before_clipping():
+    hook, model, optimizer = tell(on_gradient_clip=("grad_norm",), on_step_end=("grad_norm",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        train(model, optimizer, batches(1), lambda: session.clip(0.01))
+        after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert float(hook.told[0][1]["grad_norm"]) == float(hook.told[1][1]["grad_norm"]) > 0.1
+    assert after.item() == pytest.approx(0.01, rel=1e-3)
+
+
+# -- ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("bad"), "error"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_an_exception_is_told_and_goes_on(error, status):
+    hook, model, optimizer = tell(on_exception=("exception",), on_train_end=("status",))
+    with (
+        pytest.raises(type(error)) as raised,
+        hookline.attach(model, optimizer, hooks=[hook]) as session,
+    ):
+        train(model, optimizer, batches(1))
+        raise error
+    assert raised.value is error
+    assert hook.told == [
+        ("on_exception", {"exception": error}),
+        ("on_train_end", {"status": status}),
+    ]
+    assert session.status == status
+
+
+def test_a_critical_hook_that_fails_on_the_exception_does_not_hide_it(caplog):
+    class Critical(hookline.Hook):
+        critical = True
+
+        def on_exception(self):
+            raise RuntimeError("I failed too")
+
+    ends = recorder("on_train_end")
+    model, optimizer = make()
+    with (
+        pytest.raises(ValueError, match="the real one"),
+        hookline.attach(model, optimizer, hooks=[Critical(), ends]),
+    ):
+        raise ValueError("the real one")
+    assert "I failed too" in caplog.text
+    assert ends.told == ["on_train_end"]
+
+
+def test_a_critical_hook_that_fails_stops_the_loop():
+    class Critical(hookline.Hook):
+        critical = True
+
+        def on_step_end(self, step):
+            if step == 2:
+                raise RuntimeError("disk full")
+
+    model, optimizer = make()
+    with (
+        pytest.raises(hookline.HookFailedError, match="'critical' failed.*disk full"),
+        hookline.attach(model, optimizer, hooks=[Critical()]) as session,
+    ):
+        train(model, optimizer, batches(5))
+    assert session.step == 2
+    assert session.status == "error"
+
+
+def test_a_failing_hook_does_not_stop_the_loop(caplog):
+    class Fails(hookline.Hook):
+        def on_step_end(self):
+            raise RuntimeError("my bad")
+
+    hook, model, optimizer = tell("on_step_end")
+    with hookline.attach(model, optimizer, hooks=[Fails(), hook]) as session:
+        train(model, optimizer, batches(5))
+    assert len(hook.told) == 5
+    assert session.status == "completed"
+    assert [(i.name, i.failures, i.status) for i in session.hooks.describe()][0] == (
+        "fails",
+        3,
+        "quarantined",
+    )
+
+
+def test_a_hook_may_end_a_loop_over_session_batches():
+    class Stops(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 2:
+                trainer.stop("enough")
+
+    hook, model, optimizer = tell("on_train_batch_end", on_train_end=("status",))
+    with hookline.attach(model, optimizer, hooks=[Stops(), hook]) as session:
+        for x, y in session.batches(batches(10)):
+            train(model, optimizer, [(x, y)])
+        assert session.should_stop
+    assert session.step == 2
+    assert hook.told[-1] == ("on_train_end", {"status": "stopped"})
+
+
+def test_a_loop_that_cannot_be_stopped_says_so(caplog):
+    class Stops(hookline.Hook):
+        def on_step_end(self, trainer):
+            trainer.stop("enough")
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Stops()]) as session:
+        train(model, optimizer, batches(1))
+    assert session.status == "completed"
+    assert "session.batches(loader)" in caplog.text
+
+
+def test_hooks_may_talk_to_each_other_through_the_trainer():
+    class Puts(hookline.Hook):
+        def on_step_end(self, trainer):
+            trainer.hook_data = {"x": 1}
+
+    class Gets(hookline.Hook):
+        def on_step_end(self, trainer):
+            self.got = trainer.hook_data["x"], trainer.config.debug, trainer.optimizers
+
+    gets = Gets()
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Puts(), gets]):
+        train(model, optimizer, batches(1))
+    assert gets.got == (1, False, [optimizer])
+
+
+def test_nothing_is_logged_by_a_loop_in_which_all_is_well(caplog):
+    hook, model, optimizer = tell("on_step_end", "on_after_backward")
+    with caplog.at_level(logging.INFO), hookline.attach(model, optimizer, hooks=[hook]):
+        train(model, optimizer, batches(2))
+    assert caplog.text == ""
+
+
+def test_schedules_see_whole_steps():
+    hook = recorder("on_gradients_ready", "on_after_backward", on_step_end=("step",))
+    model, optimizer = make()
+    with hookline.attach(model, optimizer) as session:
+        session.add_hook(hook, every=3)
+        train(model, optimizer, batches(7))
+    one = ["on_after_backward", "on_gradients_ready"]
+    assert hook.told == [
+        *one,
+        ("on_step_end", {"step": 3}),
+        *one,
+        ("on_step_end", {"step": 6}),
+    ]
