@@ -293,6 +293,24 @@ def test_updates_lets_hooks_read_gradients_before_the_loop_clips_them():
     assert norms[0] > 0.02 > 0.011 > norms[1]
 
 
+def test_with_several_optimizers_the_norm_of_the_step_is_that_of_all_gradients():
+    hook = recorder(on_gradient_clip=("grad_norm", "optimizer_idx"), on_step_end=("grad_norm",))
+    model, _ = make()
+    a = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    b = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    x, y = batches(1)[0]
+    with hookline.attach(model, [a, b], hooks=[hook]) as session:
+        F.mse_loss(model(x), y).backward()
+        expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(session.clip(0.01), expected)
+        a.step()
+        b.step()
+    first, second, end = (arguments for _, arguments in hook.told)
+    assert [first["optimizer_idx"], second["optimizer_idx"]] == [0, 1]
+    assert float(end["grad_norm"]) == pytest.approx(expected.item())
+    assert float(first["grad_norm"]) < float(end["grad_norm"])
+
+
 def test_the_norm_of_a_step_that_the_session_clipped_is_the_one_before_clipping():
     hook, model, optimizer = tell(on_gradient_clip=("grad_norm",), on_step_end=("grad_norm",))
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
@@ -331,6 +349,9 @@ def test_a_critical_hook_that_fails_on_the_exception_does_not_hide_it(caplog):
         def on_exception(self):
             raise RuntimeError("I failed too")
 
+        def on_train_end(self):
+            raise RuntimeError("and again")
+
     ends = recorder("on_train_end")
     model, optimizer = make()
     with (
@@ -340,6 +361,32 @@ def test_a_critical_hook_that_fails_on_the_exception_does_not_hide_it(caplog):
         raise ValueError("the real one")
     assert "I failed too" in caplog.text
     assert ends.told == ["on_train_end"]
+
+
+def test_leaving_the_process_early_is_no_failure():
+    hook, model, optimizer = tell("on_exception", on_train_end=("status",))
+    with pytest.raises(SystemExit), hookline.attach(model, optimizer, hooks=[hook]):
+        raise SystemExit
+    assert hook.told == [("on_train_end", {"status": "stopped"})]
+
+
+def test_a_start_that_fails_leaves_nothing_attached():
+    class Critical(hookline.Hook):
+        critical = True
+
+        def on_train_start(self):
+            raise RuntimeError("no disk")
+
+        def on_after_forward(self): ...
+
+    model, optimizer = make()
+    with (
+        pytest.raises(hookline.HookFailedError, match="no disk"),
+        hookline.attach(model, optimizer, hooks=[Critical()]),
+    ):
+        raise AssertionError("never reached")
+    assert not model._forward_hooks
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_critical_hook_that_fails_stops_the_loop():
@@ -352,7 +399,7 @@ def test_a_critical_hook_that_fails_stops_the_loop():
 
     model, optimizer = make()
     with (
-        pytest.raises(hookline.HookFailedError, match="'critical' failed.*disk full"),
+        pytest.raises(hookline.HookFailedError, match=r"'critical' failed.*disk full"),
         hookline.attach(model, optimizer, hooks=[Critical()]) as session,
     ):
         train(model, optimizer, batches(5))
@@ -370,11 +417,8 @@ def test_a_failing_hook_does_not_stop_the_loop(caplog):
         train(model, optimizer, batches(5))
     assert len(hook.told) == 5
     assert session.status == "completed"
-    assert [(i.name, i.failures, i.status) for i in session.hooks.describe()][0] == (
-        "fails",
-        3,
-        "quarantined",
-    )
+    failed = session.hooks.describe()[0]
+    assert (failed.name, failed.failures, failed.status) == ("fails", 3, "quarantined")
 
 
 def test_a_hook_may_end_a_loop_over_session_batches():

@@ -1,6 +1,6 @@
 """What hooks cost: calls, time and share of the run, from sampled clocks.
 
-Reading a clock takes longer than a small hook does. So one firing in about sixty is timed, at
+Reading a clock takes longer than a small hook does. So one firing in about a hundred is timed, at
 uneven distances, and what lies between is estimated from it; a hook that turns out slow, or that
 a schedule calls rarely, gets a clock at every call, because there it is negligible.
 """
@@ -22,6 +22,8 @@ __all__ = ["HookInfo", "RunClock", "Summary", "Tally", "make_gap"]
 log = logging.getLogger("hookline")
 
 SLOW_NS = 20_000  # from here on a clock at every call (about 80 ns) is below half a percent
+QUICK_NS = 2_000  # and up to here it would be above four
+WINDOW = 512
 
 
 def make_gap() -> Callable[[int], int]:
@@ -33,14 +35,18 @@ def make_gap() -> Callable[[int], int]:
     rng = random.Random(0)
 
     def gap(fired: int) -> int:
-        return 1 if fired < 8 else rng.randint(32, 96)
+        return 1 if fired < 8 else rng.randint(64, 192)
 
     return gap
 
 
 @dataclass
 class Tally:
-    """The calls of one method of one hook, and the time of those that were timed."""
+    """The calls of one method of one hook, and the time of those that were timed.
+
+    `clocked` says whether each call is timed. A call that took long switches it on; it goes off
+    again when, over a while, just one call in the window was slow, as on a busy machine.
+    """
 
     calls: int = 0
     timed_calls: int = 0
@@ -48,21 +54,29 @@ class Tally:
     sampled_calls: int = 0
     sampled_ns: int = 0
     clocked: bool = False
+    rare: bool = False
+    _window: list[int] = field(default_factory=list[int])
 
     def add(self, ns: int) -> bool:
-        """Count one timed call; return True when it shows that this method needs a clock."""
-        if self.clocked:
-            self.timed_calls += 1
-            self.timed_ns += ns
+        """Count one timed call; return True when `clocked` has changed."""
+        if not self.clocked and ns < SLOW_NS:
+            self.sampled_calls += 1
+            self.sampled_ns += ns
             return False
-        if ns >= SLOW_NS:  # kept out of the sample, which stands for the untimed calls
-            self.timed_calls += 1
-            self.timed_ns += ns
+        self.timed_calls += 1  # kept out of the sample, which stands for the untimed calls
+        self.timed_ns += ns
+        if not self.clocked:
             self.clocked = True
             return True
-        self.sampled_calls += 1
-        self.sampled_ns += ns
-        return False
+        if self.rare:
+            return False
+        self._window.append(ns)
+        if len(self._window) < WINDOW:
+            return False
+        quick = [ns for ns in self._window if ns < SLOW_NS]
+        self._window.clear()
+        self.clocked = len(quick) < WINDOW - 1 or sum(quick) > QUICK_NS * len(quick)
+        return not self.clocked
 
     def seconds(self, calls: int) -> float:
         """The estimated time of this many calls."""

@@ -38,9 +38,10 @@ class Entry:
 
     def is_clocked(self, event: str) -> bool:
         """Whether each call is timed: a scheduled hook is called rarely, a slow one is slow."""
-        scheduled = self.bindings[event].event.per_step and self.schedule != Schedule()
-        self.tallies[event].clocked |= scheduled
-        return self.tallies[event].clocked
+        tally = self.tallies[event]
+        tally.rare = self.bindings[event].event.per_step and self.schedule != Schedule()
+        tally.clocked |= tally.rare
+        return tally.clocked
 
     @property
     def rank(self) -> int:

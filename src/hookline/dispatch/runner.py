@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from dataclasses import dataclass, fields
+from typing import Any, SupportsIndex, overload
 
+from hookline.context import StepContext
+from hookline.dispatch.binding import Binding
 from hookline.dispatch.entry import Entry, free_name
 from hookline.dispatch.manager import HookManager
-from hookline.errors import NameTakenError
+from hookline.errors import NameTakenError, SignatureError
 from hookline.hook import Hook
-
-if TYPE_CHECKING:
-    from hookline.context import StepContext
 
 __all__ = ["HookRunner"]
 
@@ -31,6 +30,13 @@ class HookRunner(HookManager):
     """
 
     _by_rank = False  # the list's order is the order
+
+    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
+        entry = super()._make_entry(hook, name, replace)
+        if self.source is None or isinstance(self.source, _Config):
+            for event, binding in entry.bindings.items():
+                _refuse_what_is_not_given(event, binding)
+        return entry
 
     @property
     def hooks(self) -> HookList:
@@ -84,6 +90,26 @@ class HookRunner(HookManager):
         if self.live.on_train_end is not None:
             self.fire("on_train_end", step=step, tokens_seen=tokens_seen)
         self.run_ended()
+
+
+_GIVEN = {
+    "on_train_start": {"config"},
+    "on_step_end": {"config", "ctx", *(field.name for field in fields(StepContext))},
+    "on_validation_end": {"config", "metrics", "step"},
+    "on_checkpoint_save": {"config", "checkpoint_path", "step"},
+    "on_train_end": {"config", "step", "tokens_seen"},
+}
+
+
+def _refuse_what_is_not_given(event: str, binding: Binding) -> None:
+    """Refuse at registration what an entry point of a runner will not have at the end of a run."""
+    given = _GIVEN.get(event, binding.asks)
+    for argument in sorted(binding.asks - given):
+        raise SignatureError(
+            f"{binding.label} asks for '{argument}', which a HookRunner is not given. In {event} "
+            f"it has: {', '.join(sorted(given))}. Give the parameter a default, or make the runner "
+            "with `source=`, an object that has it as an attribute."
+        )
 
 
 @dataclass

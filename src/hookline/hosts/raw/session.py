@@ -160,7 +160,11 @@ class Session:
     # -- beginning and end ------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.begin()
+        try:
+            self.begin()
+        except BaseException:
+            self._steps.take_off()  # `with` does not leave what it has not entered
+            raise
         return self
 
     def __exit__(
@@ -169,14 +173,23 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and not self._ended:
-            self._moment.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-            self._moment.exception = error
+        if error is None or self._ended:
+            self.detach()
+            return
+        moment = self._moment
+        moment.exception = error
+        moment.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        if isinstance(error, SystemExit | GeneratorExit):
+            moment.status = "stopped"  # leaving early is no failure
+        for tell in (self._tell_exception, self.detach):
             try:
-                self.fire("on_exception")
+                tell()
             except HooklineError:  # the user's own error matters more, and is raised
-                log.exception("A hook failed while it was told of an exception.")
-        self.detach()
+                log.exception("A hook failed while it was told how training ended.")
+
+    def _tell_exception(self) -> None:
+        if self._moment.status != "stopped":
+            self.fire("on_exception")
 
     def begin(self) -> None:
         """Start training, once; the session does it by itself."""
@@ -314,19 +327,21 @@ class Session:
         """Clip gradients by norm, unscaled, and tell hooks; returns the norm before clipping.
 
         Args:
-            max_norm: the largest norm to leave.
+            max_norm: the largest norm to leave, for each optimizer's gradients.
             options: what `torch.nn.utils.clip_grad_norm_` takes.
         """
         self._supplied.add("clip")
         self.updates()
-        norm = torch.zeros(())
+        norms: list[torch.Tensor] = []
         for i, optimizer in enumerate(self.optimizers):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options)
-            self._moment.clipped_norm = norm
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
+            self._moment.clipped_norm = norms[-1]
             self._moment.optimizer_idx = i
             self.fire("on_gradient_clip")
-        return norm
+        whole = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
+        self._moment.clipped_norm = norms[0] if len(norms) == 1 else whole
+        return self._moment.clipped_norm
 
     def checkpoint(self, path: Any) -> None:
         """Tell hooks that the loop has written a checkpoint, complete, at this path."""
