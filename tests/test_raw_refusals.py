@@ -74,6 +74,7 @@ def test_a_parameter_with_a_default_is_never_refused():
     ],
 )
 def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, call, caplog):
+    caplog.set_level("INFO")
     model, optimizer = make()
     with hookline.attach(model, optimizer, hooks=[recorder(event)]):
         train(model, optimizer, batches(1))
@@ -82,6 +83,7 @@ def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, cal
         train(model, optimizer, batches(5))
         assert caplog.text.count(call) == 1
     assert caplog.text.count(call) == 2
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
 def test_the_loss_of_an_accumulating_loop_is_refused_not_guessed():

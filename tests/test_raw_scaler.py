@@ -152,6 +152,24 @@ def test_the_session_scales_and_unscales_by_itself_too():
     assert 0.1 < float(hook.told[1][1]["grad_norm"]) < 10
 
 
+@pytest.mark.parametrize("by", ["updates", "unscale_"])
+def test_saying_twice_that_gradients_are_ready_unscales_once(by):
+    hook = recorder("on_gradients_ready")
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    x, y = batches(1)[0]
+    with hookline.attach(model, optimizer, hooks=[hook], scaler=scaler) as session:
+        session.backward(F.mse_loss(model(x), y))
+        if by == "updates":
+            session.updates()
+        else:
+            scaler.unscale_(optimizer)
+        session.clip(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert hook.told == ["on_gradients_ready"]
+
+
 def test_a_scaler_that_attach_was_not_told_of_is_refused():
     model, optimizer = make()
     before = weights(model)

@@ -271,6 +271,27 @@ def test_backward_takes_a_loss_only():
         session.backward(torch.ones(3, requires_grad=True))
 
 
+def test_session_backward_is_seen_also_when_the_models_output_cannot_be_looked_into():
+    class Opaque:
+        def __init__(self, value):
+            self.value = value
+
+    class Hidden(torch.nn.Linear):
+        def forward(self, x):
+            return Opaque(super().forward(x))
+
+    model = Hidden(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = recorder("on_after_backward", "on_gradients_ready", on_step_end=("loss",))
+    x, y = batches(1)[0]
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        loss = F.mse_loss(model(x).value, y)
+        session.backward(loss)
+        optimizer.step()
+    assert hook.told[:2] == ["on_after_backward", "on_gradients_ready"]
+    assert float(hook.told[2][1]["loss"]) == loss.item()
+
+
 def test_updates_lets_hooks_read_gradients_before_the_loop_clips_them():
     norms = []
 
@@ -434,6 +455,18 @@ def test_a_hook_may_end_a_loop_over_session_batches():
         assert session.should_stop
     assert session.step == 2
     assert hook.told[-1] == ("on_train_end", {"status": "stopped"})
+
+
+def test_a_stop_holds_for_all_loops_over_session_batches_that_follow():
+    model, optimizer = make()
+    with hookline.attach(model, optimizer) as session:
+        for _ in range(3):
+            with session.epoch():
+                for x, y in session.batches(batches(4)):
+                    train(model, optimizer, [(x, y)])
+                    if session.step == 2:
+                        session.stop("enough")
+    assert session.step == 2
 
 
 def test_a_loop_that_cannot_be_stopped_says_so(caplog):

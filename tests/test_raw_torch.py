@@ -257,7 +257,8 @@ class Gradients(hookline.Hook):
     def on_step_end(self, step, loss):
         assert float(loss) == expected.item()
         print(f"rank {rank} step {step} fine", flush=True)
-with hookline.attach(model, optimizer, hooks=[Gradients()], settings=hookline.HookSettings(isolate=False)):
+settings = hookline.HookSettings(isolate=False)
+with hookline.attach(model, optimizer, hooks=[Gradients()], settings=settings):
     for i in range(2):
         optimizer.zero_grad()
         expected = model(torch.full((2, 4), float(rank + i))).pow(2).mean()

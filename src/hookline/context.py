@@ -301,7 +301,7 @@ def _real_name(key: Any) -> Any:
 
 
 class State(LazyDict):
-    """The `state` of an event: where training stands, under the names of `STATE_KEYS`.
+    """The `state` of an event: where training stands, as small trainers tell it.
 
     A key that this loop cannot tell is absent; asking for it says which call would supply it.
     """

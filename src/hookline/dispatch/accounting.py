@@ -11,7 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -112,23 +112,6 @@ class HookInfo:
             return "quarantined"
         return "enabled" if self.enabled else "disabled"
 
-    def over(self, elapsed: float) -> HookInfo:
-        """Return it with its share of a run of so many seconds."""
-        return replace(self, share=self.seconds / elapsed if elapsed else 0.0)
-
-    def gone(self, before: HookInfo | None) -> HookInfo:
-        """Return it as removed, with what a hook of the same name did before it."""
-        if before is None:
-            return replace(self, removed=True)
-        return replace(
-            self,
-            removed=True,
-            calls=self.calls + before.calls,
-            seconds=self.seconds + before.seconds,
-            failures=self.failures + before.failures,
-            last_error=self.last_error or before.last_error,
-        )
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -145,7 +128,11 @@ class Summary:
     @property
     def failures(self) -> dict[str, int]:
         """The failures by hook, only of those that failed."""
-        return {hook.name: hook.failures for hook in self.hooks if hook.failures}
+        failures: dict[str, int] = {}
+        for hook in self.hooks:
+            if hook.failures:
+                failures[hook.name] = failures.get(hook.name, 0) + hook.failures
+        return failures
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data."""

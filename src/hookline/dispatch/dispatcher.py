@@ -40,8 +40,7 @@ class Dispatcher:
         self._folded = [0] * len(self.entries)
         self._scheduled: list[bool] = []
         self._names: dict[str, Any] = {
-            "n": 0,
-            "sample_at": owner.next_sample(fired),
+            "left": 0,  # firings until the next timed one
             "gap": self._gap,
             "failed": self._failed,
             "spent": self._spent,
@@ -53,6 +52,8 @@ class Dispatcher:
             "misses": self._misses,
             "first": _first,
         }
+        self._armed = 0  # firings up to the next timed one
+        self._names["left"] = self._gap()
         self.function: FunctionType = self._build()
 
     def _build(self) -> Any:
@@ -76,7 +77,7 @@ class Dispatcher:
     @property
     def fired(self) -> int:
         """How often the event was fired while this dispatcher was there."""
-        return int(self._names["n"])
+        return self._armed - int(self._names["left"])
 
     def blank(self, entry: Entry) -> None:
         """Do not call this hook any more, not even in a firing that has begun."""
@@ -93,7 +94,7 @@ class Dispatcher:
 
     def calls(self, i: int) -> int:
         """How often this dispatcher called its i-th hook."""
-        return int(self._names[f"n{i}" if self._scheduled[i] else "n"])
+        return int(self._names[f"n{i}"]) if self._scheduled[i] else self.fired
 
     def __del__(self) -> None:
         self.fold()  # a firing may have gone on after the last look
@@ -105,8 +106,11 @@ class Dispatcher:
             entry.tallies[self.event].calls += calls - self._folded[i]
             self._folded[i] = calls
 
-    def _gap(self, n: int) -> int:
-        return self.owner.next_sample(self.fired_before + n)
+    def _gap(self) -> int:
+        """Say in how many firings the next timed one comes; called in the timed ones."""
+        gap = self.owner.next_sample(self.fired_before + self._armed)
+        self._armed += gap
+        return gap
 
     def _failed(self, i: int, error: Exception) -> Exception | None:
         entry = self.entries[i]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hookline.dispatch.accounting import HookInfo, Tally
 from hookline.dispatch.binding import Binding
@@ -12,7 +12,7 @@ from hookline.errors import NameTakenError
 from hookline.events import EVENTS
 from hookline.hook import Hook
 
-__all__ = ["Entry", "free_name"]
+__all__ = ["Entry", "Gone", "free_name"]
 
 
 @dataclass(eq=False)
@@ -97,6 +97,39 @@ class Entry:
             calls=sum(tally.calls for tally in self.tallies.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
+        )
+
+    def gone(self, before: Gone | None) -> Gone:
+        """Return what remains of it when it is removed; `before` had its name and went earlier."""
+        return Gone(self.info(0.0), self.tallies, before.info(0.0) if before is not None else None)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The account of a removed hook, without the hook. A firing that has begun still counts."""
+
+    last: HookInfo
+    tallies: dict[str, Tally]
+    before: HookInfo | None
+
+    def info(self, elapsed: float) -> HookInfo:
+        """Return it as `summary()` shows it, with what hooks of this name did before it."""
+        calls = sum(tally.calls for tally in self.tallies.values())
+        seconds = sum(tally.seconds(tally.calls) for tally in self.tallies.values())
+        failures, last_error = self.last.failures, self.last.last_error
+        if self.before is not None:
+            calls += self.before.calls
+            seconds += self.before.seconds
+            failures += self.before.failures
+            last_error = last_error or self.before.last_error
+        return replace(
+            self.last,
+            removed=True,
+            calls=calls,
+            seconds=seconds,
+            share=seconds / elapsed if elapsed else 0.0,
+            failures=failures,
+            last_error=last_error,
         )
 
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hookline.dispatch.accounting import HookInfo, RunClock, Summary, make_gap
 from hookline.dispatch.binding import bind
 from hookline.dispatch.dispatcher import Dispatcher
-from hookline.dispatch.entry import Entry, free_name
+from hookline.dispatch.entry import Entry, Gone, free_name
 from hookline.dispatch.failures import Failures
 from hookline.dispatch.order import check_wishes, place_of
 from hookline.dispatch.schedule import Schedule
@@ -46,6 +45,16 @@ from hookline.events import EVENTS, NAMES, find_event
 from hookline.hook import Hook
 
 __all__ = ["HookManager"]
+
+
+class Live:
+    """For each event what to call with the source when it happens; None when nobody listens."""
+
+    __slots__ = tuple(EVENTS)
+
+    def __init__(self) -> None:
+        for event in EVENTS:
+            setattr(self, event, None)
 
 
 class HookManager:
@@ -68,13 +77,13 @@ class HookManager:
         settings: HookSettings | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        self.live = SimpleNamespace(**dict.fromkeys(EVENTS))
+        self.live: Any = Live()
         self.settings = settings or HookSettings()
         self.source = source
         self.refuses_what_is_not_supplied = False
         self.on_change = on_change
         self._order: list[Entry] = []  # in the order of calling
-        self._gone: dict[str, HookInfo] = {}  # what removed hooks did and cost
+        self._gone: dict[str, Gone] = {}  # what removed hooks did and cost
         self._lock = threading.RLock()
         self._dispatchers: dict[str, Dispatcher] = {}
         self._running: dict[str, WeakSet[Dispatcher]] = {name: WeakSet() for name in EVENTS}
@@ -129,7 +138,8 @@ class HookManager:
                 order.insert(self._order.index(old), entry)
             else:
                 order.insert(place_of(entry, order, by_rank=self._by_rank), entry)
-                check_wishes(order)
+                if old is not None:
+                    check_wishes(order)
             self._take(order, changed=[entry] if old is None else [entry, old])
             return entry.name
 
@@ -198,7 +208,13 @@ class HookManager:
             f"There is no hook '{name}'.{nearest(str(name), known)} There are: {listed(known)}."
         )
 
-    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
+    def _make_entry(
+        self,
+        hook: Hook,
+        name: str | None = None,
+        replace: bool = False,
+        taken: set[str] | None = None,
+    ) -> Entry:
         if not isinstance(hook, Hook):
             raise _not_a_hook(hook)
         registered = next((entry for entry in self._order if entry.hook is hook), None)
@@ -207,7 +223,8 @@ class HookManager:
                 f"This {type(hook).__name__} is registered already, as '{registered.name}'. "
                 "Make another instance, or remove it first."
             )
-        taken = {entry.name for entry in self._order}
+        if taken is None:
+            taken = {entry.name for entry in self._order}
         return Entry(free_name(hook, name, taken, replace), hook, bind(hook))
 
     def _switch(self, entry: Entry, *, enabled: bool, quarantined: bool = False) -> None:
@@ -233,9 +250,12 @@ class HookManager:
                 self._renew_events_of(changed)
                 raise
         for entry in changed:
-            if entry not in self._order:
-                info = entry.info(self._clock.elapsed())
-                self._gone[entry.name] = info.gone(self._gone.get(entry.name))
+            if entry not in self._order and entry in before:
+                self._gone[entry.name] = entry.gone(self._gone.get(entry.name))
+        names = {entry.name for entry in self._order}
+        for entry in self._order:  # a wish about a hook that is gone is void
+            entry.before = entry.before if entry.before in names else None
+            entry.after = entry.after if entry.after in names else None
 
     def _renew_events_of(self, changed: list[Entry]) -> None:
         for event in {event for entry in changed for event in entry.bindings}:
@@ -255,17 +275,9 @@ class HookManager:
         if dispatch is not None:
             dispatch(source)
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """A callable for each event and alias: `manager.on_epoch_end(epoch=3)`."""
-        if name not in NAMES:
-            raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}."
-                + (nearest(name, NAMES) if name.startswith("on_") else "")
-            )
-        return partial(self._fire_by_position, name)
+    if TYPE_CHECKING:  # the methods that are added below: `manager.on_epoch_end(epoch=3)`
 
-    def _fire_by_position(self, name: str, /, *values: Any, **given: Any) -> None:
-        self.fire(name, **given_by_position(name, values), **given)
+        def __getattr__(self, name: str) -> Callable[..., None]: ...
 
     def wanted(self, event: str, *, optional: bool = False) -> dict[str, list[str]]:
         """Return the arguments that active hooks ask for, each with the methods that ask.
@@ -305,10 +317,12 @@ class HookManager:
         with self._lock:
             if event not in self._dispatchers:
                 entries = self._listening(event)
+                if not entries:
+                    return  # the last one went between the look-up and the call
                 dispatcher = Dispatcher(self, event, entries, self._fired[event])
                 self._dispatchers[event] = dispatcher
                 self._running[event].add(dispatcher)
-                setattr(self.live, event, dispatcher.function if entries else None)
+                setattr(self.live, event, dispatcher.function)
             self._clock.start_unless_running()
             function = self._dispatchers[event].function
         function(src)
@@ -385,9 +399,8 @@ class HookManager:
         """Return what hooks did and cost so far, removed ones too; `print` shows a table."""
         with self._lock:
             elapsed = self._clock.elapsed()
-            gone = [
-                info.over(elapsed) for info in self._gone.values() if info.calls + info.failures
-            ]
+            gone = [gone.info(elapsed) for gone in self._gone.values()]
+            gone = [info for info in gone if info.calls or info.failures]
             return Summary(elapsed, (*self.describe(), *gone))
 
     # -- state ------------------------------------------------------------------------------------
@@ -401,6 +414,20 @@ class HookManager:
         """Give hooks their states back; report hooks without one and states without a hook."""
         with self._lock:
             return load_states(self._order, states)
+
+
+def _event_method(name: str) -> Callable[..., None]:
+    def fire_event(self: HookManager, *values: Any, **given: Any) -> None:
+        self.fire(name, **given_by_position(name, values), **given)
+
+    fire_event.__name__ = name
+    fire_event.__doc__ = f"Fire `{NAMES[name]}` by hand, with these arguments."
+    return fire_event
+
+
+# Real methods, not __getattr__: a class that has it loads each of its attributes the slow way.
+for _name in NAMES:
+    setattr(HookManager, _name, _event_method(_name))
 
 
 def _not_a_hook(thing: object) -> NotAHookError:

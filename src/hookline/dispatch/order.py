@@ -49,7 +49,10 @@ def place_of(new: Placed, order: Sequence[Placed], *, by_rank: bool = True) -> i
     if not by_rank:
         return len(order)
     unplaced = (i for i, entry in enumerate(order) if entry.before is entry.after is None)
-    return next((i for i in unplaced if order[i].rank > new.rank), len(order))
+    place = next((i for i in unplaced if order[i].rank > new.rank), len(order))
+    while 0 < place < len(order) and order[place - 1].before == order[place].name:
+        place -= 1  # who was put directly before it stays there
+    return place
 
 
 def check_wishes(order: Sequence[Placed]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, overload
 
 from hookline.context import StepContext
 from hookline.dispatch.binding import Binding
-from hookline.dispatch.entry import Entry, free_name
+from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
 from hookline.errors import NameTakenError, SignatureError
 from hookline.hook import Hook
@@ -31,8 +31,14 @@ class HookRunner(HookManager):
 
     _by_rank = False  # the list's order is the order
 
-    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
-        entry = super()._make_entry(hook, name, replace)
+    def _make_entry(
+        self,
+        hook: Hook,
+        name: str | None = None,
+        replace: bool = False,
+        taken: set[str] | None = None,
+    ) -> Entry:
+        entry = super()._make_entry(hook, name, replace, taken)
         if self.source is None or isinstance(self.source, _Config):
             for event, binding in entry.bindings.items():
                 _refuse_what_is_not_given(event, binding)
@@ -50,17 +56,21 @@ class HookRunner(HookManager):
     def become(self, hooks: Iterable[Hook]) -> None:
         """Make these the hooks, in this order; who stays keeps its name, schedule and account."""
         with self._lock:
+            wanted = list(hooks)
+            if len({id(hook) for hook in wanted}) < len(wanted):
+                raise NameTakenError("A hook is in the list twice. Make another instance of it.")
             here = {id(entry.hook): entry for entry in self._order}
+            taken = {here[id(hook)].name for hook in wanted if id(hook) in here}
             order: list[Entry] = []
-            for hook in hooks:
-                taken = {entry.name for entry in (*order, *self._order)}
-                entry = here.get(id(hook)) or self._make_entry(hook)
-                if id(hook) not in here:
-                    entry.name = free_name(hook, None, taken)
-                if entry in order:
-                    raise NameTakenError(f"'{entry.name}' is in the list twice.")
+            for hook in wanted:
+                entry = here.get(id(hook))
+                if entry is None:
+                    entry = self._make_entry(hook, taken=taken)
+                    taken.add(entry.name)
                 order.append(entry)
             self._take(order, changed={*order, *self._order})
+            for entry in order:
+                entry.before = entry.after = None  # the list's order is the only wish
 
     def on_train_begin(self, config: Any) -> None:
         """Training begins. Hooks may ask for `config` in every later event too."""

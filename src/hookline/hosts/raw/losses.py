@@ -49,7 +49,7 @@ class Losses:
 
     def backward_begins(self, parameter: torch.Tensor) -> None:
         """Autograd has begun; `parameter` is one that it will reach."""
-        if self.wanted and not self._telling:
+        if not self._telling:
             self._add(Seen(self._unscaled(differentiated_tensor()), told=False), parameter)
 
     def _add(self, seen: Seen, parameter: torch.Tensor) -> None:
@@ -95,9 +95,6 @@ class Losses:
 
     def step_ends(self) -> None:
         """Learn from the step, and add its loss to the averages."""
-        self._batch_stepped = True
-        if not self.wanted:
-            return
         if self._once_per_step is None:
             self._once_per_step = len(self._first or self._step) == 1
         loss, _ = _mean(self._first or self._step)
@@ -105,6 +102,10 @@ class Losses:
             self._moment.latest_loss = loss
             for seen in self._first or self._step:
                 self._moment.averages.add("loss", seen.loss)
+
+    def stepped_in_batch(self) -> None:
+        """The batch in progress has completed a step."""
+        self._batch_stepped = True
 
     def forget(self) -> None:
         """The step is over."""

@@ -98,7 +98,7 @@ class Session:
         self._validation: Averages | None = None
         self._validated: dict[str, Any] = {}
         self._stop_reason: str | None = None
-        self._started = self._ended = False
+        self.started = self._ended = False
         self._told_late_log = False
         self.hooks = HookManager(source=self._moment, settings=settings)
         self.hooks.refuses_what_is_not_supplied = True  # until the first step
@@ -176,6 +176,7 @@ class Session:
         if error is None or self._ended:
             self.detach()
             return
+        self.hooks.refuses_what_is_not_supplied = False  # once is enough
         moment = self._moment
         moment.exception = error
         moment.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
@@ -193,12 +194,13 @@ class Session:
 
     def begin(self) -> None:
         """Start training, once; the session does it by itself."""
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self.hooks.run_started()
             self._moment.known_epoch = self._moment.known_tokens = 0  # so much is certain
             self.fire("on_train_start")
             self._moment.known_epoch = self._moment.known_tokens = None
+            self._steps.hooks_changed()
 
     def detach(self) -> None:
         """End training (`on_train_end`) and leave model, optimizers and scaler as they were."""
@@ -208,7 +210,7 @@ class Session:
         try:
             if self._moment.status == "training":
                 self._moment.status = "stopped" if self.should_stop else "completed"
-            if self._started:
+            if self.started:
                 self.fire("on_train_end")
         finally:
             self._steps.take_off()
@@ -233,6 +235,8 @@ class Session:
         self._supplied.add("batches")
         inside = self._validation
         kind = "train" if inside is None else "validation"
+        if self.should_stop and inside is None:
+            return
         for i, drawn in enumerate(loader):
             batch = Batch(drawn, i, idx, name or ("train" if inside is None else "val"))
             self._moment.known_batch = batch
@@ -308,12 +312,8 @@ class Session:
         divided = loss / accumulate if accumulate != 1 else loss
         self._moment.known_loss = divided
         self.fire("on_before_backward")
-        self._steps.told_loss(loss)
         scaled = self.scaler.scale(divided) if self.scaler is not None else divided
-        try:
-            scaled.backward(**options)
-        finally:
-            self._steps.told_loss(None)
+        self._steps.run_backward(loss, lambda: scaled.backward(**options))
 
     def updates(self) -> None:
         """Say that this step's gradients are complete. Call it before clipping them.
@@ -438,7 +438,7 @@ class Session:
     def say_what_waits(self) -> None:
         """Name hooks that wait for something which may still come."""
         for line in waiting(self.hooks, self._supplied):
-            log.warning("%s", line)
+            log.info("%s", line)
 
 
 def _is_number(value: object) -> bool:

@@ -14,6 +14,7 @@ nothing here stops a run any more.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,7 @@ class StepWatch:
         self._in_scaler_step = False
         self._unchecked = True
         self._verified = False
+        self._ordinary = False
         self._warned: set[str] = set()
         self._model = ModelWatch(
             moment.model,
@@ -103,17 +105,19 @@ class StepWatch:
             or live.on_after_backward is not None
             or live.on_gradients_ready is not None
         )
-        if backward or live.on_before_forward is not None or live.on_after_forward is not None:
-            if getattr(self.moment.model, "_compiled_call_impl", None) is not None:
-                raise LoopError(
-                    "This model was compiled in place (model.compile()), so hooks on its call "
-                    "would be compiled too. Use `compiled = torch.compile(model)`, call `compiled` "
-                    "in the loop and attach it."
-                )
-            self._model.put_on(backward=backward)
-        else:
-            self._model.take_off()
+        calls = live.on_before_forward is not None or live.on_after_forward is not None
+        in_place = getattr(self.moment.model, "_compiled_call_impl", None) is not None
+        if in_place and (backward or calls):
+            raise LoopError(
+                "This model was compiled in place (model.compile()), so hooks on its call would "
+                "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
+                "loop and attach it."
+            )
+        # on_train_start comes before the first forward, also without `with`.
+        starts = live.on_train_start is not None and not self.session.started and not in_place
+        self._model.watch(calls=calls or starts, backward=backward)
         self._unchecked = True
+        self._ordinary = False  # what has changed is looked at in the next step
 
     # -- forward and backward ---------------------------------------------------------------------
 
@@ -129,7 +133,8 @@ class StepWatch:
             self.moment.outputs = None  # or it would keep the graph alive
 
     def _backward_begins(self) -> None:
-        self._losses.backward_begins(self._first_parameter())
+        if self._losses.wanted:
+            self._losses.backward_begins(self._first_parameter())
 
     def _backward_ends(self) -> None:
         if self.live.on_gradients_ready is not None:
@@ -142,9 +147,17 @@ class StepWatch:
         first: torch.Tensor = next((p for p in parameters if p.requires_grad), parameters[0])
         return first
 
-    def told_loss(self, loss: torch.Tensor | None) -> None:
-        """The loop runs backward through the session, on this loss; None when it has."""
+    def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
+        """Run backward for a loop that tells its loss."""
         self._losses.told(loss, self._first_parameter())
+        seen = self._model.backwards_seen
+        try:
+            backward()
+        finally:
+            self._losses.told(None, self._first_parameter())
+        if self._model.on and self._model.backwards_seen == seen:
+            self._model.backwards_seen += 1  # not through what the model returned, but it ran
+            self._backward_ends()
 
     def batch_begins(self) -> None:
         """A batch was drawn."""
@@ -166,6 +179,8 @@ class StepWatch:
     def all_gradients_ready(self) -> None:
         """The loop says so itself."""
         for i, optimizer in enumerate(self.optimizers):
+            if i in self._ready:
+                continue  # the loop has said so before
             if self.scaler is not None and self.scaler.is_enabled():
                 self.scaler.unscale_(optimizer)  # tells us through `unscaled`
             else:
@@ -219,6 +234,16 @@ class StepWatch:
     # -- the optimizer's turn ---------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        live, moment = self.live, self.moment
+        if self._ordinary and len(args) == 1 and not kwargs:
+            if live.on_gradients_ready is not None:
+                self._gradients_ready(0)
+            if live.on_before_optimizer_step is not None:
+                live.on_before_optimizer_step(moment)
+            return None
+        return self._before_any_step(optimizer, args, kwargs)
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.session.begin()
         i = self._index[id(optimizer)]
         self._refuse_a_second_turn(i)
@@ -255,6 +280,14 @@ class StepWatch:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._ordinary:
+            if self.live.on_after_optimizer_step is not None:
+                self.live.on_after_optimizer_step(self.moment)
+            self._end_step(skipped=False)
+        else:
+            self._after_any_step(optimizer)
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         i = self._index[id(optimizer)]
         self._in_scaler_step = False
         if self._found_inf is not None and self._found_inf.item():
@@ -277,24 +310,33 @@ class StepWatch:
     def _turn(self, i: int, *, stepped: bool) -> None:
         self._turns[i] = stepped
         if len(self._turns) == len(self.optimizers):
-            self._end_step()
+            self._end_step(skipped=not any(self._turns.values()))
+            self._turns.clear()
+            # From here on the ordinary case takes the short way.
+            self._ordinary = self._verified and self.scaler is None and len(self.optimizers) == 1
 
-    def _end_step(self) -> None:
-        moment = self.moment
-        moment.skipped = not any(self._turns.values())
-        moment.step += not moment.skipped
-        self._losses.step_ends()
-        self.session.end_batch()
+    def _end_step(self, *, skipped: bool) -> None:
+        moment, losses = self.moment, self._losses
+        moment.skipped = skipped
+        if not skipped:
+            moment.step += 1
+        if losses.wanted:
+            losses.step_ends()
+        if moment.known_batch is not None:
+            losses.stepped_in_batch()
+            self.session.end_batch()
         if self.live.on_step_end is not None:
-            self._losses.tell_step()
+            if losses.wanted:
+                losses.tell_step()
             self.live.on_step_end(moment)
+        if losses.wanted:
+            losses.forget()
+        if self._ready:
+            self._ready.clear()
+            self._versions.clear()
         moment.skipped = False
         moment.step_in_progress = moment.step + 1
         moment.clipped_norm = None
-        self._losses.forget()
-        self._turns.clear()
-        self._ready.clear()
-        self._versions.clear()
 
     # -- what cannot be followed ------------------------------------------------------------------
 
@@ -311,7 +353,7 @@ class StepWatch:
                     + "\n".join(f"  - {problem}" for problem in problems)
                 )
             for problem in problems:
-                log.error("%s", problem)
+                self._warn_once(problem, problem)
             self._verified = True
             self.session.hooks.refuses_what_is_not_supplied = False
             self.session.say_what_waits()
@@ -362,7 +404,8 @@ class StepWatch:
         if self.moment.step == 0:
             raise LoopError(message)
         self._warn_once("turns", message)
-        self._end_step()
+        self._end_step(skipped=not any(self._turns.values()))
+        self._turns.clear()
 
     def _refuse_going_around_the_scaler(self) -> None:
         scaler = self.scaler

@@ -1,0 +1,1 @@
+"""What hookline costs, measured beside its peers: `python -m bench`, or `make bench`."""

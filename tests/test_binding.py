@@ -1,0 +1,839 @@
+"""A hook asks for what it wants, by name."""
+
+import functools
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline import Hook, HookManager, HookSettings, NotSuppliedError, SignatureError
+from hookline.events import EVENTS
+
+
+def fire(hook, event, **arguments):
+    """Register the hook and fire; whatever it raises comes out."""
+    HookManager([hook], settings=HookSettings(isolate=False)).fire(event, **arguments)
+
+
+def refusal(hook):
+    """The message with which the hook is refused; nothing may be left behind."""
+    manager = HookManager()
+    with pytest.raises(SignatureError) as caught:
+        manager.add_hook(hook)
+    assert manager.list_hooks() == []
+    return str(caught.value)
+
+
+class Seen(Hook):
+    """Collects what its subclasses were called with."""
+
+    def __init__(self):
+        self.seen = []
+
+
+# -- names, aliases, order -------------------------------------------------------------------------
+
+
+def test_a_method_gets_the_arguments_it_declares_in_its_own_order():
+    class Watch(Seen):
+        def on_step_end(self, lr, step, loss):
+            self.seen.append((lr, step, loss))
+
+    fire(hook := Watch(), "on_step_end", step=7, loss=0.5, grad_norm=2.0, lr=0.1)
+    assert hook.seen == [(0.1, 7, 0.5)]
+
+
+def test_a_method_may_ask_for_nothing():
+    class Watch(Seen):
+        def on_step_end(self):
+            self.seen.append("called")
+
+    fire(hook := Watch(), "on_step_end")
+    assert hook.seen == ["called"]
+
+
+def test_an_event_is_found_under_its_alias():
+    class Watch(Seen):
+        def on_eval_end(self, metrics):
+            self.seen.append(metrics)
+
+    fire(hook := Watch(), "on_validation_end", metrics={"val/loss": 1.0})
+    assert hook.seen == [{"val/loss": 1.0}]
+
+
+def test_an_argument_is_found_under_its_alias():
+    class Watch(Seen):
+        def on_train_batch_end(self, loader_name, loader_idx):
+            self.seen.append((loader_name, loader_idx))
+
+    fire(hook := Watch(), "on_batch_end", dataloader_name="books", dataloader_idx=1)
+    assert hook.seen == [("books", 1)]
+
+
+def test_an_argument_can_be_fired_under_its_alias_too():
+    class Watch(Seen):
+        def on_checkpoint_save(self, checkpoint_path):
+            self.seen.append(checkpoint_path)
+
+    fire(hook := Watch(), "on_checkpoint_save", path="runs/1")
+    assert hook.seen == ["runs/1"]
+
+
+def test_an_event_carries_the_common_arguments():
+    class Watch(Seen):
+        def on_after_backward(self, trainer, model, optimizers, status):
+            self.seen.append((trainer, model, optimizers, status))
+
+    fire(
+        hook := Watch(),
+        "on_after_backward",
+        trainer="t",
+        model="m",
+        optimizers=["o"],
+        status="training",
+    )
+    assert hook.seen == [("t", "m", ["o"], "training")]
+
+
+@st.composite
+def signatures(draw):
+    """An event and a signature that asks for some of its arguments under some of their names."""
+    event = EVENTS[draw(st.sampled_from(sorted(EVENTS)))]
+    real = draw(st.lists(st.sampled_from(sorted(event.arguments)), unique=True))
+    asked = [(draw(st.sampled_from([name, *event.arguments[name].aliases])), name) for name in real]
+    name = draw(st.sampled_from([event.name, *event.aliases]))
+    only_position = draw(st.integers(0, len(asked)))
+    only_keyword = draw(st.integers(only_position, len(asked)))
+    first_default = draw(st.integers(only_position, len(asked)))
+    return event, name, asked, only_position, only_keyword, first_default
+
+
+@given(signatures())
+def test_any_signature_gets_exactly_the_values_it_names(case):
+    event, name, asked, only_position, only_keyword, first_default = case
+    parts = []
+    for i, (parameter, _) in enumerate(asked):
+        if i == only_keyword:
+            parts.append("*")
+        parts.append(parameter + ("=None" if i >= first_default else ""))
+        if i + 1 == only_position:
+            parts.append("/")
+    inside = ", ".join(f"{real!r}: {parameter}" for parameter, real in asked)
+    namespace = {}
+    exec(  # the signature is what is being generated
+        f"def {name}(self, {', '.join(parts)}):\n    self.seen.append({{{inside}}})", namespace
+    )
+    hook = type("Generated", (Seen,), {name: namespace[name]})()
+    values = {argument: f"value of {argument}" for argument in event.arguments}
+    fire(hook, event.name, **values)
+    assert hook.seen == [{real: values[real] for _, real in asked}]
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_method_that_is_no_event_is_refused_with_the_nearest_name():
+    class Watch(Hook):
+        def on_step_ends(self):
+            pass
+
+    message = refusal(Watch())
+    assert "Watch.on_step_ends" in message
+    assert "Did you mean 'on_step_end'?" in message
+    assert "_on_step_ends" in message  # what a helper may be called
+
+
+def test_a_parameter_that_the_event_does_not_have_is_refused_with_the_nearest_name():
+    class Watch(Hook):
+        def on_step_end(self, losss):
+            pass
+
+    message = refusal(Watch())
+    assert "Watch.on_step_end" in message
+    assert "'losss'" in message
+    assert "Did you mean 'loss'?" in message
+
+
+def test_the_refusal_of_a_parameter_lists_what_the_event_has():
+    class Watch(Hook):
+        def on_epoch_end(self, batch):
+            pass
+
+    message = refusal(Watch())
+    for argument in EVENTS["on_epoch_end"].arguments:
+        assert argument in message
+
+
+def test_the_nearest_name_of_a_parameter_may_be_an_alias():
+    class Watch(Hook):
+        def on_train_batch_end(self, loader_nam):
+            pass
+
+    assert "Did you mean 'loader_name'?" in refusal(Watch())
+
+
+@pytest.mark.parametrize("kind", ["*, {}", "{}, /"])
+def test_an_unknown_parameter_is_refused_of_whatever_kind(kind):
+    namespace = {}
+    exec(f"def on_step_end(self, {kind.format('nothing_like_it')}): pass", namespace)
+    hook = type("Watch", (Hook,), {"on_step_end": namespace["on_step_end"]})()
+    assert "'nothing_like_it'" in refusal(hook)
+
+
+def test_an_event_and_its_alias_in_one_class_are_refused():
+    class Both(Hook):
+        def on_train_end(self):
+            pass
+
+        def on_training_end(self):
+            pass
+
+    message = refusal(Both())
+    assert "Both.on_train_end" in message
+    assert "Both.on_training_end" in message
+
+
+def test_two_aliases_of_one_event_in_one_class_are_refused():
+    class Both(Hook):
+        def on_batch_start(self):
+            pass
+
+        def on_batch_begin(self):
+            pass
+
+    assert "'on_train_batch_start'" in refusal(Both())
+
+
+def test_an_event_and_its_alias_are_refused_also_when_one_is_inherited():
+    class Base(Hook):
+        def on_batch_end(self):
+            pass
+
+    class Sub(Base):
+        def on_train_batch_end(self):
+            pass
+
+    assert "same event" in refusal(Sub())
+
+
+def test_an_inherited_alias_can_be_switched_off_to_make_way():
+    class Base(Seen):
+        def on_batch_end(self):
+            self.seen.append("base")
+
+    class Sub(Base):
+        on_batch_end = None
+
+        def on_train_batch_end(self):
+            self.seen.append("sub")
+
+    fire(hook := Sub(), "on_train_batch_end")
+    assert hook.seen == ["sub"]
+
+
+def test_a_coroutine_is_refused():
+    class Watch(Hook):
+        async def on_step_end(self, step):
+            pass
+
+    assert "Watch.on_step_end is a coroutine" in refusal(Watch())
+
+
+def test_a_coroutine_behind_a_partial_is_refused():
+    async def watch(tag, step):
+        pass
+
+    class Watch(Hook):
+        def __init__(self):
+            self.on_step_end = functools.partial(watch, "tag")
+
+    assert "coroutine" in refusal(Watch())
+
+
+def test_a_coroutine_behind_a_decorator_is_refused():
+    def plain(method):
+        @functools.wraps(method)
+        def wrapper(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    class Watch(Hook):
+        @plain
+        async def on_step_end(self, step):
+            pass
+
+    assert "Watch.on_step_end is a coroutine" in refusal(Watch())
+
+
+def test_an_object_with_an_asynchronous_call_is_refused():
+    class Later:
+        async def __call__(self, step):
+            pass
+
+    class Watch(Hook):
+        def __init__(self):
+            self.on_step_end = Later()
+
+    assert "coroutine" in refusal(Watch())
+
+
+def test_an_asynchronous_generator_is_refused():
+    class Watch(Hook):
+        async def on_step_end(self):
+            yield
+
+    assert "Watch.on_step_end" in refusal(Watch())
+
+
+def test_a_generator_is_refused_because_calling_it_would_run_nothing():
+    class Watch(Hook):
+        def on_step_end(self):
+            yield
+
+    assert "yield" in refusal(Watch())
+
+
+def test_a_callable_without_a_signature_is_refused():
+    hook = Hook()
+    hook.on_step_end = type  # its signature depends on the number of arguments
+    message = refusal(hook)
+    assert "Hook.on_step_end has no signature" in message
+    assert "Wrap it in a method" in message
+
+
+def test_an_event_that_is_a_value_is_refused():
+    class Watch(Hook):
+        on_step_end = 3
+
+    assert "Watch.on_step_end" in refusal(Watch())
+
+
+def test_an_event_that_is_a_property_is_refused():
+    class Watch(Hook):
+        @property
+        def on_step_end(self):
+            return lambda: None
+
+    assert "Watch.on_step_end is a property" in refusal(Watch())
+
+
+# -- defaults and collecting parameters ------------------------------------------------------------
+
+
+def test_a_parameter_of_the_users_own_keeps_its_default():
+    class Watch(Seen):
+        def on_step_end(self, step, scale=3):
+            self.seen.append((step, scale))
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.seen == [(1, 3)]
+
+
+def test_a_parameter_with_a_default_gets_the_argument_where_the_loop_has_it():
+    class Watch(Seen):
+        def on_step_end(self, loss=None, *, lr=None):
+            self.seen.append((loss, lr))
+
+    fire(hook := Watch(), "on_step_end", loss=0.5, lr=0.1)
+    assert hook.seen == [(0.5, 0.1)]
+
+
+def test_a_parameter_with_a_default_does_without_where_the_loop_has_none():
+    class Watch(Seen):
+        def on_step_end(self, step, loss=None):
+            self.seen.append((step, loss))
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.seen == [(1, None)]
+
+
+def test_double_star_gets_everything_by_its_real_name():
+    class Watch(Seen):
+        def on_checkpoint_save(self, **everything):
+            self.seen.append(everything)
+
+    values = {argument: object() for argument in EVENTS["on_checkpoint_save"].arguments}
+    fire(hook := Watch(), "on_checkpoint_save", **values)
+    assert hook.seen == [values]
+
+
+def test_double_star_gets_what_was_not_asked_for_by_name():
+    class Watch(Seen):
+        def on_checkpoint_save(self, path, **rest):
+            self.seen.append((path, rest))
+
+    fire(hook := Watch(), "on_checkpoint_save", checkpoint_path="p", step=3, status="training")
+    assert hook.seen == [("p", {"step": 3, "status": "training"})]
+
+
+def test_star_args_stay_empty():
+    class Watch(Seen):
+        def on_step_end(self, step, *args, lr):
+            self.seen.append((step, args, lr))
+
+    fire(hook := Watch(), "on_step_end", step=1, loss=2.0, lr=0.1)
+    assert hook.seen == [(1, (), 0.1)]
+
+
+def test_keyword_only_parameters_work():
+    class Watch(Seen):
+        def on_checkpoint_save(self, *, path, step):
+            self.seen.append((path, step))
+
+    fire(hook := Watch(), "on_checkpoint_save", path="p", step=1)
+    assert hook.seen == [("p", 1)]
+
+
+def test_positional_only_parameters_work():
+    class Watch(Seen):
+        def on_step_end(self, step, loss, /):
+            self.seen.append((step, loss))
+
+    fire(hook := Watch(), "on_step_end", step=1, loss=0.5)
+    assert hook.seen == [(1, 0.5)]
+
+
+def test_a_positional_only_argument_with_a_default_is_refused_with_the_way_out():
+    class Watch(Hook):
+        def on_step_end(self, step=0, /):
+            pass
+
+    assert "Drop the `/` or the default" in refusal(Watch())
+
+
+def test_an_argument_nobody_supplied_is_named_together_with_who_asks_for_it():
+    class Watch(Hook):
+        def on_step_end(self, lr):
+            pass
+
+    with pytest.raises(NotSuppliedError, match=r"'lr'.*watch \(Watch\.on_step_end\).*lr=…"):
+        fire(Watch(), "on_step_end", step=1)
+
+
+# -- every way to write a method -------------------------------------------------------------------
+
+
+def test_static_and_class_methods_work():
+    seen = []
+
+    class Watch(Hook):
+        @staticmethod
+        def on_step_end(step):
+            seen.append(step)
+
+        @classmethod
+        def on_epoch_end(cls, epoch):
+            seen.append((cls, epoch))
+
+    fire(Watch(), "on_step_end", step=1)
+    fire(Watch(), "on_epoch_end", epoch=2)
+    assert seen == [1, (Watch, 2)]
+
+
+def test_a_partial_works():
+    seen = []
+
+    def note(tag, step):
+        seen.append((tag, step))
+
+    class Watch(Hook):
+        def __init__(self):
+            self.on_step_end = functools.partial(note, "tag")
+
+    fire(Watch(), "on_step_end", step=1)
+    assert seen == [("tag", 1)]
+
+
+def test_a_partial_with_a_keyword_works():
+    seen = []
+
+    def note(tag, step):
+        seen.append((tag, step))
+
+    class Watch(Hook):
+        def __init__(self):
+            self.on_step_end = functools.partial(note, tag="tag")
+
+    fire(Watch(), "on_step_end", step=1)
+    assert seen == [("tag", 1)]
+
+
+def test_a_partial_method_works():
+    class Watch(Seen):
+        def _note(self, tag, value):
+            self.seen.append((tag, value))
+
+        def _note_step(self, tag, step):
+            self._note(tag, step)
+
+        on_step_end = functools.partialmethod(_note_step, "tag")
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.seen == [("tag", 1)]
+
+
+def test_a_decorated_method_works():
+    def twice(method):
+        @functools.wraps(method)
+        def wrapper(*args, **kwargs):
+            method(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    class Watch(Seen):
+        @twice
+        def on_step_end(self, step, *, lr):
+            self.seen.append((step, lr))
+
+    fire(hook := Watch(), "on_step_end", step=1, lr=0.1)
+    assert hook.seen == [(1, 0.1)] * 2
+
+
+def test_a_parameter_behind_a_decorator_is_checked_too():
+    def plain(method):
+        @functools.wraps(method)
+        def wrapper(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    class Watch(Hook):
+        @plain
+        def on_step_end(self, stepp):
+            pass
+
+    assert "Did you mean 'step'?" in refusal(Watch())
+
+
+def test_an_inherited_method_works():
+    class Base(Seen):
+        def on_step_end(self, step):
+            self.seen.append(step)
+
+    class Sub(Base):
+        pass
+
+    fire(hook := Sub(), "on_step_end", step=1)
+    assert hook.seen == [1]
+
+
+def test_an_overriding_method_with_other_parameters_works_and_can_call_its_parent():
+    class Base(Seen):
+        def on_step_end(self, step):
+            self.seen.append(step)
+
+    class Sub(Base):
+        def on_step_end(self, loss, step):
+            super().on_step_end(step)
+            self.seen.append(loss)
+
+    fire(hook := Sub(), "on_step_end", step=1, loss=0.5)
+    assert hook.seen == [1, 0.5]
+
+
+def test_the_base_classs_own_methods_can_be_called_from_an_override():
+    class Watch(Seen):
+        def on_step_end(self, step):
+            super().on_step_end(step)
+            self.seen.append(step)
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.seen == [1]
+
+
+def test_a_mixin_named_before_hook_works():
+    class Mixin:
+        def on_step_end(self, step):
+            self.step = step
+
+    class Watch(Mixin, Hook):
+        pass
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.step == 1
+
+
+def test_a_mixin_named_after_hook_is_refused_because_it_would_never_run():
+    class Mixin:
+        def on_step_end(self, step):
+            pass
+
+    class Watch(Hook, Mixin):
+        pass
+
+    message = refusal(Watch())
+    assert "Mixin.on_step_end would never run" in message
+    assert "Name Mixin first" in message
+
+
+def test_a_mixin_named_after_hook_may_help_in_other_ways():
+    class Mixin:
+        def note(self, step):
+            self.step = step
+
+    class Watch(Hook, Mixin):
+        def on_step_end(self, step):
+            self.note(step)
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.step == 1
+
+
+def test_a_function_set_on_the_instance_works():
+    hook = Hook()
+    seen = []
+    hook.on_step_end = lambda step, loss: seen.append((step, loss))
+    fire(hook, "on_step_end", step=1, loss=0.5)
+    assert seen == [(1, 0.5)]
+
+
+def test_a_method_set_to_none_is_not_called():
+    class Base(Hook):
+        def on_step_end(self):
+            raise AssertionError("switched off")
+
+    class Sub(Base):
+        on_step_end = None
+
+    manager = HookManager([Sub()])
+    assert manager.live.on_step_end is None
+
+
+def test_helpers_with_an_underscore_are_left_alone():
+    class Watch(Seen):
+        def on_step_end(self, step):
+            self._on_step(step)
+
+        def _on_step(self, anything):
+            self.seen.append(anything)
+
+    fire(hook := Watch(), "on_step_end", step=1)
+    assert hook.seen == [1]
+
+
+def test_values_and_properties_that_are_no_events_are_left_alone():
+    class Watch(Hook):
+        on_gpu = True
+
+        @property
+        def on_disk(self):
+            raise AssertionError("nobody asked for it")
+
+        def on_step_end(self):
+            pass
+
+    assert HookManager([Watch()]).list_hooks() == ["watch"]
+
+
+def test_a_cached_property_that_is_no_event_is_not_computed():
+    class Watch(Hook):
+        @functools.cached_property
+        def on_disk(self):
+            raise AssertionError("nobody asked for it")
+
+        def on_step_end(self):
+            pass
+
+    assert HookManager([Watch()]).list_hooks() == ["watch"]
+
+
+# -- what the base class asks of its subclasses: nothing -------------------------------------------
+
+
+def test_a_hook_needs_no_super_init():
+    class Watch(Hook):
+        def __init__(self, threshold):
+            self.threshold = threshold
+
+        def on_step_end(self, loss):
+            self.high = loss > self.threshold
+
+    fire(hook := Watch(0.1), "on_step_end", loss=0.5)
+    assert hook.high
+
+
+def test_a_users_attributes_do_not_matter():
+    class Watch(Seen):
+        def __init__(self):
+            super().__init__()
+            self.enabled = False
+            self.sample_rate = 0.0
+            self.every = 1000
+            self.from_epoch = 99
+            self.name = "another"
+            self.schedule = "none of your business"
+            self.rank = self._rank = -1
+            self.strict = self.quarantined = True
+            self.bindings = self.hooks = self.live = None
+
+        def on_step_end(self, step):
+            self.seen.append(step)
+
+    manager = HookManager([hook := Watch()])
+    manager.fire("on_step_end", step=1)
+    assert hook.seen == [1]
+    assert manager.list_hooks() == ["watch"]
+
+
+def test_hooks_that_are_equal_or_not_hashable_are_still_different_hooks():
+    class Twin(Seen):
+        def __eq__(self, other):
+            return isinstance(other, Twin)
+
+        __hash__ = None
+
+        def on_step_end(self, step):
+            self.seen.append(step)
+
+    manager = HookManager([first := Twin(), second := Twin()])
+    manager.remove_hook("twin")
+    manager.fire("on_step_end", step=1)
+    assert (first.seen, second.seen) == ([], [1])
+
+
+def test_the_base_class_pickles():
+    hook = pickle.loads(pickle.dumps(Hook("watch")))
+    assert HookManager([hook]).list_hooks() == ["watch"]
+
+
+class Picklable(Hook):
+    def __init__(self):
+        self.steps = []
+
+    def on_step_end(self, step):
+        self.steps.append(step)
+
+
+def test_a_hook_pickles_while_it_is_registered():
+    fire(hook := Picklable(), "on_step_end", step=1)
+    again = pickle.loads(pickle.dumps(hook))
+    fire(again, "on_step_end", step=2)
+    assert (hook.steps, again.steps) == ([1], [1, 2])
+
+
+def test_registering_leaves_nothing_on_the_hook():
+    hook = Picklable()
+    before = dict(vars(hook))
+    HookManager([hook], settings=HookSettings()).disable_hook("picklable")
+    assert vars(hook) == before
+
+
+def test_a_method_can_be_called_directly_with_a_stand_in():
+    class Watch(Hook):
+        def on_train_start(self, trainer):
+            self.rate = trainer.optimizers[0]
+
+    hook = Watch()
+    hook.on_train_start(SimpleNamespace(optimizers=[0.1]))
+    assert hook.rate == 0.1
+
+
+# -- arguments are made only when somebody asks, and once ------------------------------------------
+
+
+class Source:
+    """Knows the arguments of a step, and how often each was made."""
+
+    def __init__(self):
+        self.made = []
+
+    def __getattr__(self, name):
+        self.made.append(name)
+        return object()
+
+
+def test_nothing_is_made_that_no_hook_asked_for():
+    class Watch(Hook):
+        def on_step_end(self, step):
+            pass
+
+    manager = HookManager([Watch()])
+    manager.live.on_step_end(source := Source())
+    assert source.made == ["step"]
+
+
+def test_an_argument_is_made_once_for_all_who_ask():
+    class First(Seen):
+        def on_step_end(self, state, step):
+            self.seen.append(state)
+
+    class Second(Seen):
+        def on_step_end(self, *, state):
+            self.seen.append(state)
+
+    manager = HookManager([first := First(), second := Second()])
+    manager.live.on_step_end(source := Source())
+    assert sorted(source.made) == ["state", "step"]
+    assert first.seen[0] is second.seen[0]
+
+
+def test_an_argument_is_made_once_also_for_those_who_collect_it():
+    class Asks(Seen):
+        def on_step_end(self, state):
+            self.seen.append(state)
+
+    class Default(Seen):
+        def on_step_end(self, state=None):
+            self.seen.append(state)
+
+    class Collects(Seen):
+        def on_step_end(self, **everything):
+            self.seen.append(everything["state"])
+
+    manager = HookManager([asks := Asks(), default := Default(), collects := Collects()])
+    manager.live.on_step_end(source := Source())
+    assert source.made.count("state") == 1
+    assert asks.seen[0] is default.seen[0] is collects.seen[0]
+
+
+@pytest.mark.parametrize("scheduled_first", [True, False])
+def test_an_argument_is_made_once_also_between_scheduled_and_collecting_hooks(scheduled_first):
+    class Due(Source):
+        step_in_progress = 2
+
+    class Asks(Seen):
+        def on_step_end(self, state):
+            self.seen.append(state)
+
+    class Collects(Seen):
+        def on_step_end(self, state=None):
+            self.seen.append(state)
+
+    manager = HookManager([collects := Collects()])
+    manager.add_hook(asks := Asks(), every=2, before="collects" if scheduled_first else None)
+    manager.live.on_step_end(source := Due())
+    assert source.made.count("state") == 1
+    assert asks.seen[0] is collects.seen[0]
+
+
+def test_nothing_is_made_for_a_disabled_hook():
+    class Watch(Hook):
+        def on_step_end(self, step):
+            pass
+
+    class Costly(Hook):
+        def on_step_end(self, state):
+            pass
+
+    manager = HookManager([Watch(), Costly()])
+    manager.disable_hook("costly")
+    manager.live.on_step_end(source := Source())
+    assert source.made == ["step"]
+
+
+def test_nothing_is_made_for_a_hook_that_is_not_due():
+    class Costly(Hook):
+        def on_step_end(self, state):
+            pass
+
+    class Steps(Source):
+        step_in_progress = 7
+
+    manager = HookManager()
+    manager.add_hook(Costly(), every=10)
+    manager.live.on_step_end(source := Steps())
+    assert source.made == []

@@ -1,0 +1,588 @@
+"""What events carry: numbers that are read when looked at, metrics, state, the step."""
+
+import copy
+import dataclasses
+import json
+import math
+import operator
+import pickle
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline import LazyFloat, Metrics, NotSuppliedError, StepContext
+from hookline.context import State
+
+
+class Number:
+    """Something that can be turned into a float, and counts how often it was."""
+
+    def __init__(self, value=0.5):
+        self.value = value
+        self.reads = 0
+
+    def __float__(self):
+        self.reads += 1
+        return self.value
+
+
+class CountingTensor(torch.Tensor):
+    """A real tensor that counts how often its value was asked for."""
+
+    reads = 0
+
+    def item(self):
+        type(self).reads += 1
+        return super().item()
+
+    def __float__(self):
+        type(self).reads += 1
+        return super().__float__()
+
+
+@pytest.fixture
+def tensor():
+    CountingTensor.reads = 0
+    return torch.tensor(0.5).as_subclass(CountingTensor)
+
+
+def same(one, other):
+    """Equal, with NaN equal to NaN, and of the same type."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    both_nan = isinstance(one, float) and math.isnan(one) and math.isnan(other)
+    return both_nan or one == other
+
+
+def outcome(function, *arguments):
+    """What a call returns, or the type of what it raises."""
+    try:
+        return function(*arguments)
+    except (ArithmeticError, ValueError, TypeError) as error:
+        return type(error)
+
+
+# -- LazyFloat: when it is read --------------------------------------------------------------------
+
+
+def test_a_lazy_number_reads_nothing_until_it_is_looked_at():
+    number = Number()
+    lazy = LazyFloat(number)
+    assert isinstance(lazy, LazyFloat)
+    assert [lazy, {"loss": lazy}]
+    assert number.reads == 0
+    assert float(lazy) == 0.5
+    assert number.reads == 1
+
+
+def test_a_lazy_number_is_read_once():
+    number = Number()
+    lazy = LazyFloat(number)
+    assert (lazy + 1, f"{lazy:.1f}", lazy < 1, hash(lazy)) == (1.5, "0.5", True, hash(0.5))
+    assert number.reads == 1
+
+
+def test_a_lazy_tensor_is_read_once_and_then_let_go(tensor):
+    lazy = LazyFloat(tensor)
+    assert CountingTensor.reads == 0
+    assert [lazy * 2, lazy * 3] == [1.0, 1.5]
+    assert CountingTensor.reads == 1
+
+
+def test_a_lazy_number_may_be_computed_by_a_function():
+    calls = []
+    lazy = LazyFloat(lambda: calls.append(1) or torch.tensor(2.0))
+    assert calls == []
+    assert lazy == 2.0
+    assert lazy == 2.0
+    assert calls == [1]
+
+
+def test_a_lazy_number_gives_its_value_as_a_tensor_would():
+    assert same(LazyFloat(torch.tensor(0.5)).item(), 0.5)
+
+
+# -- LazyFloat: it behaves as a float --------------------------------------------------------------
+
+floats = st.floats() | st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf])
+small = st.floats(-50, 50) | st.sampled_from([math.nan, math.inf, -math.inf])
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    divmod,
+]
+COMPARE = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
+UNARY = [
+    operator.neg,
+    operator.pos,
+    abs,
+    float,
+    int,
+    bool,
+    round,
+    math.trunc,
+    math.floor,
+    math.ceil,
+    math.isnan,
+    math.exp,
+    math.sqrt,
+    complex,
+    repr,
+    str,
+    lambda x: round(x, 2),
+    lambda x: f"{x}",
+    lambda x: f"{x:.3e}",
+    lambda x: f"{x:>12.2f}",
+    lambda x: f"{x:%}",
+    lambda x: "%.4f" % x,  # noqa: UP031 — the spelling is what is tested
+    lambda x: "{:g}".format(x),  # noqa: UP032
+    lambda x: "%d" % x,  # noqa: UP031
+    lambda x: sum([x, x]),
+]
+
+
+@given(floats, floats, st.sampled_from(BINARY + COMPARE))
+def test_a_lazy_number_computes_and_compares_as_the_float_it_stands_for(a, b, function):
+    expected = outcome(function, a, b)
+    assert same(outcome(function, LazyFloat(Number(a)), b), expected)
+    assert same(outcome(function, a, LazyFloat(Number(b))), expected)
+    assert same(outcome(function, LazyFloat(Number(a)), LazyFloat(Number(b))), expected)
+
+
+@given(small, small)
+def test_a_lazy_number_takes_powers_as_the_float_it_stands_for(a, b):
+    expected = outcome(pow, a, b)
+    assert same(outcome(pow, LazyFloat(a), b), expected)
+    assert same(outcome(pow, a, LazyFloat(b)), expected)
+
+
+@given(floats, st.integers() | st.booleans(), st.sampled_from(BINARY + COMPARE))
+def test_a_lazy_number_mixes_with_integers_as_the_float_it_stands_for(a, b, function):
+    assert same(outcome(function, LazyFloat(a), b), outcome(function, a, b))
+    assert same(outcome(function, b, LazyFloat(a)), outcome(function, b, a))
+
+
+@given(floats, st.sampled_from(UNARY))
+def test_a_lazy_number_converts_and_formats_as_the_float_it_stands_for(a, function):
+    assert same(outcome(function, LazyFloat(Number(a))), outcome(function, a))
+
+
+@given(st.floats(allow_nan=False))
+def test_a_lazy_number_is_found_where_its_float_is(a):
+    assert hash(LazyFloat(a)) == hash(a)
+    assert LazyFloat(a) in {a}
+    assert a in {LazyFloat(a): "found"}
+
+
+@given(floats)
+def test_a_lazy_number_pickles_and_copies_to_a_float(a):
+    lazy = LazyFloat(Number(a))
+    for again in (pickle.loads(pickle.dumps(lazy)), copy.copy(lazy), copy.deepcopy(lazy)):
+        assert same(again, a)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dir(float) if not name.startswith("_") and name != "fromhex"]
+)
+def test_a_lazy_number_has_what_a_float_has(name):
+    expected, got = getattr(0.5, name), getattr(LazyFloat(0.5), name)
+    assert same(got() if callable(got) else got, expected() if callable(expected) else expected)
+
+
+def test_lazy_numbers_have_a_mean():
+    assert statistics.mean([LazyFloat(1.0), LazyFloat(2.0)]) == 1.5
+    assert statistics.fmean([LazyFloat(1.0), LazyFloat(2.0)]) == 1.5
+
+
+def test_lazy_numbers_sort_and_have_a_least_one():
+    lazies = [LazyFloat(3.0), LazyFloat(1.0), LazyFloat(2.0)]
+    assert sorted(lazies) == [1.0, 2.0, 3.0]
+    assert (min(lazies), max(lazies)) == (1.0, 3.0)
+
+
+def test_a_lazy_number_is_not_equal_to_something_else():
+    assert LazyFloat(1.0) != "1.0"
+    assert (LazyFloat(1.0) == None) is False  # noqa: E711
+    with pytest.raises(TypeError):
+        LazyFloat(1.0) < "1.0"  # noqa: B015
+    with pytest.raises(TypeError):
+        LazyFloat(1.0) + "1.0"
+
+
+def test_numpy_takes_a_lazy_number_as_a_float():
+    lazy = LazyFloat(1.5)
+    assert np.asarray(lazy).dtype == np.float64
+    assert np.array([lazy, 2.5]).tolist() == [1.5, 2.5]
+    assert np.mean([lazy, lazy]) == 1.5
+    assert np.float32(lazy) == 1.5
+    assert np.asarray(lazy, dtype=np.float32).dtype == np.float32
+    assert (np.array([1.0, 2.0]) * lazy).tolist() == [1.5, 3.0]
+    assert (lazy * np.array([1.0, 2.0])).tolist() == [1.5, 3.0]
+
+
+@pytest.mark.parametrize("function", COMPARE)
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_lazy_number_compares_with_an_array_element_by_element(function, make):
+    values = make([1.0, 1.5, 2.0])
+    assert function(LazyFloat(1.5), values).tolist() == function(1.5, values).tolist()
+    assert function(values, LazyFloat(1.5)).tolist() == function(values, 1.5).tolist()
+
+
+@pytest.mark.parametrize("function", BINARY[:6])
+def test_a_lazy_number_computes_with_tensors(function):
+    values = torch.tensor([1.0, 2.0])
+    assert function(LazyFloat(1.5), values).tolist() == function(1.5, values).tolist()
+    assert function(values, LazyFloat(1.5)).tolist() == function(values, 1.5).tolist()
+
+
+# -- Metrics ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def number():
+    return Number()
+
+
+@pytest.fixture
+def metrics(number):
+    return Metrics({"loss": LazyFloat(number), "accuracy": torch.tensor(0.75), "n": 3})
+
+
+PLAIN = {"loss": 0.5, "accuracy": 0.75, "n": 3}
+
+
+def plain(mapping):
+    """Whether all values are numbers of Python's own."""
+    return all(type(value) in (float, int) for value in dict.values(mapping))
+
+
+def test_keys_membership_and_length_read_nothing(metrics, number):
+    assert list(metrics) == list(metrics.keys()) == ["loss", "accuracy", "n"]
+    assert "loss" in metrics
+    assert "other" not in metrics
+    assert len(metrics) == 3
+    assert bool(metrics)
+    assert list(reversed(metrics)) == ["n", "accuracy", "loss"]
+    assert number.reads == 0
+
+
+def test_putting_a_value_in_reads_nothing(number):
+    metrics = Metrics()
+    metrics["loss"] = LazyFloat(number)
+    metrics.update(again=LazyFloat(number))
+    metrics.update({"more": LazyFloat(number)})
+    metrics |= {"most": LazyFloat(number)}
+    del metrics["again"]
+    assert number.reads == 0
+    assert metrics["most"] == 0.5
+
+
+def updated(mapping):
+    target = {}
+    target.update(mapping)
+    return target
+
+
+READINGS = {
+    "indexing": lambda m: {key: m[key] for key in m},
+    "get": lambda m: {key: m.get(key) for key in m},
+    "items": lambda m: {key: value for key, value in m.items()},  # noqa: C416
+    "values": lambda m: dict(zip(m.keys(), m.values(), strict=True)),
+    "dict": dict,
+    "unpacking": lambda m: {**m},
+    "a call": lambda m: dict(**m),
+    "copy": lambda m: m.copy(),
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "or": lambda m: m | {},
+    "or from the right": lambda m: {} | m,
+    "update": updated,
+    "json": lambda m: json.loads(json.dumps(m)),
+    "json, indented": lambda m: json.loads(json.dumps(m, indent=2)),
+    "json of a copy": lambda m: json.loads(json.dumps(m.copy())),
+    "json inside": lambda m: json.loads(json.dumps({"metrics": m}))["metrics"],
+    "pop": lambda m: {key: m.pop(key) for key in list(m)},
+    "pop with a default": lambda m: {key: m.pop(key, None) for key in list(m)},
+    "popitem": lambda m: dict(reversed([m.popitem() for _ in range(len(m))])),
+    "setdefault": lambda m: {key: m.setdefault(key, 0) for key in list(m)},
+}
+
+
+@pytest.mark.parametrize("how", READINGS)
+def test_whoever_looks_at_metrics_gets_plain_numbers_read_once(how, metrics, number):
+    seen = READINGS[how](metrics)
+    assert plain(seen)
+    assert dict(seen) == PLAIN
+    assert metrics.get("loss", 0.5) == 0.5
+    assert number.reads == 1
+
+
+def test_a_tensor_among_the_metrics_is_read_once(tensor):
+    metrics = Metrics(loss=tensor)
+    assert "loss" in metrics
+    assert CountingTensor.reads == 0
+    assert metrics["loss"] + metrics["loss"] == sum(metrics.values()) * 2 == 1.0
+    assert CountingTensor.reads == 1
+
+
+def test_metrics_are_formatted_with_plain_numbers(metrics):
+    assert str(metrics) == repr(metrics) == str(PLAIN)
+    assert "{loss:.2f}".format(**metrics) == "0.50"
+    assert "{loss:.2f}".format_map(metrics) == "0.50"
+    assert "%(loss).2f" % metrics == "0.50"  # noqa: UP031
+
+
+def test_metrics_are_equal_to_a_dictionary_of_their_numbers(metrics):
+    assert metrics == PLAIN
+    assert PLAIN == metrics  # noqa: SIM300
+    assert metrics == Metrics(PLAIN)
+    assert metrics != {**PLAIN, "n": 4}
+    assert metrics != 3
+
+
+def test_metrics_change_as_a_dictionary_does(metrics):
+    metrics["extra"] = 1.0
+    metrics |= {"n": 4}
+    assert metrics | {"loss": 9.0} == {**PLAIN, "n": 4, "extra": 1.0, "loss": 9.0}
+    assert {"loss": 9.0, "new": 1} | metrics == {**PLAIN, "n": 4, "extra": 1.0, "new": 1}
+    assert metrics.pop("nothing", "default") == "default"
+    with pytest.raises(KeyError):
+        metrics.pop("nothing")
+    assert metrics.setdefault("fresh", torch.tensor(2.0)) == 2.0
+    assert metrics.get("nothing") is None
+    assert metrics.get("nothing", 3) == 3
+
+
+def test_what_one_hook_puts_in_the_next_one_sees(metrics):
+    metrics["score"] = torch.tensor(0.25)
+    assert same(metrics["score"], 0.25)
+
+
+def test_a_value_that_is_no_number_stays_as_it_is():
+    weights = torch.ones(3)
+    metrics = Metrics(weights=weights, note="text", nothing=None)
+    assert metrics["weights"] is weights
+    assert (metrics["note"], metrics["nothing"]) == ("text", None)
+
+
+def test_metrics_that_are_missing_are_a_key_error(metrics):
+    with pytest.raises(KeyError, match="other"):
+        metrics["other"]
+
+
+def test_a_key_of_another_type_is_a_key_error_too(metrics):
+    assert 0 not in metrics
+    with pytest.raises(KeyError):
+        metrics[0]
+
+
+def test_copies_and_pickles_of_metrics_are_metrics(metrics):
+    metrics["val/loss"] = 1.0
+    for again in (copy.copy(metrics), copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics))):
+        assert type(again) is Metrics
+        assert again["eval/loss"] == 1.0
+
+
+# -- eval/ is another name for val/ ----------------------------------------------------------------
+
+
+def test_eval_is_another_name_for_val(number):
+    metrics = Metrics({"val/loss": LazyFloat(number), "val/f1": 0.9})
+    assert "eval/f1" in metrics
+    assert "eval/loss" in metrics
+    assert number.reads == 0
+    assert metrics["eval/f1"] == metrics.get("eval/f1") == 0.9
+    assert same(metrics["eval/loss"], 0.5)
+    assert list(metrics) == ["val/loss", "val/f1"]
+
+
+def test_an_eval_name_without_a_val_is_missing():
+    metrics = Metrics({"val/loss": 1.0, "accuracy": 0.5})
+    assert "eval/accuracy" not in metrics
+    assert metrics.get("eval/accuracy", "default") == "default"
+    with pytest.raises(KeyError):
+        metrics["eval/accuracy"]
+
+
+def test_a_value_put_in_under_eval_is_found_under_val():
+    metrics = Metrics()
+    metrics["eval/f1"] = 0.9
+    assert metrics["eval/f1"] == 0.9
+    assert metrics["val/f1"] == 0.9
+
+
+def test_setdefault_under_the_other_name_finds_the_value():
+    metrics = Metrics({"val/loss": 1.0})
+    assert metrics.setdefault("eval/loss", 99.0) == 1.0
+    assert metrics["eval/loss"] == metrics["val/loss"] == 1.0
+
+
+def test_pop_under_the_other_name_takes_the_value():
+    metrics = Metrics({"val/loss": 1.0})
+    assert metrics.pop("eval/loss") == 1.0
+    assert "val/loss" not in metrics
+
+
+def test_perplexity_comes_from_the_loss(number):
+    metrics = Metrics({"val/loss": LazyFloat(number)})
+    assert "eval/perplexity" in metrics
+    assert number.reads == 0
+    assert metrics["eval/perplexity"] == metrics.get("eval/perplexity") == math.exp(0.5)
+
+
+def test_there_is_no_perplexity_without_a_loss():
+    assert "eval/perplexity" not in Metrics({"val/f1": 0.9})
+    with pytest.raises(KeyError):
+        Metrics()["eval/perplexity"]
+
+
+def test_the_perplexity_of_a_huge_loss_is_infinite():
+    assert Metrics({"val/loss": 1e6})["eval/perplexity"] == math.inf
+    assert Metrics({"val/loss": math.inf})["eval/perplexity"] == math.inf
+
+
+def test_the_perplexity_of_a_loss_that_is_not_a_number_is_not_a_number_either():
+    assert math.isnan(Metrics({"val/loss": math.nan})["eval/perplexity"])
+
+
+def test_membership_and_value_of_a_perplexity_agree():
+    metrics = Metrics({"val/perplexity": 7.0})
+    assert ("eval/perplexity" in metrics) == (metrics.get("eval/perplexity") is not None)
+    assert metrics["eval/perplexity"] == metrics.get("eval/perplexity") == 7.0
+
+
+# -- State -----------------------------------------------------------------------------------------
+
+
+def test_state_gives_what_the_loop_knows(number):
+    state = State({"latest_loss": LazyFloat(number), "status": "training"})
+    assert state["status"] == "training"
+    assert number.reads == 0
+    assert same(state["latest_loss"], 0.5)
+    assert json.loads(json.dumps(state)) == {"latest_loss": 0.5, "status": "training"}
+
+
+def test_a_key_that_the_loop_cannot_tell_is_absent_and_says_how_to_supply_it():
+    state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
+    assert "avg_loss" not in state
+    assert state.get("avg_loss") is None
+    assert state.get("avg_loss", 3.0) == 3.0
+    assert list(state) == ["status"]
+    with pytest.raises(NotSuppliedError, match=r"state\['avg_loss'\].*session\.backward\(loss\)"):
+        state["avg_loss"]
+
+
+def test_a_key_that_no_state_has_is_a_key_error():
+    with pytest.raises(KeyError, match="nonsense"):
+        State({}, {"avg_loss": "…"})["nonsense"]
+
+
+def test_a_pickled_or_copied_state_still_says_how_to_supply_what_is_absent():
+    state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
+    for again in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
+        assert again == {"status": "training"}
+        with pytest.raises(NotSuppliedError, match=r"session\.backward"):
+            again["avg_loss"]
+
+
+# -- StepContext -----------------------------------------------------------------------------------
+
+
+SEVEN = ["step", "loss", "grad_norm", "lr", "tokens_seen", "model", "optimizer"]
+
+
+def context(**changes):
+    given = {
+        "step": 3,
+        "loss": 0.5,
+        "grad_norm": 2.0,
+        "lr": 0.1,
+        "tokens_seen": 96,
+        "model": None,
+        "optimizer": None,
+    }
+    return StepContext(**{**given, **changes})
+
+
+def test_a_step_context_is_made_with_seven_fields_in_this_order():
+    model, optimizer = torch.nn.Linear(1, 1), object()
+    ctx = StepContext(3, 0.5, 2.0, 0.1, 96, model, optimizer)
+    assert (ctx.step, ctx.loss, ctx.grad_norm, ctx.lr, ctx.tokens_seen) == (3, 0.5, 2.0, 0.1, 96)
+    assert ctx.model is model
+    assert ctx.optimizer is optimizer
+    assert ctx.skipped is False
+
+
+def test_the_seven_fields_are_required():
+    with pytest.raises(TypeError, match="optimizer"):
+        StepContext(3, 0.5, 2.0, 0.1, 96, None)
+
+
+def test_a_step_context_is_a_dataclass():
+    assert dataclasses.is_dataclass(StepContext)
+    names = [field.name for field in dataclasses.fields(StepContext)]
+    assert names == [*SEVEN, "skipped"]
+    assert dataclasses.asdict(context())["loss"] == 0.5
+
+
+def test_step_contexts_compare_by_their_fields():
+    assert context() == context()
+    assert context() == context(loss=LazyFloat(0.5), grad_norm=torch.tensor(2.0))
+    assert context() != context(loss=0.25)
+    assert context() != context(skipped=True)
+
+
+def test_a_step_context_prints_its_numbers():
+    assert repr(context(loss=torch.tensor(0.5))) == (
+        "StepContext(step=3, loss=0.5, grad_norm=2.0, lr=0.1, tokens_seen=96, model=None, "
+        "optimizer=None, skipped=False)"
+    )
+
+
+def test_a_field_can_be_replaced_and_set():
+    ctx = dataclasses.replace(context(), step=4, loss=0.25)
+    assert (ctx.step, ctx.loss, ctx.lr) == (4, 0.25, 0.1)
+    ctx.loss = torch.tensor(0.75)
+    assert same(ctx.loss, 0.75)
+
+
+def test_a_step_context_reads_nothing_until_a_field_is_looked_at(tensor):
+    ctx = context(loss=tensor, grad_norm=tensor)
+    assert ctx.step == 3
+    assert CountingTensor.reads == 0
+    assert same(ctx.loss, 0.5)
+    assert ctx.loss + ctx.loss == 1.0
+    assert CountingTensor.reads == 1  # once, and nothing for the norm
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm", "lr"])
+def test_a_field_given_as_a_tensor_is_a_float(field):
+    assert same(getattr(context(**{field: torch.tensor(0.25)}), field), 0.25)
+    assert same(getattr(context(**{field: LazyFloat(Number(0.25))}), field), 0.25)
+
+
+def test_a_step_context_can_be_copied_and_pickled():
+    ctx = context(loss=LazyFloat(Number(0.5)))
+    assert copy.copy(ctx) == pickle.loads(pickle.dumps(context())) == ctx
+
+
+def test_a_step_context_can_be_extended():
+    @dataclasses.dataclass
+    class More(StepContext):
+        extra: int = 0
+
+    more = More(3, torch.tensor(0.5), 2.0, 0.1, 96, None, None, extra=5)
+    assert (more.loss, more.extra) == (0.5, 5)

@@ -1,0 +1,240 @@
+"""The event table, compared with the design's table, which is spelled out here once more."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hookline
+from hookline.events import COMMON, EVENTS, LOOP_MAP, NAMES, find_event
+
+ROOT = Path(__file__).resolve().parent.parent
+
+EVERYWHERE = ["trainer", "model", "optimizer", "optimizers", "config", "state"]
+EVERYWHERE += ["epoch", "step", "tokens_seen", "status", "run"]
+
+BATCH = "batch batch_idx dataloader_idx(loader_idx) dataloader_name(loader_name)"
+
+# event | also called | own arguments, with their aliases in parentheses
+DESIGN = f"""
+on_train_start            | on_train_begin                |
+on_epoch_start            | on_epoch_begin                | epoch
+on_train_batch_start      | on_batch_start on_batch_begin | {BATCH}
+on_before_forward         |                               | batch
+on_after_forward          |                               | outputs
+on_before_backward        |                               | loss
+on_after_backward         |                               |
+on_gradients_ready        |                               | optimizer_idx
+on_gradient_clip          |                               | grad_norm optimizer_idx
+on_before_optimizer_step  | on_pre_optimizer_step         | optimizer_idx
+on_after_optimizer_step   |                               | optimizer_idx
+on_step_skipped           |                               | reason optimizer_idx
+on_train_batch_end        | on_batch_end                  | {BATCH} metrics loss
+on_step_end               |                               | ctx loss grad_norm lr
+on_validation_start       | on_eval_start on_eval_begin   | epoch
+on_validation_batch_start | on_eval_batch_start           | {BATCH}
+on_validation_batch_end   | on_eval_batch_end             | {BATCH} metrics loss
+on_validation_end         | on_eval_end                   | epoch metrics
+on_epoch_end              |                               | epoch metrics
+on_checkpoint_save        |                               | checkpoint_path(path) step
+on_checkpoint_load        |                               | checkpoint_path(path) step
+on_exception              |                               | exception
+on_train_end              | on_training_end               |
+"""
+
+
+def design_rows():
+    for line in DESIGN.strip().splitlines():
+        name, aliases, arguments = (cell.strip() for cell in line.split("|"))
+        own = {}
+        for argument in arguments.split():
+            real, _, rest = argument.partition("(")
+            own[real] = tuple(rest.rstrip(")").split(",")) if rest else ()
+        yield name, tuple(aliases.split()), own
+
+
+ROWS = list(design_rows())
+
+
+def test_the_events_are_those_of_the_design_in_its_order():
+    assert list(EVENTS) == [name for name, _, _ in ROWS]
+
+
+@pytest.mark.parametrize(("name", "aliases", "own"), ROWS, ids=lambda row: str(row)[:40])
+def test_an_event_has_the_aliases_and_arguments_of_the_design(name, aliases, own):
+    event = EVENTS[name]
+    assert event.aliases == aliases
+    assert {argument.name: argument.aliases for argument in event.own} == own
+
+
+@pytest.mark.parametrize(("name", "aliases", "own"), ROWS, ids=lambda row: str(row)[:40])
+def test_a_hook_may_ask_an_event_for_its_own_and_for_the_common_arguments(name, aliases, own):
+    names = {*own, *EVERYWHERE}
+    also = {alias for group in own.values() for alias in group}
+    assert set(EVENTS[name].arguments) == names
+    assert set(EVENTS[name].parameters) == names | also
+    assert all(EVENTS[name].parameters[real] == real for real in names)
+
+
+def test_an_alias_of_an_argument_leads_to_its_real_name():
+    assert EVENTS["on_checkpoint_save"].parameters["path"] == "checkpoint_path"
+    assert EVENTS["on_train_batch_end"].parameters["loader_name"] == ("dataloader_name")
+
+
+def test_the_common_arguments_are_those_of_the_design():
+    assert [argument.name for argument in COMMON] == EVERYWHERE
+
+
+def test_every_name_and_alias_belongs_to_one_event_only():
+    spelled = [name for row in ROWS for name in (row[0], *row[1])]
+    assert len(spelled) == len(set(spelled))
+    assert list(NAMES) == spelled
+
+
+@pytest.mark.parametrize(("name", "aliases", "own"), ROWS, ids=lambda row: str(row)[:40])
+def test_the_base_class_has_an_empty_method_for_each_event_and_alias(name, aliases, own):
+    for method in (name, *aliases):
+        assert method in hookline.Hook.__dict__
+        assert getattr(hookline.Hook(), method)(1, two=2) is None
+
+
+def test_the_base_class_has_no_other_on_methods():
+    assert {name for name in vars(hookline.Hook) if name.startswith("on_")} == set(NAMES)
+
+
+def test_schedules_thin_out_what_happens_in_every_step_and_nothing_else():
+    always = {name for name, event in EVENTS.items() if not event.per_step}
+    assert always == {
+        "on_train_start",
+        "on_epoch_start",
+        "on_validation_start",
+        "on_validation_batch_start",
+        "on_validation_batch_end",
+        "on_validation_end",
+        "on_epoch_end",
+        "on_checkpoint_save",
+        "on_checkpoint_load",
+        "on_exception",
+        "on_train_end",
+    }
+
+
+def test_an_event_is_found_under_each_of_its_names():
+    for name, aliases, _ in ROWS:
+        assert all(find_event(other).name == name for other in (name, *aliases))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("on_batch_ends", "on_batch_end"),
+        ("on_trainend", "on_train_end"),
+        ("before_backward", "on_before_backward"),
+        ("on_optimiser_step", "optimizer_step"),
+    ],
+)
+def test_a_misspelled_event_is_answered_with_the_nearest_one(wrong, right):
+    with pytest.raises(hookline.UnknownEventError, match=f"'{wrong}'.*Did you mean '.*{right}'"):
+        find_event(wrong)
+
+
+def test_an_event_that_resembles_none_is_answered_with_the_list():
+    with pytest.raises(hookline.UnknownEventError) as caught:
+        find_event("zzz")
+    assert "Did you mean" not in str(caught.value)
+    assert all(name in str(caught.value) for name in EVENTS)
+
+
+# The map draws one training. Batches of validation stand there as "batches", a checkpoint as
+# "checkpoint" (saved or loaded, it is no fixed place in the loop).
+NOT_DRAWN = {
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_checkpoint_save",
+    "on_checkpoint_load",
+}
+
+
+def test_the_loop_map_names_the_events_that_exist_and_only_those():
+    drawn = re.findall(r"\bon_\w+", LOOP_MAP)
+    assert set(drawn) == set(EVENTS) - NOT_DRAWN
+    assert len(drawn) == len(set(drawn))
+
+
+def test_the_loop_map_draws_the_events_in_the_order_of_the_table():
+    # Last line: on_train_end, and before it, where there is one, on_exception.
+    drawn = re.findall(r"\bon_\w+", LOOP_MAP)
+    in_table = [name for name in EVENTS if name not in NOT_DRAWN and name != "on_exception"]
+    assert [name for name in drawn if name != "on_exception"] == in_table
+
+
+# -- files that are written from the table ---------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of what the generator reads and writes."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/events.md", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    generate(tmp_path)  # what others are writing just now shall not matter here
+    return tmp_path
+
+
+def generate(root, *options):
+    return subprocess.run(
+        [sys.executable, root / "tools" / "generate.py", *options],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_files_that_are_written_from_the_table_are_up_to_date():
+    done = generate(ROOT, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_changed_table_is_noticed_and_written_to_every_file(project):
+    assert generate(project, "--check").returncode == 0
+    events = project / "src/hookline/events.py"
+    text = events.read_text(encoding="utf-8")
+    events.write_text(text.replace('"on_training_end"', '"on_finish"'), encoding="utf-8")
+
+    behind = generate(project, "--check")
+    assert behind.returncode == 1
+    for name in ("hook.py", "events.md", "README.md"):
+        assert name in behind.stdout
+
+    assert generate(project).returncode == 0
+    assert generate(project, "--check").returncode == 0
+    for name in ("src/hookline/hook.py", "docs/events.md", "README.md"):
+        assert "on_finish" in (project / name).read_text(encoding="utf-8")
+        assert "on_training_end" not in (project / name).read_text(encoding="utf-8")
+
+
+def test_checking_changes_no_file(project):
+    hook = project / "src/hookline/hook.py"
+    hook.write_text(hook.read_text(encoding="utf-8").replace("Backward has run", "Done"), "utf-8")
+    before = hook.read_text(encoding="utf-8")
+    assert generate(project, "--check").returncode == 1
+    assert hook.read_text(encoding="utf-8") == before
+
+
+def test_only_what_stands_between_the_markers_is_rewritten(tmp_path):
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "tools" / "generate.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- start -->\nold\n<!-- end -->\nafter\n", encoding="utf-8")
+    assert tool.rewritten(page, "<!-- start", "<!-- end", "new\n") == (
+        "before\n<!-- start -->\n\nnew\n\n<!-- end -->\nafter\n"
+    )

@@ -1,0 +1,371 @@
+"""A hook that fails does not stop training, unless training depends on it."""
+
+import bdb
+import json
+import logging
+
+import pytest
+
+from hookline import Hook, HookFailedError, HookManager, HookSettings, LazyFloat
+
+
+class Failing(Hook):
+    """Fails in the steps it is told to fail in; without any, in all."""
+
+    def __init__(self, *steps, error=None):
+        self.fails = steps
+        self.error = error or ValueError("no luck")
+        self.called = []
+
+    def on_step_end(self, step):
+        self.called.append(step)
+        if not self.fails or step in self.fails:
+            raise self.error
+
+    def on_epoch_end(self, epoch):
+        raise self.error
+
+
+class Sound(Hook):
+    def __init__(self):
+        self.called = []
+
+    def on_step_end(self, step):
+        self.called.append(step)
+
+
+class Critical(Failing):
+    critical = True
+
+
+def run(manager, steps):
+    for step in steps:
+        manager.fire("on_step_end", step=step)
+
+
+def info(manager, name):
+    return next(hook for hook in manager.describe() if hook.name == name)
+
+
+# -- isolation -------------------------------------------------------------------------------------
+
+
+def test_a_failing_hook_does_not_stop_training():
+    manager = HookManager([Failing()])
+    manager.fire("on_step_end", step=1)
+
+
+def test_the_hooks_before_and_after_a_failing_one_still_run():
+    manager = HookManager([before := Sound(), Failing(), after := Sound()])
+    manager.fire("on_step_end", step=1)
+    assert (before.called, after.called) == ([1], [1])
+
+
+def test_a_failure_is_logged_with_its_traceback(caplog):
+    error = ValueError("no luck")
+    HookManager([Failing(error=error)]).fire("on_step_end", step=1)
+    (record,) = caplog.records
+    assert record.name.startswith("hookline")
+    assert record.levelno == logging.ERROR
+    assert "'failing'" in record.getMessage()
+    assert "Failing.on_step_end" in record.getMessage()
+    assert "ValueError: no luck" in record.getMessage()
+    assert record.exc_info[1] is error
+    assert "raise self.error" in caplog.text  # the line that failed
+
+
+def test_each_failure_is_logged_with_its_traceback_however_many_there_were(caplog):
+    run(HookManager([Failing(*range(1, 20, 2))]), range(1, 20))
+    failures = [record for record in caplog.records if "failed in" in record.getMessage()]
+    assert len(failures) == 10
+    assert all(record.exc_info for record in failures)
+
+
+def test_a_new_kind_of_failure_is_shown_however_many_there_were_before(caplog):
+    manager = HookManager([hook := Failing(*range(1, 20, 2))])
+    run(manager, range(1, 12))
+    caplog.clear()
+    hook.error = KeyError("something new")
+    run(manager, range(12, 14))
+    assert caplog.records[0].exc_info
+
+
+def test_a_hook_that_was_let_back_shows_its_traceback_when_it_fails_again(caplog):
+    manager = HookManager([Failing()])
+    run(manager, range(1, 4))
+    manager.enable_hook("failing")
+    caplog.clear()
+    manager.fire("on_step_end", step=4)
+    assert caplog.records[0].exc_info
+
+
+def test_failures_are_counted_and_the_last_one_is_told():
+    manager = HookManager([hook := Failing(2, 4)])
+    run(manager, range(1, 4))
+    hook.error = KeyError("other")
+    run(manager, range(4, 6))
+    failing = info(manager, "failing")
+    assert (failing.failures, failing.last_error, failing.calls) == (2, "KeyError: 'other'", 5)
+
+
+def test_the_summary_lists_every_failure():
+    manager = HookManager([Failing(1, 3), Sound()])
+    run(manager, range(1, 5))
+    summary = manager.summary()
+    assert summary.failures == {"failing": 2}
+    assert "failing: last error: ValueError: no luck" in str(summary)
+    assert "sound: last error" not in str(summary)
+
+
+def test_the_summary_still_lists_the_failures_of_a_hook_that_was_removed():
+    manager = HookManager([Failing(1)])
+    run(manager, [1])
+    manager.remove_hook("failing")
+    assert manager.summary().failures == {"failing": 1}
+
+
+def test_failures_of_a_removed_hook_and_of_its_successor_are_all_listed():
+    manager = HookManager([Failing(1)])
+    run(manager, [1])
+    manager.remove_hook("failing")
+    manager.add_hook(Failing(2, 4))
+    run(manager, [2, 3, 4])
+    assert manager.summary().failures == {"failing": 3}
+
+
+def test_a_failure_while_the_cost_is_sampled_is_isolated_too():
+    """The first firings are all timed, later ones rarely: both kinds are met here."""
+    manager = HookManager([Failing(*range(2, 400, 2)), sound := Sound()])
+    run(manager, range(1, 400))
+    assert info(manager, "failing").failures == 199
+    assert sound.called == list(range(1, 400))
+
+
+def test_a_scheduled_hook_that_fails_is_isolated_too():
+    manager = HookManager()
+    manager.add_hook(hook := Failing(), every=2)
+    run(manager, range(1, 20))
+    assert hook.called == [2, 4, 6]
+    assert info(manager, "failing").status == "quarantined"
+
+
+# -- quarantine ------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_fails_three_times_in_a_row_is_quarantined_loudly(caplog):
+    manager = HookManager([hook := Failing()])
+    run(manager, range(1, 10))
+    assert hook.called == [1, 2, 3]
+    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").quarantined
+    assert manager.live.on_step_end is None
+    (loud,) = [r for r in caplog.records if "QUARANTINED" in r.getMessage()]
+    assert "'failing'" in loud.getMessage()
+    assert "failed 3 times in a row" in loud.getMessage()
+    assert "enable_hook('failing')" in loud.getMessage()
+    assert loud.levelno == logging.ERROR
+
+
+def test_a_success_in_between_keeps_a_hook_out_of_quarantine():
+    manager = HookManager([hook := Failing(1, 2, 4, 5, 7, 8)])
+    run(manager, range(1, 10))
+    assert hook.called == list(range(1, 10))
+    assert info(manager, "failing").failures == 6
+
+
+def test_a_success_of_one_event_does_not_excuse_another_that_always_fails():
+    manager = HookManager([hook := Failing(99)])
+    for epoch in range(3):
+        run(manager, range(5))
+        manager.fire("on_epoch_end", epoch=epoch)
+    assert info(manager, "failing").status == "quarantined"
+    run(manager, [6])
+    assert hook.called == [*range(5)] * 3  # a quarantined hook is not called for anything
+
+
+def test_failures_of_different_events_are_not_one_row():
+    manager = HookManager([Failing(1, 2)])
+    manager.fire("on_epoch_end", epoch=0)
+    manager.fire("on_epoch_end", epoch=1)
+    run(manager, [1, 2, 3])
+    assert info(manager, "failing").failures == 4
+    assert info(manager, "failing").status == "enabled"
+
+
+def test_changes_to_other_hooks_do_not_interrupt_a_row_of_failures():
+    manager = HookManager([Failing()])
+    for step in range(3):
+        manager.fire("on_step_end", step=step)
+        manager.add_hook(Sound())
+    assert info(manager, "failing").status == "quarantined"
+
+
+def test_a_row_of_failures_is_noticed_also_when_another_hook_changes_things_in_each_step():
+    manager = HookManager()
+    busy, failing = Hook("busy"), Failing()
+    busy.on_step_end = lambda step: manager.add_hook(Sound())
+    manager.add_hook(busy)
+    manager.add_hook(failing, every=2)
+    run(manager, range(1, 20))
+    assert failing.called == [2, 4, 6]
+
+
+def test_a_quarantined_hook_stays_registered_and_can_be_let_back():
+    manager = HookManager([hook := Failing(1, 2, 3)])
+    run(manager, range(1, 6))
+    assert manager.list_hooks() == ["failing"]
+    manager.enable_hook("failing")
+    assert info(manager, "failing").status == "enabled"
+    run(manager, [6])
+    assert hook.called == [1, 2, 3, 6]
+
+
+def test_a_hook_that_was_let_back_has_three_failures_again():
+    manager = HookManager([hook := Failing()])
+    run(manager, range(1, 5))
+    manager.enable_hook("failing")
+    run(manager, range(5, 10))
+    assert hook.called == [1, 2, 3, 5, 6, 7]
+    assert info(manager, "failing").failures == 6
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_how_many_failures_are_too_many_is_a_setting(limit):
+    manager = HookManager([hook := Failing()], settings=HookSettings(max_failures=limit))
+    run(manager, range(10))
+    assert hook.called == list(range(limit))
+
+
+def test_the_other_hooks_still_run_in_the_step_of_a_quarantine_and_after_it():
+    manager = HookManager([Failing(), sound := Sound()])
+    run(manager, range(6))
+    assert sound.called == list(range(6))
+
+
+# -- what training depends on ----------------------------------------------------------------------
+
+
+def test_a_failing_critical_hook_stops_training_with_a_clear_error():
+    error = ValueError("no luck")
+    manager = HookManager([Critical(error=error)])
+    with pytest.raises(HookFailedError, match=r"'critical' failed in Critical\.on_step_end") as e:
+        manager.fire("on_step_end", step=1)
+    assert "ValueError: no luck" in str(e.value)
+    assert e.value.__cause__ is error
+    assert info(manager, "critical").failures == 1
+
+
+def test_a_hook_can_be_made_critical_in_its_constructor():
+    hook = Failing()
+    hook.critical = True
+    with pytest.raises(HookFailedError):
+        HookManager([hook]).fire("on_step_end", step=1)
+
+
+def test_a_hook_registered_as_strict_stops_training_when_it_fails():
+    manager = HookManager()
+    manager.add_hook(Failing(), strict=True)
+    with pytest.raises(HookFailedError, match="'failing'"):
+        manager.fire("on_step_end", step=1)
+
+
+def test_the_other_hooks_run_before_training_is_stopped():
+    manager = HookManager([before := Sound(), Critical(), after := Sound()])
+    with pytest.raises(HookFailedError):
+        manager.fire("on_step_end", step=1)
+    assert (before.called, after.called) == ([1], [1])
+
+
+def test_a_critical_hook_is_never_quarantined():
+    manager = HookManager([hook := Critical()])
+    for step in range(5):
+        with pytest.raises(HookFailedError):
+            manager.fire("on_step_end", step=step)
+    assert hook.called == list(range(5))
+
+
+def test_a_harmless_failure_after_a_critical_one_does_not_hide_it():
+    manager = HookManager([Critical(), Failing()])
+    with pytest.raises(HookFailedError, match="'critical'"):
+        manager.fire("on_step_end", step=1)
+
+
+def test_when_two_critical_hooks_fail_both_are_told(caplog):
+    first, second = Critical(error=ValueError("first")), Critical(error=ValueError("second"))
+    with pytest.raises(HookFailedError) as caught:
+        HookManager([first, second]).fire("on_step_end", step=1)
+    notes = getattr(caught.value, "__notes__", [])
+    told = "\n".join([str(caught.value), *notes, caplog.text])
+    assert "ValueError: first" in told
+    assert "ValueError: second" in told
+
+
+def test_a_critical_failure_in_an_event_that_a_hook_fired_stops_training_too():
+    manager = HookManager()
+
+    class Saver(Hook):
+        critical = True
+
+        def on_checkpoint_save(self):
+            raise OSError("disk full")
+
+    class Trigger(Hook):
+        def on_step_end(self):
+            manager.fire("on_checkpoint_save")
+
+    manager.register_hooks([Trigger(), Saver()])
+    with pytest.raises(HookFailedError, match=r"'saver'.*disk full"):
+        manager.fire("on_step_end")
+
+
+# -- what is never isolated ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), bdb.BdbQuit()])
+def test_ctrl_c_exit_and_a_debuggers_quit_pass_through_at_once(error, caplog):
+    manager = HookManager([Failing(error=error), after := Sound()])
+    with pytest.raises(type(error)) as caught:
+        manager.fire("on_step_end", step=1)
+    assert caught.value is error
+    assert after.called == []
+    assert info(manager, "failing").failures == 0
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), bdb.BdbQuit()])
+def test_they_pass_through_a_scheduled_and_critical_hook_too(error):
+    manager = HookManager()
+    manager.add_hook(Critical(error=error), every=2)
+    with pytest.raises(type(error)):
+        manager.fire("on_step_end", step=2)
+
+
+def test_isolation_can_be_turned_off_for_debugging():
+    error = ValueError("no luck")
+    manager = HookManager([Failing(error=error)], settings=HookSettings(isolate=False))
+    with pytest.raises(ValueError, match="no luck") as caught:
+        manager.fire("on_step_end", step=1)
+    assert caught.value is error
+    assert caught.traceback[-1].name == "on_step_end"
+
+
+def test_a_missing_argument_is_the_loops_mistake_and_no_failure_of_the_hook():
+    manager = HookManager([Failing()])
+    with pytest.raises(Exception, match="fired without 'step'"):
+        manager.fire("on_step_end")
+    assert info(manager, "failing").failures == 0
+
+
+# -- a hint ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_because_of_an_unread_number_comes_with_a_hint(caplog):
+    hook = Hook("writer")
+    hook.on_step_end = lambda loss: json.dumps({"loss": loss})
+    HookManager([hook]).fire("on_step_end", loss=LazyFloat(1.0))
+    assert "write float(…) around it" in caplog.records[0].getMessage()
+
+
+def test_other_failures_come_without_the_hint(caplog):
+    HookManager([Failing(error=TypeError("something else"))]).fire("on_step_end", step=1)
+    assert "float(" not in caplog.records[0].getMessage()

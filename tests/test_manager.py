@@ -1,0 +1,465 @@
+"""The manager: who is registered, under which name, and what can be fired."""
+
+import gc
+import weakref
+
+import pytest
+
+from hookline import (
+    Hook,
+    HookManager,
+    NameTakenError,
+    NotAHookError,
+    NotSuppliedError,
+    SignatureError,
+    UnknownEventError,
+    UnknownHookError,
+)
+from hookline.events import EVENTS, NAMES
+
+
+class Watch(Hook):
+    def __init__(self, name=None):
+        super().__init__(name)
+        self.steps = []
+
+    def on_step_end(self, step):
+        self.steps.append(step)
+
+
+class LRMonitorHook(Hook):
+    pass
+
+
+# -- adding and removing ---------------------------------------------------------------------------
+
+
+def test_a_registered_hook_is_called():
+    manager = HookManager()
+    manager.add_hook(hook := Watch())
+    manager.fire("on_step_end", step=1)
+    assert hook.steps == [1]
+
+
+def test_registering_is_another_word_for_adding():
+    manager = HookManager()
+    assert manager.register_hook(Watch(), "one", every=5) == "one"
+    assert manager.register_hooks([Watch(), LRMonitorHook()]) == ["watch", "lr_monitor_hook"]
+    assert manager.describe()[0].schedule == "every 5"
+
+
+def test_hooks_can_be_given_when_the_manager_is_made():
+    assert HookManager([Watch("a"), Watch("b")]).list_hooks() == ["a", "b"]
+    assert HookManager(None).list_hooks() == []
+
+
+def test_a_removed_hook_is_handed_back_and_not_called_any_more():
+    manager = HookManager([hook := Watch()])
+    assert manager.remove_hook("watch") is hook
+    manager.fire("on_step_end", step=1)
+    assert hook.steps == []
+    assert manager.list_hooks() == []
+
+
+def test_a_removed_hook_can_be_added_again():
+    manager = HookManager([hook := Watch()])
+    manager.add_hook(manager.remove_hook("watch"))
+    manager.fire("on_step_end", step=1)
+    assert hook.steps == [1]
+
+
+def test_a_removed_hook_is_let_go():
+    manager = HookManager([Watch(), Watch()])
+    manager.fire("on_step_end", step=1)
+    gone = weakref.ref(manager.get_hook("watch"))
+    manager.remove_hook("watch")
+    manager.fire("on_step_end", step=2)
+    gc.collect()
+    assert gone() is None
+
+
+def test_clearing_removes_all_hooks():
+    manager = HookManager([hook := Watch(), LRMonitorHook()])
+    manager.clear_hooks()
+    manager.fire("on_step_end", step=1)
+    assert manager.list_hooks() == []
+    assert hook.steps == []
+
+
+def test_a_hook_is_found_by_its_name():
+    manager = HookManager([hook := Watch()])
+    assert manager.get_hook("watch") is hook
+    assert "watch" in manager
+    assert "other" not in manager
+    assert len(manager) == 1
+    assert list(manager) == ["watch"]
+
+
+def test_a_manager_without_hooks_is_still_a_manager():
+    assert HookManager()
+
+
+# -- toggles ---------------------------------------------------------------------------------------
+
+
+def test_a_disabled_hook_is_not_called_until_it_is_enabled_again():
+    manager = HookManager([hook := Watch()])
+    manager.fire("on_step_end", step=1)
+    manager.disable_hook("watch")
+    manager.fire("on_step_end", step=2)
+    manager.enable_hook("watch")
+    manager.fire("on_step_end", step=3)
+    assert hook.steps == [1, 3]
+
+
+def test_a_disabled_hook_keeps_its_place():
+    manager = HookManager([Watch("a"), Watch("b"), Watch("c")])
+    manager.disable_hook("a")
+    assert manager.list_hooks() == ["a", "b", "c"]
+    manager.enable_hook("a")
+    assert manager.list_hooks() == ["a", "b", "c"]
+
+
+def test_a_hook_can_be_registered_switched_off():
+    manager = HookManager()
+    manager.add_hook(hook := Watch(), enabled=False)
+    manager.fire("on_step_end", step=1)
+    manager.enable_hook("watch")
+    manager.fire("on_step_end", step=2)
+    assert hook.steps == [2]
+
+
+def test_toggling_twice_changes_nothing_more():
+    manager = HookManager([hook := Watch()])
+    manager.disable_hook("watch")
+    manager.disable_hook("watch")
+    manager.enable_hook("watch")
+    manager.enable_hook("watch")
+    manager.fire("on_step_end", step=1)
+    assert hook.steps == [1]
+
+
+def test_a_disabled_hook_costs_nothing():
+    manager = HookManager([Watch()])
+    assert manager.live.on_step_end is not None
+    manager.disable_hook("watch")
+    assert manager.live.on_step_end is None
+
+
+def test_a_thousand_hooks_that_do_not_implement_an_event_leave_it_empty():
+    manager = HookManager([Watch(f"watch {i}") for i in range(1000)])
+    assert [event for event in EVENTS if getattr(manager.live, event)] == ["on_step_end"]
+    manager.fire("on_step_end", step=1)
+    assert manager.live.on_epoch_end is None
+
+
+def test_whoever_made_the_manager_hears_of_every_change():
+    changes = []
+    manager = HookManager(on_change=lambda: changes.append(manager.list_hooks()))
+    manager.add_hook(Watch())
+    manager.disable_hook("watch")
+    manager.enable_hook("watch")
+    manager.remove_hook("watch")
+    assert changes == [["watch"], ["watch"], ["watch"], []]
+
+
+def refusing_manager():
+    """A manager whose client says no when `no` is in the list."""
+    no = []
+
+    def refuse():
+        if no:
+            raise RuntimeError("not now")
+
+    return HookManager([Watch("a"), Watch("b")], on_change=refuse), no
+
+
+def test_a_change_that_the_client_refuses_is_undone():
+    manager, no = refusing_manager()
+    no.append("no")
+    with pytest.raises(RuntimeError, match="not now"):
+        manager.add_hook(new := Watch("c"))
+    with pytest.raises(RuntimeError, match="not now"):
+        manager.remove_hook("a")
+    with pytest.raises(RuntimeError, match="not now"):
+        manager.add_hook(new, "b", replace=True)
+    assert manager.list_hooks() == ["a", "b"]
+    manager.fire("on_step_end", step=1)
+    assert new.steps == []
+    assert manager.get_hook("a").steps == manager.get_hook("b").steps == [1]
+
+
+def test_a_toggle_that_the_client_refuses_is_undone():
+    manager, no = refusing_manager()
+    manager.disable_hook("b")
+    no.append("no")
+    with pytest.raises(RuntimeError, match="not now"):
+        manager.enable_hook("b")
+    with pytest.raises(RuntimeError, match="not now"):
+        manager.disable_hook("a")
+    assert [info.enabled for info in manager.describe()] == [True, False]
+    manager.fire("on_step_end", step=1)
+    assert manager.get_hook("a").steps == [1]
+    assert manager.get_hook("b").steps == []
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        ("Watch", "watch"),
+        ("LRMonitorHook", "lr_monitor_hook"),
+        ("HTTPServer2Hook", "http_server2_hook"),
+        ("_Private", "private"),
+        ("lower", "lower"),
+    ],
+)
+def test_a_hook_without_a_name_gets_its_class_in_snake_case(cls, name):
+    hook = type(cls, (Hook,), {})()
+    assert HookManager([hook]).list_hooks() == [name]
+
+
+def test_more_hooks_of_one_class_are_numbered():
+    assert HookManager([Watch(), Watch(), Watch()]).list_hooks() == ["watch", "watch_2", "watch_3"]
+
+
+def test_numbering_steps_around_names_that_were_given():
+    manager = HookManager([Watch("watch_2"), Watch(), Watch()])
+    assert manager.list_hooks() == ["watch_2", "watch", "watch_3"]
+
+
+def test_a_hook_is_registered_under_the_name_it_was_made_with():
+    assert HookManager([Watch("mine")]).list_hooks() == ["mine"]
+
+
+def test_a_name_given_at_registration_wins_over_the_hooks_own():
+    assert HookManager().add_hook(Watch("mine"), "yours") == "yours"
+
+
+def test_a_given_name_that_is_taken_is_refused():
+    manager = HookManager([first := Watch("mine")])
+    with pytest.raises(NameTakenError, match=r"'mine' is taken.*replace=True"):
+        manager.add_hook(Watch(), "mine")
+    with pytest.raises(ValueError, match="taken"):
+        manager.add_hook(Watch("mine"))
+    assert manager.get_hook("mine") is first
+    assert len(manager) == 1
+
+
+def test_a_hook_can_replace_another_of_its_name():
+    manager = HookManager([Watch("a"), old := Watch("b"), Watch("c")])
+    assert manager.add_hook(new := Watch(), "b", replace=True) == "b"
+    manager.fire("on_step_end", step=1)
+    assert (old.steps, new.steps) == ([], [1])
+    assert manager.list_hooks() == ["a", "b", "c"]
+
+
+def test_a_replacing_hook_takes_the_place_also_of_one_that_was_placed():
+    manager = HookManager([Watch("a"), Watch("b")])
+    manager.add_hook(Watch(), "first", before="a")
+    manager.add_hook(Watch(), "first", replace=True)
+    assert manager.list_hooks() == ["first", "a", "b"]
+
+
+def test_replacing_where_there_is_nothing_to_replace_adds():
+    manager = HookManager([Watch("a")])
+    manager.add_hook(Watch(), "b", replace=True)
+    assert manager.list_hooks() == ["a", "b"]
+
+
+def test_the_same_object_is_not_registered_twice():
+    manager = HookManager([hook := Watch()])
+    with pytest.raises(NameTakenError, match=r"registered already, as 'watch'"):
+        manager.add_hook(hook, "again")
+    manager.fire("on_step_end", step=1)
+    assert hook.steps == [1]
+
+
+def test_one_hook_may_serve_two_managers():
+    hook = Watch()
+    first, second = HookManager([hook]), HookManager([hook])
+    first.disable_hook("watch")
+    first.fire("on_step_end", step=1)
+    second.fire("on_step_end", step=2)
+    assert hook.steps == [2]
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_a_name_that_is_no_word_is_refused(name):
+    with pytest.raises(ValueError, match="name is a word"):
+        HookManager().add_hook(Watch(), name)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [None, 3, "watch", print, object(), [Watch()]])
+def test_only_hooks_are_accepted_and_the_error_says_what_to_inherit_from(thing):
+    manager = HookManager()
+    with pytest.raises(TypeError, match=r"class MyHook\(hookline\.Hook\)"):
+        manager.add_hook(thing)
+    assert manager.list_hooks() == []
+
+
+def test_something_that_merely_looks_like_a_hook_is_refused():
+    class Lookalike:
+        def on_step_end(self, step):
+            pass
+
+    with pytest.raises(NotAHookError, match=r"Lookalike, not a hook"):
+        HookManager([Lookalike()])
+
+
+def test_a_class_instead_of_an_instance_is_refused_with_the_way_to_write_it():
+    with pytest.raises(NotAHookError, match=r"Watch is a class.*Watch\(\)"):
+        HookManager().add_hook(Watch)
+
+
+@pytest.mark.parametrize("action", ["get_hook", "remove_hook", "enable_hook", "disable_hook"])
+def test_an_unknown_name_is_answered_with_the_nearest_and_the_known_ones(action):
+    manager = HookManager([Watch(), LRMonitorHook()])
+    with pytest.raises(UnknownHookError) as caught:
+        getattr(manager, action)("watc")
+    message = str(caught.value)
+    assert message.startswith("There is no hook 'watc'. Did you mean 'watch'?")
+    assert "'lr_monitor_hook'" in message
+    assert isinstance(caught.value, KeyError)
+
+
+def test_an_unknown_name_without_any_hooks_says_that_there_are_none():
+    with pytest.raises(UnknownHookError, match="There are: none"):
+        HookManager().get_hook("watch")
+
+
+def test_a_refused_hook_leaves_everything_as_it_was():
+    class Wrong(Hook):
+        def on_step_ending(self):
+            pass
+
+    manager = HookManager([hook := Watch()])
+    with pytest.raises(SignatureError):
+        manager.add_hook(Wrong())
+    with pytest.raises(UnknownHookError):
+        manager.add_hook(Watch(), before="nobody")
+    with pytest.raises(ValueError, match="every"):
+        manager.add_hook(Watch(), every=0)
+    manager.fire("on_step_end", step=1)
+    assert manager.list_hooks() == ["watch"]
+    assert hook.steps == [1]
+
+
+# -- describing ------------------------------------------------------------------------------------
+
+
+def test_describe_tells_each_hook_in_the_order_of_calling():
+    manager = HookManager([Watch(), LRMonitorHook()])
+    manager.add_hook(Watch(), "thin", every=10, sample_rate=0.5, from_epoch=2, before="watch")
+    manager.disable_hook("watch")
+    thin, watch, monitor = manager.describe()
+    assert (thin.name, watch.name, monitor.name) == ("thin", "watch", "lr_monitor_hook")
+    assert thin.schedule == "every 10, sample 0.5, from epoch 2"
+    assert (watch.enabled, watch.status, watch.schedule) == (False, "disabled", "always")
+    assert (thin.enabled, thin.status) == (True, "enabled")
+    assert watch.cls == f"{__name__}.Watch"
+    assert watch.kind == "loop"
+    assert watch.events == ("on_step_end",)
+    assert monitor.events == ()
+    assert (watch.failures, watch.last_error, watch.calls) == (0, None, 0)
+
+
+# -- firing by hand --------------------------------------------------------------------------------
+
+
+def test_firing_an_unknown_event_names_the_nearest():
+    with pytest.raises(UnknownEventError, match="Did you mean 'on_step_end'"):
+        HookManager().fire("on_step_ended")
+
+
+@pytest.mark.parametrize("hooks", [[], [Watch()]])
+def test_firing_with_an_unknown_argument_names_the_nearest_also_when_nobody_listens(hooks):
+    with pytest.raises(UnknownEventError, match=r"on_step_end has no argument 'stepp'.*'step'"):
+        HookManager(hooks).fire("on_step_end", stepp=1)
+
+
+def test_a_missing_argument_is_an_error_that_says_who_wants_it():
+    with pytest.raises(NotSuppliedError, match=r"without 'step', which watch \(Watch\.on_step_end"):
+        HookManager([Watch()]).fire("on_step_end", loss=1.0)
+
+
+def test_nothing_is_missing_when_nobody_listens():
+    HookManager([LRMonitorHook()]).fire("on_step_end")
+
+
+def test_what_is_not_given_comes_from_the_source():
+    class Source:
+        step = 41
+
+    manager = HookManager([hook := Watch()], source=Source())
+    manager.fire("on_step_end")
+    manager.fire("on_step_end", step=42)
+    assert hook.steps == [41, 42]
+
+
+def test_the_fields_of_a_given_context_are_arguments_too():
+    class Context:
+        step = 41
+
+    manager = HookManager([hook := Watch()])
+    manager.fire("on_step_end", ctx=Context())
+    assert hook.steps == [41]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_manager_has_a_callable_for_each_event_and_alias(name):
+    hook = Hook()
+    seen = []
+    setattr(hook, name, lambda status: seen.append(status))
+    manager = HookManager([hook])
+    getattr(manager, name)(status="training")
+    getattr(manager, NAMES[name])(status="completed")
+    assert seen == ["training", "completed"]
+
+
+@pytest.mark.parametrize(
+    ("event", "values", "named"),
+    [
+        ("on_train_begin", ("state",), {"state": "state"}),
+        ("on_epoch_begin", (3, "state"), {"epoch": 3, "state": "state"}),
+        ("on_batch_end", (7, 0.5, "state"), {"batch_idx": 7, "loss": 0.5, "state": "state"}),
+        ("on_epoch_end", (3, "state"), {"epoch": 3, "state": "state"}),
+        ("on_train_end", ("state",), {"state": "state"}),
+    ],
+)
+def test_a_small_trainers_loop_may_call_by_position(event, values, named):
+    hook = Hook()
+    seen = []
+    setattr(hook, event, lambda **everything: seen.append(everything))
+    getattr(HookManager([hook]), event)(*values)
+    assert seen == [named]
+
+
+def test_fewer_positions_and_the_rest_by_name_work():
+    hook = Hook()
+    seen = []
+    hook.on_batch_end = lambda batch_idx, loss, status: seen.append((batch_idx, loss, status))
+    HookManager([hook]).on_batch_end(7, 0.5, status="training")
+    assert seen == [(7, 0.5, "training")]
+
+
+@pytest.mark.parametrize(
+    ("event", "values"), [("on_step_end", (1,)), ("on_train_begin", ("state", "more"))]
+)
+def test_positions_that_an_event_does_not_have_are_refused(event, values):
+    with pytest.raises(UnknownEventError, match=f"{event} takes its arguments by name"):
+        getattr(HookManager(), event)(*values)
+
+
+def test_a_misspelled_callable_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="on_step_ends"):
+        HookManager().on_step_ends  # noqa: B018
+
+
+def test_an_attribute_that_does_not_exist_is_an_ordinary_attribute_error():
+    assert not hasattr(HookManager(), "something_else")

@@ -1,0 +1,218 @@
+"""In which order hooks are called."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline import Hook, HookManager, OrderError, UnknownHookError
+from hookline.hook import Rank
+
+
+class User(Hook):
+    calls = None
+
+    def on_step_end(self):
+        if self.calls is not None:
+            self.calls.append(self)
+
+
+def ranked(rank):
+    return type(f"{rank.name.title()}Hook", (User,), {"hookline_rank": rank})
+
+
+def called(manager):
+    """The names in the order in which they are really called."""
+    User.calls = []
+    try:
+        manager.fire("on_step_end")
+        names = {id(manager.get_hook(name)): name for name in manager.list_hooks()}
+        return [names[id(hook)] for hook in User.calls]
+    finally:
+        User.calls = None
+
+
+def test_hooks_are_called_in_the_order_of_registration():
+    manager = HookManager([User("c"), User("a"), User("b")])
+    assert called(manager) == manager.list_hooks() == ["c", "a", "b"]
+
+
+def test_built_ins_come_after_the_users_hooks_and_what_writes_comes_last():
+    manager = HookManager()
+    for rank in (Rank.WRITER, Rank.CHECKPOINT, Rank.CONTROL, Rank.MONITOR):
+        manager.add_hook(ranked(rank)(), rank.name.lower())
+    manager.add_hook(User(), "late user")
+    expected = ["late user", "monitor", "control", "checkpoint", "writer"]
+    assert called(manager) == manager.list_hooks() == expected
+
+
+def test_before_places_a_hook_directly_before_another():
+    manager = HookManager([User("a"), User("b"), User("c")])
+    manager.add_hook(User(), "new", before="c")
+    assert called(manager) == ["a", "b", "new", "c"]
+
+
+def test_after_places_a_hook_directly_after_another():
+    manager = HookManager([User("a"), User("b"), User("c")])
+    manager.add_hook(User(), "new", after="a")
+    assert called(manager) == ["a", "new", "b", "c"]
+
+
+def test_several_hooks_after_one_keep_their_order_of_registration():
+    manager = HookManager([User("a"), User("b")])
+    manager.add_hook(User(), "first", after="a")
+    manager.add_hook(User(), "second", after="a")
+    assert called(manager) == ["a", "first", "second", "b"]
+
+
+def test_several_hooks_before_one_keep_their_order_of_registration():
+    manager = HookManager([User("a"), User("b")])
+    manager.add_hook(User(), "first", before="b")
+    manager.add_hook(User(), "second", before="b")
+    assert called(manager) == ["a", "first", "second", "b"]
+
+
+def test_before_and_after_together_place_a_hook_between_the_two():
+    manager = HookManager([User("a"), User("b"), User("c")])
+    manager.add_hook(User(), "new", after="a", before="c")
+    order = called(manager)
+    assert order.index("a") < order.index("new") < order.index("c")
+
+
+def test_a_users_hook_can_be_placed_behind_a_built_in():
+    manager = HookManager([ranked(Rank.MONITOR)("monitor"), ranked(Rank.WRITER)("writer")])
+    manager.add_hook(User(), "user", after="monitor")
+    assert called(manager) == ["monitor", "user", "writer"]
+
+
+def test_a_hook_can_be_placed_by_one_that_was_placed_itself():
+    manager = HookManager([User("a"), User("b")])
+    manager.add_hook(User(), "x", before="a")
+    manager.add_hook(User(), "y", before="x")
+    assert called(manager) == ["y", "x", "a", "b"]
+
+
+def test_a_place_next_to_nobody_is_refused():
+    with pytest.raises(UnknownHookError, match="nobody"):
+        HookManager().add_hook(User(), after="nobody")
+
+
+def test_a_contradiction_is_refused_and_named():
+    manager = HookManager([User("a"), User("b")])
+    with pytest.raises(OrderError, match=r"'new' cannot come after 'b' and before 'a'"):
+        manager.add_hook(User(), "new", after="b", before="a")
+    assert called(manager) == ["a", "b"]
+
+
+def test_before_and_after_the_same_hook_is_refused():
+    manager = HookManager([User("a")])
+    with pytest.raises(OrderError):
+        manager.add_hook(User(), "new", after="a", before="a")
+    assert called(manager) == ["a"]
+
+
+def test_a_cycle_is_refused_and_everything_stays_as_it_was():
+    manager = HookManager([User("a")])
+    manager.add_hook(User(), "b", after="a")
+    with pytest.raises(OrderError, match=r"'b', 'a' is a cycle|'a', 'b' is a cycle"):
+        manager.add_hook(User(), "a", after="b", replace=True)
+    assert called(manager) == manager.list_hooks() == ["a", "b"]
+
+
+def test_a_hook_placed_next_to_itself_is_refused():
+    manager = HookManager([old := User("a")])
+    with pytest.raises(OrderError):
+        manager.add_hook(User(), "a", before="a", replace=True)
+    assert manager.get_hook("a") is old
+
+
+def test_a_hook_that_others_were_placed_by_can_be_removed():
+    manager = HookManager([User("a")])
+    manager.add_hook(User(), "x", before="a")
+    manager.add_hook(User(), "b", after="x")
+    manager.add_hook(User(), "c", after="b", before="a")
+    assert manager.list_hooks() == ["x", "b", "c", "a"]
+    manager.remove_hook("x")
+    assert "x" not in manager
+    assert len(called(manager)) == 3
+
+
+def test_a_hook_that_another_was_placed_by_can_be_removed_and_come_back():
+    manager = HookManager([first := User("a")])
+    manager.add_hook(User(), "b", after="a")
+    manager.remove_hook("a")
+    manager.add_hook(first)
+    assert sorted(called(manager)) == ["a", "b"]
+
+
+def test_a_hook_that_comes_later_does_not_push_itself_between():
+    manager = HookManager([ranked(Rank.WRITER)("writer")])
+    manager.add_hook(User(), "placed", before="writer")
+    manager.add_hook(User(), "later")
+    assert called(manager) == ["later", "placed", "writer"]
+
+
+def test_a_placed_hook_follows_when_its_neighbour_is_replaced():
+    manager = HookManager([User("a"), User("b")])
+    manager.add_hook(User(), "new", before="a")
+    manager.add_hook(User(), "a", replace=True)
+    assert called(manager) == ["new", "a", "b"]
+
+
+@st.composite
+def registrations(draw):
+    """Hooks of any rank, some of them placed by ones that came before."""
+    count = draw(st.integers(1, 9))
+    chosen = []
+    for i in range(count):
+        others = st.none() | st.sampled_from([f"h{j}" for j in range(i)]) if i else st.none()
+        chosen.append((draw(st.sampled_from(Rank)), draw(others), draw(others)))
+    return chosen
+
+
+@given(registrations())
+def test_every_accepted_wish_holds_and_a_refused_one_changes_nothing(chosen):
+    manager = HookManager()
+    wishes = []
+    for i, (rank, before, after) in enumerate(chosen):
+        known = manager.list_hooks()
+        before = before if before in known else None
+        after = after if after in known else None
+        try:
+            manager.add_hook(ranked(rank)(), f"h{i}", before=before, after=after)
+        except OrderError:
+            assert before is not None
+            assert after is not None
+            assert manager.list_hooks() == known
+            continue
+        wishes.append((f"h{i}", rank, before, after))
+        rest = [name for name in manager.list_hooks() if name != f"h{i}"]
+        assert rest == known  # nobody else moves
+    order = manager.list_hooks()
+    assert called(manager) == order
+    for name, _, before, after in wishes:
+        assert before is None or order.index(name) < order.index(before)
+        assert after is None or order.index(name) > order.index(after)
+    free = [(rank, i) for i, (_, rank, b, a) in enumerate(wishes) if b is None and a is None]
+    in_place = [n for n in order if next(w[2:] for w in wishes if w[0] == n) == (None, None)]
+    assert in_place == [wishes[i][0] for _, i in sorted(free)]
+
+
+@given(registrations(), st.randoms(use_true_random=False))
+def test_any_hook_can_be_removed_at_any_time(chosen, rng):
+    manager = HookManager()
+    for i, (rank, before, after) in enumerate(chosen):
+        try:
+            manager.add_hook(
+                ranked(rank)(),
+                f"h{i}",
+                before=before if before in manager else None,
+                after=after if after in manager else None,
+            )
+        except OrderError:
+            continue
+    names = manager.list_hooks()
+    rng.shuffle(names)
+    for name in names:
+        manager.remove_hook(name)
+        assert name not in manager
+    assert manager.list_hooks() == []

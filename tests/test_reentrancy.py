@@ -1,0 +1,332 @@
+"""Changing and firing from inside a hook, and from several threads."""
+
+import sys
+import threading
+
+import pytest
+
+from hookline import Hook, HookManager, HookSettings
+
+
+class Note(Hook):
+    """Writes its letter into a list that all share; does something else in its turn once."""
+
+    def __init__(self, letter, notes, act=None):
+        super().__init__(letter)
+        self.letter, self.notes, self.act = letter, notes, act
+
+    def on_step_end(self):
+        self.notes.append(self.letter)
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+def managed(notes, letters="abc", act=None):
+    """Hooks a, b, c; b does `act(manager)` when it is called for the first time."""
+    manager = HookManager(settings=HookSettings(isolate=False))
+    for letter in letters:
+        mine = (lambda: act(manager)) if letter == "b" and act else None
+        manager.add_hook(Note(letter, notes, mine))
+    return manager
+
+
+def fire_twice(manager, notes):
+    manager.fire("on_step_end")
+    first = "".join(notes)
+    notes.clear()
+    manager.fire("on_step_end")
+    return first, "".join(notes)
+
+
+@pytest.mark.parametrize("action", ["disable_hook", "remove_hook"])
+class TestSwitchingOff:
+    def test_a_hook_can_switch_itself_off(self, notes, action):
+        manager = managed(notes, act=lambda m: getattr(m, action)("b"))
+        assert fire_twice(manager, notes) == ("abc", "ac")
+
+    def test_a_hook_can_switch_off_an_earlier_one(self, notes, action):
+        manager = managed(notes, act=lambda m: getattr(m, action)("a"))
+        assert fire_twice(manager, notes) == ("abc", "bc")
+
+    def test_a_later_hook_that_is_switched_off_is_not_called_any_more(self, notes, action):
+        manager = managed(notes, act=lambda m: getattr(m, action)("c"))
+        assert fire_twice(manager, notes) == ("ab", "ab")
+
+    def test_switching_all_off_ends_the_event(self, notes, action):
+        def all_off(manager):
+            for name in manager.list_hooks():
+                getattr(manager, action)(name)
+
+        manager = managed(notes, act=all_off)
+        assert fire_twice(manager, notes) == ("ab", "")
+        assert manager.live.on_step_end is None
+
+
+def test_clearing_from_inside_ends_the_event(notes):
+    manager = managed(notes, act=lambda m: m.clear_hooks())
+    assert fire_twice(manager, notes) == ("ab", "")
+
+
+def test_a_hook_that_is_added_is_called_from_the_next_firing_on(notes):
+    manager = managed(notes, act=lambda m: m.add_hook(Note("d", notes)))
+    assert fire_twice(manager, notes) == ("abc", "abcd")
+
+
+def test_a_hook_that_is_enabled_is_called_from_the_next_firing_on(notes):
+    manager = managed(notes, act=lambda m: m.enable_hook("c"))
+    manager.disable_hook("c")
+    assert fire_twice(manager, notes) == ("ab", "abc")
+
+
+def test_a_hook_that_is_switched_off_and_on_is_back_from_the_next_firing_on(notes):
+    def off_and_on(manager):
+        manager.disable_hook("c")
+        manager.enable_hook("c")
+
+    manager = managed(notes, act=off_and_on)
+    assert fire_twice(manager, notes) == ("ab", "abc")
+
+
+def test_a_hook_that_is_replaced_from_inside_gives_way_from_the_next_firing_on(notes):
+    manager = managed(notes, act=lambda m: m.add_hook(Note("D", notes), "c", replace=True))
+    assert fire_twice(manager, notes) == ("ab", "abD")
+
+
+def test_a_scheduled_hook_that_is_switched_off_from_inside_is_not_called_any_more():
+    manager = HookManager()
+    seen = []
+    first, second = Hook(), Hook()
+    first.on_step_end = lambda: manager.disable_hook("second")
+    second.on_step_end = lambda: seen.append("second")
+    manager.add_hook(first, "first")
+    manager.add_hook(second, "second", every=2)
+    manager.fire("on_step_end", step=2)
+    assert seen == []
+
+
+# -- a hook that fires -----------------------------------------------------------------------------
+
+
+def test_a_hook_can_fire_another_event_which_runs_at_once():
+    manager = HookManager()
+    seen = []
+    outer, inner = Hook(), Hook()
+    outer.on_step_end = lambda step: (
+        seen.append("before"),
+        manager.fire("on_checkpoint_save", path="p", step=step),
+        seen.append("after"),
+    )
+    inner.on_checkpoint_save = lambda path, step: seen.append((path, step))
+    manager.register_hooks([outer, inner])
+    manager.fire("on_step_end", step=3)
+    assert seen == ["before", ("p", 3), "after"]
+
+
+def test_a_hook_can_fire_its_own_event_within_itself():
+    manager = HookManager(settings=HookSettings(isolate=False))
+    seen = []
+
+    class Countdown(Hook):
+        def on_step_end(self, step):
+            seen.append(("down", step))
+            if step:
+                manager.fire("on_step_end", step=step - 1)
+
+    class Other(Hook):
+        def on_step_end(self, step):
+            seen.append(("other", step))
+
+    manager.register_hooks([Countdown(), Other()])
+    manager.fire("on_step_end", step=2)
+    assert seen == [
+        ("down", 2),
+        ("down", 1),
+        ("down", 0),
+        ("other", 0),
+        ("other", 1),
+        ("other", 2),
+    ]
+    assert {info.name: info.calls for info in manager.describe()} == {"countdown": 3, "other": 3}
+
+
+def test_a_hook_switched_off_in_an_inner_firing_is_not_called_in_the_outer_one_either():
+    manager = HookManager(settings=HookSettings(isolate=False))
+    seen = []
+
+    class Outer(Hook):
+        def on_step_end(self, step):
+            if step:
+                manager.fire("on_step_end", step=step - 1)
+            else:
+                manager.disable_hook("other")
+
+    class Other(Hook):
+        def on_step_end(self, step):
+            seen.append(step)
+
+    manager.register_hooks([Outer(), Other()])
+    manager.fire("on_step_end", step=3)
+    assert seen == []
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eager_threads():
+    """Let Python change threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(*jobs):
+    """Run the jobs at the same time and raise what they raise."""
+    barrier = threading.Barrier(len(jobs))
+    errors = []
+
+    def run(job):
+        try:
+            barrier.wait(10)
+            job()
+        except BaseException as error:  # handed to the test below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+class Count(Hook):
+    def __init__(self):
+        self.steps = []  # appending is atomic, counting would not be
+
+    def on_step_end(self, step):
+        self.steps.append(step)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_several_threads_fire_and_nothing_is_lost():
+    manager = HookManager([hook := Count()])
+    manager.add_hook(thin := Count(), "thin", every=2)
+
+    def fire():
+        for step in range(1, 501):
+            manager.fire("on_step_end", step=step)
+
+    in_threads(*[fire] * 4)
+    assert sorted(hook.steps) == sorted(list(range(1, 501)) * 4)
+    assert sorted(thin.steps) == sorted(list(range(2, 501, 2)) * 4)
+    assert manager.get_hook("thin") is thin
+    assert {info.name: info.calls for info in manager.describe()} == {"count": 2000, "thin": 1000}
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_toggling_in_one_thread_loses_no_call_of_other_hooks_in_another():
+    manager = HookManager([hook := Count()])
+    manager.add_hook(Count(), "toggled")
+
+    def fire():
+        for step in range(500):
+            manager.fire("on_step_end", step=step)
+
+    def toggle():
+        for _ in range(200):
+            manager.disable_hook("toggled")
+            manager.enable_hook("toggled")
+
+    in_threads(fire, fire, toggle)
+    assert sorted(hook.steps) == sorted(list(range(500)) * 2)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_a_thread_that_switched_a_hook_off_does_not_have_it_called_any_more():
+    manager = HookManager()
+
+    class Mine(Hook):
+        def __init__(self, name):
+            super().__init__(name)
+            self.thread = name
+            self.off = False
+            self.wrong = 0
+
+        def on_epoch_end(self, trainer):
+            if trainer == self.thread and self.off:
+                self.wrong += 1
+
+    def job(name):
+        hook = Mine(name)
+
+        def run():
+            manager.add_hook(hook)
+            for _ in range(100):
+                hook.off = False
+                manager.enable_hook(name)
+                manager.fire("on_epoch_end", trainer=name)
+                manager.disable_hook(name)
+                hook.off = True
+                manager.fire("on_epoch_end", trainer=name)
+
+        return hook, run
+
+    hooks, jobs = zip(*(job(f"thread {i}") for i in range(4)), strict=True)
+    in_threads(*jobs)
+    assert [hook.wrong for hook in hooks] == [0] * 4
+    assert len(manager) == 4
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_hooks_added_and_removed_in_several_threads_keep_unique_names():
+    manager = HookManager()
+    kept = []
+
+    def job():
+        for _ in range(40):
+            kept.append(manager.add_hook(Count()))
+            manager.remove_hook(manager.add_hook(Count()))
+            manager.fire("on_step_end", step=1)
+
+    in_threads(*[job] * 3)
+    assert sorted(manager.list_hooks()) == sorted(kept)
+    assert len(set(kept)) == 120
+
+
+def test_a_hook_runs_on_the_thread_that_fires():
+    hook = Hook()
+    seen = []
+    hook.on_epoch_end = lambda: seen.append(threading.current_thread())
+    manager = HookManager([hook])
+    thread = threading.Thread(target=manager.fire, args=("on_epoch_end",))
+    thread.start()
+    thread.join()
+    assert seen == [thread]
+
+
+def test_a_hook_that_waits_does_not_keep_other_threads_from_firing_and_changing():
+    manager = HookManager()
+    inside, go = threading.Event(), threading.Event()
+    slow, other = Hook("slow"), Count()
+    slow.on_epoch_end = lambda: (inside.set(), go.wait(10))
+    manager.register_hooks([slow, other])
+    thread = threading.Thread(target=manager.fire, args=("on_epoch_end",))
+    thread.start()
+    assert inside.wait(10)
+    manager.fire("on_step_end", step=1)
+    manager.disable_hook("count")
+    manager.fire("on_step_end", step=2)
+    assert thread.is_alive()
+    go.set()
+    thread.join()
+    assert other.steps == [1]

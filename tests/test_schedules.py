@@ -1,0 +1,156 @@
+"""Schedules belong to the registration."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from hookline import Hook, HookManager, NotSuppliedError, Schedule
+
+
+class Watch(Hook):
+    def __init__(self):
+        self.steps = []
+        self.batches = []
+        self.others = []
+
+    def on_train_batch_start(self, batch_idx):
+        self.batches.append(("start", batch_idx))
+
+    def on_train_batch_end(self, batch_idx):
+        self.batches.append(("end", batch_idx))
+
+    def on_step_end(self, step):
+        self.steps.append(step)
+
+    def on_epoch_end(self, epoch):
+        self.others.append(epoch)
+
+
+def steps_seen(count=1000, name="watch", **schedule):
+    manager = HookManager()
+    manager.add_hook(hook := Watch(), name, **schedule)
+    for step in range(1, count + 1):
+        manager.fire("on_step_end", step=step, epoch=step // 100)
+    return hook.steps
+
+
+def test_every_calls_a_hook_in_each_nth_step():
+    assert steps_seen(every=250) == [250, 500, 750, 1000]
+    assert steps_seen(3) == [1, 2, 3]
+
+
+def test_a_hook_is_called_from_an_epoch_on():
+    assert steps_seen(from_epoch=9) == list(range(900, 1001))
+
+
+def test_sampling_chooses_about_its_share_of_the_steps():
+    seen = steps_seen(10_000, sample_rate=0.1)
+    assert 800 < len(seen) < 1200
+    assert len({step % 10 for step in seen}) == 10  # and not in lockstep
+
+
+def test_sampling_chooses_the_same_steps_in_every_run():
+    random.seed(0)
+    first = steps_seen(sample_rate=0.2)
+    random.seed(1)
+    assert steps_seen(sample_rate=0.2) == first
+
+
+def test_two_hooks_sample_different_steps():
+    assert steps_seen(sample_rate=0.2) != steps_seen(name="other", sample_rate=0.2)
+
+
+def test_a_resumed_run_samples_the_steps_it_would_have_sampled():
+    manager = HookManager()
+    manager.add_hook(hook := Watch(), sample_rate=0.2)
+    for step in range(501, 1001):
+        manager.fire("on_step_end", step=step)
+    assert hook.steps == [step for step in steps_seen(sample_rate=0.2) if step > 500]
+
+
+def test_a_higher_rate_sees_all_that_a_lower_one_sees():
+    assert set(steps_seen(sample_rate=0.1)) < set(steps_seen(sample_rate=0.4))
+
+
+def test_schedules_combine():
+    seen = steps_seen(every=10, sample_rate=0.5, from_epoch=2)
+    assert seen == [s for s in steps_seen(sample_rate=0.5) if s % 10 == 0 and s >= 200]
+    assert seen
+
+
+def test_a_scheduled_hook_still_sees_what_does_not_happen_in_every_step():
+    manager = HookManager()
+    manager.add_hook(hook := Watch(), every=1000, sample_rate=0.01, from_epoch=50)
+    for epoch in range(3):
+        manager.fire("on_epoch_end", epoch=epoch)
+    assert hook.others == [0, 1, 2]
+
+
+def test_a_hook_sees_a_step_whole_or_not_at_all():
+    """Two batches to a step; while a step is under way, `step` still counts the completed ones."""
+    loop = SimpleNamespace(step=0, step_in_progress=1, batch_idx=0, epoch=0)
+    manager = HookManager(source=loop)
+    manager.add_hook(every := Watch(), "every", every=3)
+    manager.add_hook(sampled := Watch(), "sampled", sample_rate=0.5)
+    for batch in range(60):
+        loop.batch_idx = batch
+        manager.fire("on_train_batch_start")
+        manager.fire("on_train_batch_end")
+        if batch % 2:
+            loop.step += 1
+            manager.fire("on_step_end")
+            loop.step_in_progress += 1
+    assert every.steps == list(range(3, 31, 3))
+    assert 0 < len(sampled.steps) < 30
+    for hook in (every, sampled):
+        both = [b for step in hook.steps for b in (2 * step - 2, 2 * step - 1)]
+        assert hook.batches == [(end, b) for b in both for end in ("start", "end")]
+
+
+def test_a_scheduled_and_an_unscheduled_hook_get_the_same_arguments():
+    manager = HookManager()
+    manager.add_hook(thin := Watch(), "thin", every=2)
+    manager.add_hook(full := Watch(), "full")
+    for step in range(1, 5):
+        manager.fire("on_step_end", step=step)
+    assert (thin.steps, full.steps) == ([2, 4], [1, 2, 3, 4])
+
+
+def test_a_loop_that_does_not_tell_the_step_is_told_that_a_schedule_needs_it():
+    manager = HookManager()
+    hook = Hook()
+    hook.on_step_end = lambda: None
+    manager.add_hook(hook, every=2)
+    with pytest.raises(NotSuppliedError, match=r"'step', which a schedule asks for"):
+        manager.fire("on_step_end")
+
+
+def test_a_loop_that_does_not_tell_the_epoch_is_told_which_hook_needs_it():
+    manager = HookManager()
+    manager.add_hook(Watch(), from_epoch=2)
+    with pytest.raises(NotSuppliedError, match=r"'epoch', which watch \(its from_epoch\)"):
+        manager.fire("on_step_end", step=1)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", None, float("nan")])
+def test_every_must_be_a_whole_number_from_one(value):
+    with pytest.raises(ValueError, match="every is"):
+        HookManager().add_hook(Watch(), every=value)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, True, "0.1", None, float("nan")])
+def test_a_sample_rate_must_be_a_share(value):
+    with pytest.raises(ValueError, match="sample_rate is"):
+        HookManager().add_hook(Watch(), sample_rate=value)
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, False, "3", None])
+def test_from_epoch_must_be_a_whole_number_from_zero(value):
+    with pytest.raises(ValueError, match="from_epoch is"):
+        HookManager().add_hook(Watch(), from_epoch=value)
+
+
+def test_a_schedule_describes_itself():
+    assert str(Schedule()) == "always"
+    assert str(Schedule(100, 0.1, 10)) == "every 100, sample 0.1, from epoch 10"

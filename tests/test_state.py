@@ -1,0 +1,151 @@
+"""The states of hooks, by name."""
+
+import json
+
+import pytest
+import torch
+
+from hookline import Hook, HookFailedError, HookManager, HookStateError
+
+
+class Mean(Hook):
+    """Keeps something that a resumed run needs."""
+
+    def __init__(self, name=None):
+        super().__init__(name)
+        self.total = 0.0
+
+    def on_step_end(self, loss):
+        self.total += loss
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+class Plain(Hook):
+    def on_step_end(self, step):
+        pass
+
+
+class Broken(Mean):
+    def state_dict(self):
+        raise RuntimeError("cannot save")
+
+    def load_state_dict(self, state):
+        raise KeyError("total")
+
+
+def test_states_are_saved_and_given_back_by_name():
+    saved = HookManager([Mean("a"), Mean("b")])
+    saved.get_hook("a").total = 1.0
+    saved.get_hook("b").total = 2.0
+    states = json.loads(json.dumps(saved.state_dict()))
+    assert states == {"a": {"total": 1.0}, "b": {"total": 2.0}}
+
+    resumed = HookManager([Mean("b"), Mean("a")])
+    report = resumed.load_state_dict(states)
+    assert (resumed.get_hook("a").total, resumed.get_hook("b").total) == (1.0, 2.0)
+    assert (report.missing, report.orphaned) == ((), ())
+
+
+def test_a_hook_saves_nothing_by_default_and_nobody_complains(caplog):
+    manager = HookManager([Plain()])
+    assert manager.state_dict() == {}
+    report = manager.load_state_dict({})
+    assert (report.missing, report.orphaned) == ((), ())
+    assert caplog.records == []
+
+
+def test_the_default_state_is_empty_and_can_be_loaded():
+    hook = Plain()
+    assert hook.state_dict() == {}
+    assert hook.load_state_dict({}) is None
+
+
+def test_a_disabled_hook_keeps_its_state():
+    manager = HookManager([Mean()])
+    manager.get_hook("mean").total = 3.0
+    manager.disable_hook("mean")
+    assert manager.state_dict() == {"mean": {"total": 3.0}}
+
+
+def test_a_hook_without_a_saved_state_is_reported(caplog):
+    manager = HookManager([Mean("old"), Mean("new"), Plain()])
+    report = manager.load_state_dict({"old": {"total": 1.0}})
+    assert report.missing == ("new",)
+    assert report.orphaned == ()
+    (record,) = caplog.records
+    assert "new" in record.getMessage()
+    assert record.levelname == "WARNING"
+    assert manager.get_hook("old").total == 1.0
+
+
+def test_a_state_without_a_hook_is_reported(caplog):
+    report = HookManager([Mean("a")]).load_state_dict({"a": {"total": 1.0}, "gone": {}})
+    assert report.orphaned == ("gone",)
+    assert report.missing == ()
+    (record,) = caplog.records
+    assert "gone" in record.getMessage()
+
+
+def test_a_state_of_a_hook_that_keeps_none_any_more_is_reported():
+    report = HookManager([Plain()]).load_state_dict({"plain": {"x": 1}})
+    assert report.orphaned == ("plain",)
+
+
+def test_a_hook_that_is_a_module_saves_its_weights():
+    class Probe(torch.nn.Module, Hook):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(1))
+
+        def on_step_end(self, step):
+            pass
+
+    saved, resumed = HookManager([Probe()]), HookManager([Probe()])
+    with torch.no_grad():
+        saved.get_hook("probe").scale.fill_(5.0)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.get_hook("probe").scale.item() == 5.0
+
+
+def test_a_hook_that_cannot_save_does_not_keep_the_others_from_saving(caplog):
+    manager = HookManager([Broken(), Mean()])
+    assert manager.state_dict() == {"mean": {"total": 0.0}}
+    assert "'broken' failed in" in caplog.records[0].getMessage()
+    assert "state_dict" in caplog.records[0].getMessage()
+    assert caplog.records[0].exc_info
+    assert manager.summary().failures == {"broken": 1}
+
+
+def test_a_critical_hook_that_cannot_save_stops_training():
+    manager = HookManager()
+    manager.add_hook(Broken(), strict=True)
+    with pytest.raises(HookFailedError, match=r"'broken' failed in .*state_dict") as caught:
+        manager.state_dict()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_hook_that_cannot_take_its_state_back_is_named():
+    manager = HookManager([Broken("resumer")])
+    with pytest.raises(HookStateError, match=r"'resumer' \(Broken\).*KeyError: 'total'") as caught:
+        manager.load_state_dict({"resumer": {}})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("states", [None, [], "state"])
+def test_something_that_is_no_state_is_refused(states):
+    with pytest.raises(HookStateError, match="a mapping from hook names"):
+        HookManager([Mean()]).load_state_dict(states)
+
+
+def test_only_the_state_is_saved_and_not_the_registration():
+    manager = HookManager()
+    manager.add_hook(Mean(), every=10)
+    manager.disable_hook("mean")
+    fresh = HookManager([Mean()])
+    fresh.load_state_dict(manager.state_dict())
+    assert (fresh.describe()[0].enabled, fresh.describe()[0].schedule) == (True, "always")

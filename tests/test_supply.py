@@ -1,0 +1,126 @@
+"""A running loop that cannot supply what a hook asks for."""
+
+import pytest
+
+from hookline import Hook, HookFailedError, HookManager, HookSettings, NotSuppliedError
+
+
+class Loop:
+    """A loop that knows its step, and says what it does not know."""
+
+    step = step_in_progress = 2
+
+    @property
+    def loss(self):
+        raise NotSuppliedError("The loss is not known in this loop. Call session.backward(loss).")
+
+    epoch = loss
+
+
+class Note(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, step):
+        self.seen.append(step)
+
+
+class WantsLoss(Hook):
+    def on_step_end(self, loss):
+        raise AssertionError("there is no loss")
+
+
+def fire(manager, times=1):
+    for _ in range(times):
+        if manager.live.on_step_end is not None:
+            manager.live.on_step_end(Loop())
+
+
+def test_a_hook_that_cannot_be_supplied_is_quarantined_with_the_call_that_would_help(caplog):
+    manager = HookManager([WantsLoss()])
+    fire(manager, times=3)
+    (record,) = caplog.records
+    assert "'wants_loss'" in record.getMessage()
+    assert "QUARANTINED" in record.getMessage()
+    assert "session.backward(loss)" in record.getMessage()
+    assert manager.describe()[0].status == "quarantined"
+    assert manager.summary().failures == {"wants_loss": 1}
+
+
+@pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"from_epoch": 1}])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_the_others_are_called_once_in_the_event_in_which_it_is_noticed(schedule, place):
+    manager = HookManager([before := Note()])
+    manager.add_hook(WantsLoss(), **schedule, before="note" if place == "first" else None)
+    manager.add_hook(after := Note(), "after")
+    fire(manager)
+    assert (before.seen, after.seen) == ([2], [2])
+    fire(manager)
+    assert (before.seen, after.seen) == ([2, 2], [2, 2])
+
+
+def test_all_who_ask_for_it_are_quarantined_at_once():
+    manager = HookManager([WantsLoss(), WantsLoss(), note := Note()])
+    fire(manager)
+    assert [info.status for info in manager.describe()] == ["quarantined", "quarantined", "enabled"]
+    assert note.seen == [2]
+
+
+def test_a_hook_that_is_not_due_is_not_asked_for_what_it_would_need():
+    manager = HookManager([note := Note()])
+    manager.add_hook(WantsLoss(), every=3)
+    fire(manager)
+    assert manager.describe()[1].status == "enabled"
+    assert note.seen == [2]
+
+
+def test_a_hook_that_can_do_without_is_called_without():
+    hook = Hook("watch")
+    seen = []
+    hook.on_step_end = lambda step, loss=None, **rest: seen.append((step, loss))
+    manager = HookManager([hook])
+    manager.live.on_step_end(Sparse())
+    assert seen == [(2, None)]
+    assert manager.describe()[0].status == "enabled"
+
+
+class Sparse(Loop):
+    def __getattr__(self, name):
+        raise NotSuppliedError(name)
+
+
+def test_a_hook_that_training_depends_on_stops_it():
+    manager = HookManager()
+    manager.add_hook(WantsLoss(), strict=True)
+    with pytest.raises(HookFailedError, match=r"'wants_loss'.*session\.backward\(loss\)"):
+        fire(manager)
+
+
+def test_without_isolation_the_error_comes_out():
+    manager = HookManager([WantsLoss()], settings=HookSettings(isolate=False))
+    with pytest.raises(NotSuppliedError, match=r"session\.backward"):
+        fire(manager)
+
+
+def test_a_loop_that_has_not_taken_its_first_step_is_told_at_once_and_nobody_is_quarantined():
+    manager = HookManager([WantsLoss()])
+    manager.refuses_what_is_not_supplied = True
+    with pytest.raises(NotSuppliedError, match=r"session\.backward") as caught:
+        fire(manager)
+    assert "wants_loss" in str(caught.value)
+    assert manager.describe()[0].status == "enabled"
+
+
+def test_a_hook_can_be_let_back_once_the_loop_supplies_it():
+    hook = Hook("watch")
+    seen = []
+    hook.on_step_end = lambda loss: seen.append(loss)
+    manager = HookManager([hook])
+    fire(manager)
+    manager.enable_hook("watch")
+
+    class Better(Loop):
+        loss = 0.5
+
+    manager.live.on_step_end(Better())
+    assert seen == [0.5]
