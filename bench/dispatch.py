@@ -77,7 +77,7 @@ def _ten_hooks(rounds: int) -> list[Row]:
     looped = "for hook in hooks: hook.on_step_end(step, loss)"
     arguments = {"step": 1, "loss": 0.5}
     # Each round fires 20,000 times, the rounds together millions of times on one manager: timed
-    # firings (one in about sixty) have the share in it that they have in production.
+    # firings (one in about 250) have the share in it that they have in production.
     candidates: dict[str, Candidate] = {
         "direct": block(*direct, loops=20_000, **named, **arguments),
         "loop": block(looped, loops=20_000, units=TEN, hooks=hooks, **arguments),

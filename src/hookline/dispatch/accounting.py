@@ -1,6 +1,6 @@
 """What hooks cost: calls, time and share of the run, from sampled clocks.
 
-Reading a clock takes longer than a small hook does. So one firing in about a hundred is timed, at
+Reading a clock takes longer than a small hook does. So one firing in about 250 is timed, at
 uneven distances, and what lies between is estimated from it; a hook that turns out slow, or that
 a schedule calls rarely, gets a clock at every call, because there it is negligible.
 """
@@ -35,7 +35,7 @@ def make_gap() -> Callable[[int], int]:
     rng = random.Random(0)
 
     def gap(fired: int) -> int:
-        return 1 if fired < 8 else rng.randint(64, 192)
+        return 1 if fired < 8 else rng.randint(128, 384)
 
     return gap
 
