@@ -65,6 +65,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
         ("import hookline", "torch"),
         ("from hookline import Hook, HookManager, HookRunner, StepContext", "torch"),
         ("from hookline import attach", "torch._dynamo"),
+        ("from hookline import attach", "torch.distributed.tensor"),
     ],
 )
 def test_importing_loads_no_more_than_it_needs(statement, unwanted):

@@ -288,6 +288,26 @@ def test_the_loss_is_found_from_autograds_own_threads():
     assert found[0] is loss
 
 
+def test_an_optimizer_in_a_wrapper_that_passes_calls_on_is_seen():
+    class Wrapper(torch.optim.Optimizer):
+        """As Accelerate's: an optimizer by its class only."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+
+        def zero_grad(self):
+            self.optimizer.zero_grad()
+
+    model, optimizer = make()
+    hook = recorder(on_step_end=("optimizer", "lr"))
+    with hookline.attach(model, Wrapper(optimizer), hooks=[hook]):
+        train(model, Wrapper(optimizer), batches(2))
+    assert hook.told == [("on_step_end", {"optimizer": optimizer, "lr": 0.1})] * 2
+
+
 # -- detaching ------------------------------------------------------------------------------------
 
 

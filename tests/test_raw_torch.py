@@ -269,14 +269,45 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
-def test_under_ddp_backward_has_ended_when_gradients_are_averaged(tmp_path: Path):
-    script = tmp_path / "ddp.py"
-    script.write_text(DDP_SCRIPT)
+FSDP_SCRIPT = """
+import torch, torch.distributed as dist, hookline
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model, alone = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)) for _ in range(2))
+alone.load_state_dict(model.state_dict())
+for layer in (model[0], model[2], model):
+    fully_shard(layer)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+x = torch.randn(4, 4)
+alone(x).square().mean().backward()
+expected = nn.utils.get_total_norm([p.grad for p in alone.parameters()]).item()
+class Norms(hookline.Hook):
+    def on_after_backward(self): ...
+    def on_step_end(self, step, loss, grad_norm, ctx):
+        norms = [float(grad_norm), ctx.grad_norm]
+        assert all(abs(norm - expected) < 1e-5 for norm in norms), (norms, expected)
+        assert float(loss) == told.item()
+        print(f"rank {rank} fine", flush=True)
+settings = hookline.HookSettings(isolate=False)
+with hookline.attach(model, optimizer, hooks=[Norms()], settings=settings):
+    told = model(x).square().mean()
+    told.backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run_on_two_ranks(script: str, folder: Path) -> str:
+    path = folder / "script.py"
+    path.write_text(script)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
-            *("--standalone", str(script)),
+            *("--standalone", str(path)),
         ],
         capture_output=True,
         text=True,
@@ -285,4 +316,14 @@ def test_under_ddp_backward_has_ended_when_gradients_are_averaged(tmp_path: Path
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fine") == 4
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_under_ddp_backward_has_ended_when_gradients_are_averaged(tmp_path: Path):
+    assert run_on_two_ranks(DDP_SCRIPT, tmp_path).count("fine") == 4
+
+
+@pytest.mark.slow
+def test_under_fsdp2_the_norm_is_that_of_all_ranks(tmp_path: Path):
+    assert run_on_two_ranks(FSDP_SCRIPT, tmp_path).count("fine") == 2

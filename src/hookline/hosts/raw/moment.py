@@ -6,9 +6,10 @@ with the call that would tell it.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -135,15 +136,18 @@ class Moment:
     def _norm(self) -> torch.Tensor:
         if self.clipped_norm is not None:
             return self.clipped_norm
-        return torch.nn.utils.get_total_norm(
-            [
-                parameter.grad
-                for optimizer in self.optimizers
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
-        )
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        # Of sharded gradients each rank has a part; its own number would be silently wrong.
+        return cast(Any, norm).full_tensor() if _is_sharded(norm) else norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
 
     @property
     def ctx(self) -> StepContext:
@@ -166,6 +170,8 @@ class Moment:
     def _norm_of_this_step(self) -> Any:
         """The norm, computed if somebody looks while the gradients are still there."""
         step = self.step_in_progress
+        if any(_is_sharded(gradient) for gradient in self._gradients()):
+            return self._norm()  # now, on all ranks: one that looked alone would wait for ever
 
         def norm() -> float:
             if self.step_in_progress != step:
@@ -202,3 +208,9 @@ class Moment:
     @cached_property
     def _model_params(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor. Importing them takes half a second: who has one has done so."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

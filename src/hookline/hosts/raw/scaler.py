@@ -50,9 +50,11 @@ class ScalerWatch:
         cls._all[scaler]._listeners.append(listener)
 
     @classmethod
-    def leave(cls, scaler: torch.amp.GradScaler, listener: Listener) -> None:
-        """Stop telling it; with the last listener the scaler is as it was."""
-        watch = cls._all[scaler]
+    def leave(cls, scaler: torch.amp.GradScaler | None, listener: Listener) -> None:
+        """Stop telling it, if it was told; with the last listener the scaler is as it was."""
+        watch = cls._all.get(scaler) if scaler is not None else None
+        if scaler is None or watch is None or listener not in watch._listeners:
+            return
         watch._listeners.remove(listener)
         if not watch._listeners:
             del cls._all[scaler]

@@ -54,6 +54,8 @@ def attach(
         tokens: how many tokens a batch has; by default the size of its `input_ids`.
         settings: how failing and costly hooks are treated.
     """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {_shown(scaler)}.")
     return Session(
         model,
         _optimizers(optimizer, model),
@@ -453,13 +455,21 @@ def _shown(value: object) -> str:
     return f"{value!r}, a {type(value).__name__}"
 
 
+def _inside(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper that passes calls on, as Accelerate's does."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {_shown(model)}.")
     several = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(several) if isinstance(several, Iterable) else [several]
+    optimizers = [_inside(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
                 f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
                 f"not {_shown(optimizer)}."

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from hookline.context import LazyFloat
 from hookline.errors import LoopError, NotSuppliedError
@@ -67,25 +68,27 @@ class StepWatch:
             self._backward_begins,
             self._backward_ends,
         )
+        self._handles: list[RemovableHandle] = []
+        try:
+            self._put_on()
+        except BaseException:
+            self.take_off()
+            raise
+
+    def _put_on(self) -> None:
         self.hooks_changed()
-        self._handles = [
-            handle
-            for optimizer in self.optimizers
-            for handle in (
-                optimizer.register_step_pre_hook(Tap(self._before_step)),
-                optimizer.register_step_post_hook(Tap(self._after_step)),
-            )
-        ]
-        if scaler is not None:
-            ScalerWatch.listen(scaler, self)
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(Tap(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(Tap(self._after_step)))
+        if self.scaler is not None:
+            ScalerWatch.listen(self.scaler, self)
 
     def take_off(self) -> None:
         """Leave model, optimizers and scaler as they were."""
         self._model.take_off()
         for handle in self._handles:
             handle.remove()
-        if self.scaler is not None:
-            ScalerWatch.leave(self.scaler, self)
+        ScalerWatch.leave(self.scaler, self)
 
     def hooks_changed(self) -> None:
         """Watch of the model what the hooks need now, and no more."""
