@@ -8,6 +8,7 @@ Three lines are about hooks: two imports, and the `with` that the loop stands in
 import argparse
 import hashlib
 import math
+import sys
 import time
 from pydoc_data.topics import topics
 
@@ -135,4 +136,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

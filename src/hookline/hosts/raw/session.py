@@ -12,60 +12,17 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import HooklineError, LoopError, NotSuppliedError
+from hookline.errors import HooklineError, NotSuppliedError
 from hookline.hook import Hook
 from hookline.hosts.raw.averages import Averages
 from hookline.hosts.raw.moment import Batch, Moment
 from hookline.hosts.raw.needs import CALLS, refusals, waiting
 from hookline.hosts.raw.steps import StepWatch
 
-__all__ = ["Session", "attach"]
+__all__ = ["Session"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
-
-
-def attach(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    hooks: Iterable[Hook] = (),
-    *,
-    scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
-    config: Any = None,
-    tokens: Callable[[Any], int] | None = None,
-    settings: HookSettings | None = None,
-) -> Session:
-    """Let hooks see a training loop that stays as it is.
-
-        with hookline.attach(model, optimizer, hooks=[Watch()]):
-            …  # the loop, not one line changed
-
-    What such a loop cannot tell (epochs, batches, validation, checkpoints) is refused for hooks
-    that need it, before the first step, with the call on the session that would supply it.
-
-    Args:
-        model: the model as the loop calls it (the compiled or wrapped one, if there is one).
-        optimizer: the optimizer, or several. A step is done when each of them has stepped.
-        hooks: hooks to register, in this order.
-        scheduler: the learning-rate scheduler, for hooks that look at `trainer.scheduler`.
-        scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
-        config: what hooks get that ask for `config`.
-        tokens: how many tokens a batch has; by default the size of its `input_ids`.
-        settings: how failing and costly hooks are treated.
-    """
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {_shown(scaler)}.")
-    return Session(
-        model,
-        _optimizers(optimizer, model),
-        hooks,
-        scheduler=scheduler,
-        scaler=scaler,
-        config=config,
-        tokens=tokens,
-        settings=settings,
-    )
 
 
 class Session:
@@ -308,7 +265,7 @@ class Session:
             options: what `Tensor.backward` takes.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise TypeError(f"A loss is a tensor with one element, not {_shown(loss)}.")
+            raise TypeError(f"A loss is a tensor with one element, not {shown(loss)}.")
         self.begin()
         self._supplied.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
@@ -386,7 +343,7 @@ class Session:
         if not _is_number(value):
             raise TypeError(
                 f"session.log('{name}', …) takes a number or a tensor with one element, "
-                f"not {_shown(value)}."
+                f"not {shown(value)}."
             )
         self.begin()
         if isinstance(value, torch.Tensor):
@@ -449,42 +406,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float | LazyFloat) and not isinstance(value, bool)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r}, a {type(value).__name__}"
-
-
-def _inside(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that passes calls on, as Accelerate's does."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {_shown(model)}.")
-    several = [given] if isinstance(given, torch.optim.Optimizer) else given
-    optimizers = list(several) if isinstance(several, Iterable) else [several]
-    optimizers = [_inside(optimizer) for optimizer in optimizers]
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            raise TypeError(
-                f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
-                f"not {_shown(optimizer)}."
-            )
-    if not optimizers:
-        raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ValueError("The same optimizer was given twice. Name each once.")
-    own = {id(parameter) for parameter in model.parameters()}
-    held = (
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    )
-    if not any(id(parameter) in own for parameter in held):
-        raise LoopError(
-            "The optimizer holds none of this model's parameters. Attach the model that it trains, "
-            "or make the optimizer after wrapping or moving the model."
-        )
-    return optimizers
