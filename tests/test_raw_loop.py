@@ -239,6 +239,20 @@ def test_a_batch_that_the_loop_drops_does_not_count_as_accumulation():
     assert float(hook.told[-1][1]["loss"]) == loss.item()
 
 
+def test_gradients_that_are_zeroed_in_place_begin_a_new_step_too():
+    hook = recorder(on_step_end=("loss",))
+    model, optimizer = make()
+    losses = []
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in batches(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert [float(arguments["loss"]) for _, arguments in hook.told] == losses
+
+
 def test_the_loss_is_found_when_backward_is_called_as_a_function_or_in_a_thread():
     import threading
 

@@ -292,6 +292,29 @@ def test_session_backward_is_seen_also_when_the_models_output_cannot_be_looked_i
     assert float(hook.told[2][1]["loss"]) == loss.item()
 
 
+def test_a_batch_that_the_loop_drops_has_its_loss_once_steps_were_seen():
+    hook, model, optimizer = tell(on_train_batch_end=("batch_idx", "loss"))
+    losses = []
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for i, (x, y) in enumerate(session.batches(batches(3))):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            if i != 1:  # the loop did not like this one
+                optimizer.step()
+    assert [float(arguments["loss"]) for _, arguments in hook.told] == losses
+
+
+def test_a_step_that_was_not_clipped_has_the_norm_of_its_own_gradients():
+    hook, model, optimizer = tell(on_gradient_clip=(), on_step_end=("grad_norm",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        train(model, optimizer, batches(1), lambda: session.clip(0.01))
+        train(model, optimizer, batches(1, seed=7))
+        second = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert float(hook.told[-1][1]["grad_norm"]) == second.item()
+
+
 def test_updates_lets_hooks_read_gradients_before_the_loop_clips_them():
     norms = []
 

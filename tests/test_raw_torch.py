@@ -59,6 +59,23 @@ def test_with_a_closure_gradients_are_told_after_it_has_run(by):
     assert result.item() == losses[0]
 
 
+def test_a_loop_may_step_with_a_closure_now_and_then():
+    hook = recorder("on_after_backward", "on_gradients_ready", on_step_end=("step", "loss"))
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    losses: list[float] = []
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        losses += train(model, optimizer, batches(2))
+        optimizer.step(closure_of(model, optimizer, x, y, losses))
+        losses += train(model, optimizer, batches(1))
+    assert [t for t in hook.told if isinstance(t, str)] == [
+        "on_after_backward",
+        "on_gradients_ready",
+    ] * 4
+    told = [t[1] for t in hook.told if not isinstance(t, str)]
+    assert [(t["step"], float(t["loss"])) for t in told] == list(enumerate(losses, 1))
+
+
 def test_lbfgs_steps_once_and_its_loss_is_that_of_the_first_evaluation():
     hook = recorder("on_after_backward", "on_after_optimizer_step", on_step_end=("loss",))
     model, _ = make()

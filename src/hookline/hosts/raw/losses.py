@@ -38,7 +38,6 @@ class Losses:
         self._batch: list[Seen] = []
         self._first: list[Seen] = []
         self._telling = False
-        self._batch_stepped = False
         self._once_per_step: bool | None = None  # learned from the first step
 
     def told(self, loss: torch.Tensor | None, parameter: torch.Tensor) -> None:
@@ -73,13 +72,12 @@ class Losses:
     def batch_begins(self) -> None:
         """Another batch was drawn."""
         self._batch.clear()
-        self._batch_stepped = False
 
     def tell_batch(self) -> LazyFloat | None:
         """Tell the moment the loss of the batch that ends now."""
         loss, why = _mean(self._batch)
         untold = any(not seen.told for seen in self._batch)
-        if loss is not None and untold and not (self._batch_stepped or self._once_per_step):
+        if loss is not None and untold and not self._once_per_step:
             loss = None
             why = (
                 ", because the batch ended without a step, and an unchanged loop cannot tell "
@@ -102,10 +100,6 @@ class Losses:
             self._moment.latest_loss = loss
             for seen in self._first or self._step:
                 self._moment.averages.add("loss", seen.loss)
-
-    def stepped_in_batch(self) -> None:
-        """The batch in progress has completed a step."""
-        self._batch_stepped = True
 
     def forget(self) -> None:
         """The step is over."""

@@ -326,7 +326,6 @@ class StepWatch:
         if losses.wanted:
             losses.step_ends()
         if moment.known_batch is not None:
-            losses.stepped_in_batch()
             self.session.end_batch()
         if self.live.on_step_end is not None:
             if losses.wanted:
