@@ -13,8 +13,8 @@ help: ## list the targets
 
 install: $(INSTALLED) ## make .venv (every other target does it when needed)
 
-demo: $(INSTALLED) ## run the bare-loop example
-	$(BIN)/python examples/bare_loop.py
+demo: $(INSTALLED) ## train a small GPT with hooks, in half a minute
+	$(BIN)/hookline demo
 
 test: $(INSTALLED) ## run the whole test suite
 	$(BIN)/python -m pytest

@@ -17,10 +17,15 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, raw
+from bench import dispatch, imports, raw, trainer
 from bench.harness import Row, table
 
-PARTS = {"dispatch": dispatch.run, "raw": raw.run, "imports": imports.run}
+PARTS = {
+    "dispatch": dispatch.run,
+    "raw": raw.run,
+    "trainer": trainer.run,
+    "imports": imports.run,
+}
 PEERS = ("pluggy", "pytorch-ignite", "lightning", "transformers", "accelerate")
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 

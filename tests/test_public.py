@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import hookline
 
-sys.path.insert(0, str(Path(__file__).parent / "typing"))
-
 NAMES = {
+    "BaseTrainer",
+    "CheckpointError",
+    "ConfigError",
+    "RunError",
+    "GenericTrainer",
+    "HooksConfig",
+    "SimpleTrainer",
+    "Trainer",
+    "TrainerConfig",
+    "TrainingError",
+    "get_trainer",
     "EVENTS",
     "Hook",
     "HookFailedError",

@@ -1,8 +1,8 @@
-"""Write what is derived from `events.py` but has to stand in a file.
+"""Write what is derived from `events.py` and `config.py` but has to stand in a file.
 
 Type checkers and editors read text, not objects made at run time: so the methods of `Hook` and the
-tables of the events page are written from the event table. `--check` changes nothing and fails
-when a file is behind.
+tables of the events page are written from the event table, and the tables of the trainer's page
+from its configuration. `--check` changes nothing and fails when a file is behind.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from hookline.config import HooksConfig, HooksSettingsConfig, LoadersConfig, TrainerConfig
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,9 +106,92 @@ def readme_table() -> str:
     )
 
 
+# What the fields mean that say nothing about it themselves.
+MEANINGS = {
+    "TrainerConfig.precision": "`bf16` is autocast; `fp16` is autocast with a gradient scaler",
+    "TrainerConfig.scheduler_every": "when schedulers step",
+    "TrainerConfig.validate_every_epochs": "validate after each N-th epoch; None: not by epochs",
+    "TrainerConfig.validate_every_steps": "validate after each N-th step; None: not by steps",
+    "TrainerConfig.loaders": "how several training loaders become one stream",
+    "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training begins",
+    "TrainerConfig.progress": "the display; `auto` (or True) chooses, `off` (or False) is none",
+    "TrainerConfig.debug": "for hooks to look at, as `trainer.config.debug`",
+    "TrainerConfig.hooks": "hooks by class path, and how failures and cost are treated",
+    "LoadersConfig.order": "whose turn it is",
+    "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
+    "LoadersConfig.short": "a loader that runs out is started again, or left out",
+    "HooksSettingsConfig.isolate": "a failing hook does not stop training",
+    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
+    "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
+    "HooksSettingsConfig.budget_after": "seconds of training before the budget is looked at",
+}
+
+
+def config_tables() -> str:
+    """The trainer's page: a table for the configuration and for each that is within it."""
+    return "\n".join(
+        [
+            *_config_table(TrainerConfig),
+            "",
+            "`loaders` has:",
+            "",
+            *_config_table(LoadersConfig),
+            "",
+            "`hooks` has:",
+            "",
+            *_config_table(HooksConfig),
+            "",
+            "and its `settings`:",
+            "",
+            *_config_table(HooksSettingsConfig),
+        ]
+    )
+
+
+def _config_table(kind: type[BaseModel]) -> list[str]:
+    rows = [
+        f"| `{name}` | {_values(field.annotation)} | {_default(field)} | "
+        f"{field.description or MEANINGS[f'{kind.__name__}.{name}']} |"
+        for name, field in kind.model_fields.items()
+    ]
+    return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
+
+
+def _values(annotation: Any) -> str:
+    """What a field may be, in a few words."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _values(get_args(annotation)[0])
+    if origin is Literal:
+        return ", ".join(f'`"{value}"`' for value in get_args(annotation))
+    if origin in (Union, UnionType):
+        return ", ".join(_values(one) for one in get_args(annotation))
+    if annotation is NoneType:
+        return "None"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a `{annotation.__name__}` or a mapping"
+    named = {int: "whole number", float: "number", bool: "True, False", str: "string"}
+    named |= {Path: "path", list: "list", dict: "mapping"}
+    return named[origin or annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return "see below"
+    return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
+
+
+def loop_map() -> str:
+    """The loop map."""
+    return "\n".join(["```text", LOOP_MAP.rstrip(), "```"])
+
+
 TARGETS = (
     ("src/hookline/hook.py", "    # -- events: ", "    # -- end of events", hook_methods),
     ("docs/events.md", "<!-- events: ", "<!-- end of events", event_tables),
+    ("docs/trainer.md", "<!-- config: ", "<!-- end of config", config_tables),
+    ("docs/trainer.md", "<!-- loop: ", "<!-- end of loop", loop_map),
     ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
 )
 
@@ -126,7 +215,7 @@ def main() -> int:
             if not check:
                 path.write_text(new, encoding="utf-8")
     for name in behind:
-        print(f"{name}: {'is behind events.py; run `make generate`' if check else 'written'}")
+        print(f"{name}: {'is behind its source; run `make generate`' if check else 'written'}")
     return 1 if check and behind else 0
 
 

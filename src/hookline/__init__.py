@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from hookline._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hookline.config import HooksConfig as HooksConfig
+    from hookline.config import TrainerConfig as TrainerConfig
     from hookline.context import LazyFloat as LazyFloat
     from hookline.context import Metrics as Metrics
     from hookline.context import StepContext as StepContext
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from hookline.dispatch import Schedule as Schedule
     from hookline.dispatch import StateReport as StateReport
     from hookline.dispatch import Summary as Summary
+    from hookline.errors import CheckpointError as CheckpointError
+    from hookline.errors import ConfigError as ConfigError
     from hookline.errors import HookFailedError as HookFailedError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HookStateError as HookStateError
@@ -40,18 +44,26 @@ if TYPE_CHECKING:
     from hookline.errors import NotSuppliedError as NotSuppliedError
     from hookline.errors import OrderError as OrderError
     from hookline.errors import RegistrationError as RegistrationError
+    from hookline.errors import RunError as RunError
     from hookline.errors import SignatureError as SignatureError
+    from hookline.errors import TrainingError as TrainingError
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
     from hookline.events import EVENTS as EVENTS
     from hookline.hook import Hook as Hook
     from hookline.hosts.raw import Session as Session
     from hookline.hosts.raw import attach as attach
+    from hookline.trainer import Trainer as Trainer
+    from hookline.trainer import get_trainer as get_trainer
 
     TrainerHooks = Hook
     TrainingHook = Hook
+    GenericTrainer = Trainer
+    BaseTrainer = Trainer
+    SimpleTrainer = Trainer
 
 _WHERE = {
+    "hookline.config": ("HooksConfig", "TrainerConfig"),
     "hookline.context": ("LazyFloat", "Metrics", "StepContext"),
     "hookline.dispatch": (
         "HookInfo",
@@ -63,6 +75,8 @@ _WHERE = {
         "Summary",
     ),
     "hookline.errors": (
+        "CheckpointError",
+        "ConfigError",
         "HookFailedError",
         "HookStateError",
         "HooklineError",
@@ -72,16 +86,25 @@ _WHERE = {
         "NotSuppliedError",
         "OrderError",
         "RegistrationError",
+        "RunError",
         "SignatureError",
+        "TrainingError",
         "UnknownEventError",
         "UnknownHookError",
     ),
     "hookline.events": ("EVENTS",),
     "hookline.hook": ("Hook",),
     "hookline.hosts.raw": ("Session", "attach"),
+    "hookline.trainer": ("Trainer", "get_trainer"),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}
-_SAME = {"TrainerHooks": "Hook", "TrainingHook": "Hook"}  # the same object under another name
+_SAME = {  # the same object under another name
+    "TrainerHooks": "Hook",
+    "TrainingHook": "Hook",
+    "GenericTrainer": "Trainer",
+    "BaseTrainer": "Trainer",
+    "SimpleTrainer": "Trainer",
+}
 
 __all__ = sorted([*_MODULE, *_SAME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 

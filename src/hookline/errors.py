@@ -10,6 +10,10 @@
     ├── UnknownEventError          (also a ValueError) no event, or no argument, of that name
     ├── NotSuppliedError           a hook asks for what this loop has not supplied
     ├── LoopError                  a loop that cannot be followed without guessing
+    ├── ConfigError                (also a ValueError) a configuration that does not fit
+    ├── TrainingError              what the trainer was given cannot be trained
+    ├── CheckpointError            a checkpoint that cannot be saved, found or loaded
+    ├── RunError                   a run's folder that cannot be made, opened or used this way
     ├── HookFailedError            a hook that training depends on has failed
     └── HookStateError             a hook that could not take its saved state back
 
@@ -22,6 +26,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
+    "CheckpointError",
+    "ConfigError",
     "HookFailedError",
     "HookStateError",
     "HooklineError",
@@ -31,7 +37,9 @@ __all__ = [
     "NotSuppliedError",
     "OrderError",
     "RegistrationError",
+    "RunError",
     "SignatureError",
+    "TrainingError",
     "UnknownEventError",
     "UnknownHookError",
 ]
@@ -77,6 +85,22 @@ class NotSuppliedError(HooklineError):
 
 class LoopError(HooklineError):
     """The loop does something that cannot be followed without guessing."""
+
+
+class ConfigError(HooklineError, ValueError):
+    """A configuration does not fit: the message names each field, and the nearest one."""
+
+
+class TrainingError(HooklineError):
+    """Model, optimizers, data or loss cannot be trained as they are."""
+
+
+class CheckpointError(HooklineError):
+    """A checkpoint cannot be saved, found or loaded; the message names the file and the way out."""
+
+
+class RunError(HooklineError):
+    """A run's folder cannot be made, opened or used this way."""
 
 
 class HookFailedError(HooklineError):

@@ -13,7 +13,7 @@ import torch
 
 from hookline.context import LazyFloat
 from hookline.hosts.raw.caller import differentiated_tensor
-from hookline.hosts.raw.moment import Moment
+from hookline.hosts.raw.moment import RawMoment
 from hookline.hosts.raw.needs import CALLS
 
 __all__ = ["Losses"]
@@ -30,7 +30,7 @@ class Seen:
 class Losses:
     """The losses of the step and of the batch in progress."""
 
-    def __init__(self, moment: Moment, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, moment: RawMoment, scaler: torch.amp.GradScaler | None) -> None:
         self.wanted = False
         self._moment = moment
         self._scaler = scaler

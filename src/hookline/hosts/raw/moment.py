@@ -6,10 +6,8 @@ with the call that would tell it.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,8 +15,9 @@ from hookline.context import LazyFloat, Metrics, State, StepContext
 from hookline.errors import NotSuppliedError
 from hookline.hosts.raw.averages import Averages
 from hookline.hosts.raw.needs import CALLS, supplied_by
+from hookline.moment import Moment, device_of
 
-__all__ = ["Batch", "Moment"]
+__all__ = ["Batch", "RawMoment"]
 
 
 @dataclass
@@ -33,7 +32,7 @@ class Batch:
     ended: bool = False
 
 
-class Moment:
+class RawMoment(Moment):
     """The arguments of events in a bare loop."""
 
     def __init__(
@@ -43,20 +42,7 @@ class Moment:
         optimizers: list[torch.optim.Optimizer],
         config: Any,
     ) -> None:
-        self.trainer = trainer
-        self.model = model
-        self.optimizers = optimizers
-        self.optimizer = optimizers[0]
-        self.status = "training"
-        self.step = 0
-        self.step_in_progress = 1
-        self.optimizer_idx = 0
-        self.outputs: Any = None
-        self.reason = ""
-        self.exception: BaseException | None = None
-        self.checkpoint_path: Any = None
-        self.metrics = Metrics()
-        self.skipped = False
+        super().__init__(trainer, model, optimizers)
         # What the loop may not tell is None here, and an error where a hook asks for it.
         self.known_config = config
         self.known_epoch: int | None = None
@@ -66,7 +52,7 @@ class Moment:
         self.why_no_loss = f". {CALLS['backward']}"
         self.latest_loss: LazyFloat | None = None
         self.averages = Averages()
-        self.clipped_norm: torch.Tensor | None = None
+        self.metrics = Metrics()
 
     # -- what the loop may or may not tell ---------------------------------------------------------
 
@@ -125,37 +111,12 @@ class Moment:
     # -- what is made when somebody asks ----------------------------------------------------------
 
     @property
-    def lr(self) -> float | LazyFloat:
-        lr = self.optimizer.param_groups[0]["lr"]
-        return LazyFloat(lr) if isinstance(lr, torch.Tensor) else lr
-
-    @property
-    def grad_norm(self) -> LazyFloat:
-        return LazyFloat(self._norm())
-
-    def _norm(self) -> torch.Tensor:
-        if self.clipped_norm is not None:
-            return self.clipped_norm
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        # Of sharded gradients each rank has a part; its own number would be silently wrong.
-        return cast(Any, norm).full_tensor() if _is_sharded(norm) else norm
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [
-            parameter.grad
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-
-    @property
     def ctx(self) -> StepContext:
         return StepContext(
             step=self.step,
             loss=self._later("loss") if self.known_loss is None else self.known_loss,
-            grad_norm=self._norm_of_this_step(),
-            lr=self.lr,  # type: ignore[arg-type]
+            grad_norm=self.norm_of_this_step(),
+            lr=self.lr,
             tokens_seen=self._later("tokens_seen")
             if self.known_tokens is None
             else self.known_tokens,
@@ -167,29 +128,13 @@ class Moment:
     def _later(self, name: str) -> Any:
         return lambda: getattr(self, name)
 
-    def _norm_of_this_step(self) -> Any:
-        """The norm, computed if somebody looks while the gradients are still there."""
-        step = self.step_in_progress
-        if any(_is_sharded(gradient) for gradient in self._gradients()):
-            return self._norm()  # now, on all ranks: one that looked alone would wait for ever
-
-        def norm() -> float:
-            if self.step_in_progress != step:
-                raise NotSuppliedError(
-                    "ctx.grad_norm is computed when looked at, and the gradients of its step are "
-                    "gone. Look at it in on_step_end, or ask for `grad_norm` by name."
-                )
-            return float(self._norm())
-
-        return norm
-
     @property
     def state(self) -> State:
         known: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "device": next((p.device for p in self.model.parameters()), torch.device("cpu")),
-            "model_params": self._model_params,
+            "device": device_of(self.model),
+            "model_params": self.model_params,
             "status": self.status,
         }
         absent: dict[str, str] = {}
@@ -204,13 +149,3 @@ class Moment:
             except NotSuppliedError as error:
                 absent[key] = str(error)
         return State(known, absent)
-
-    @cached_property
-    def _model_params(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor. Importing them takes half a second: who has one has done so."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

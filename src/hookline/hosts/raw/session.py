@@ -15,7 +15,7 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, NotSuppliedError
 from hookline.hook import Hook
 from hookline.hosts.raw.averages import Averages
-from hookline.hosts.raw.moment import Batch, Moment
+from hookline.hosts.raw.moment import Batch, RawMoment
 from hookline.hosts.raw.needs import CALLS, refusals, waiting
 from hookline.hosts.raw.steps import StepWatch
 
@@ -51,7 +51,7 @@ class Session:
         self.scaler = scaler
         self.config = SimpleNamespace(debug=False) if config is None else config
         self.best_accuracy = 0.0
-        self._moment = Moment(self, model, optimizers, config)
+        self._moment = RawMoment(self, model, optimizers, config)
         self._count_tokens = tokens
         self._supplied: set[str] = {"config"} if config is not None else set()
         self._validation: Averages | None = None

@@ -25,10 +25,10 @@ from hookline.errors import LoopError, NotSuppliedError
 from hookline.events import EVENTS
 from hookline.hosts.raw.caller import is_being_called
 from hookline.hosts.raw.losses import Losses
-from hookline.hosts.raw.moment import Moment
+from hookline.hosts.raw.moment import RawMoment
 from hookline.hosts.raw.needs import CALLS
 from hookline.hosts.raw.scaler import ScalerWatch
-from hookline.hosts.raw.watch import ModelWatch, Tap
+from hookline.watch import ModelWatch, Tap
 
 if TYPE_CHECKING:
     from hookline.hosts.raw.session import Session
@@ -43,7 +43,7 @@ class StepWatch:
     """Watches model, optimizers and scaler of one session, and fires the events of a step."""
 
     def __init__(
-        self, session: Session, moment: Moment, scaler: torch.amp.GradScaler | None
+        self, session: Session, moment: RawMoment, scaler: torch.amp.GradScaler | None
     ) -> None:
         self.session = session
         self.moment = moment

@@ -1,0 +1,245 @@
+"""State as JSON: every type comes back as it was, tensors stand in a file of their own.
+
+What JSON has stands as it is: None, booleans, integers of 64 bits, finite floats, strings, lists,
+and dicts whose keys are strings. Everything else is an object with the key `$`, which names the
+type, and `v`, the value. A tensor is a name in the tensors' file: `{"$": "tensor", "v": "t0"}`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.context import LazyDict, LazyFloat, look
+from hookline.errors import CheckpointError
+
+__all__ = ["Encoder", "decode"]
+
+_DEEPEST = 100  # levels; JSON's own parsers give up at several hundred
+_PLAIN = (type(None), bool)
+_KEYS = (type(None), bool, int, float, str, bytes)
+_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_LONG = 1 << 63
+_HINT = (
+    "A checkpoint holds None, bool, int, float, complex, str, bytes, dicts, lists, tuples, sets, "
+    "dense tensors, numpy arrays and torch's Size, dtype and device. Save it as these, or leave it "
+    "out of the state."
+)
+
+
+class Encoder:
+    """Turns a tree into JSON, and collects its tensors by the names that stand for them.
+
+    A tensor that occurs several times is collected once. A `LazyFloat` is saved as the float it
+    stands for, a `Metrics` as a dict, a `Parameter` as a tensor.
+
+    Args:
+        root: What paths in messages begin with.
+        numbers: Read tensors of one element as numbers, and refuse all others.
+    """
+
+    def __init__(self, root: str, *, numbers: bool = False) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # an id stays unique as long as its object lives
+        self._root = root
+        self._numbers = numbers
+
+    def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
+        """Return the JSON of a value, or raise an error that names its place in the tree."""
+        if depth > _DEEPEST:
+            raise CheckpointError(
+                f"{self._root}{path[:80]}… is nested more than {_DEEPEST} levels deep. Does it "
+                "contain itself?"
+            )
+        kind: Any = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if -_LONG <= value < _LONG else {"$": "int", "v": hex(value)}
+        if kind is float or kind is LazyFloat:
+            return _encode_float(float(value))
+        if kind is str:
+            return value if _is_text(value) else {"$": "str", "v": _text64(value)}
+        if kind is list:
+            return [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+        if kind in _SEQUENCES:
+            items = [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+            return {"$": _SEQUENCES[kind], "v": items}
+        if kind in _DICTS or isinstance(value, LazyDict):
+            return self._encode_dict(value, _DICTS.get(kind, "dict"), path, depth)
+        if kind in _SETS:
+            members = [self._encode_key(v, path, depth) for v in value]
+            return {"$": _SETS[kind], "v": sorted(members, key=repr)}
+        return self._encode_other(value, kind, path)
+
+    def _encode_dict(self, value: Mapping[Any, Any], kind: str, path: str, depth: int) -> Any:
+        pairs = [
+            (key, self.encode(v, f"{path}[{_show(key)}]", depth + 1)) for key, v in value.items()
+        ]
+        plain = all(type(key) is str and key != "$" and _is_text(key) for key, _ in pairs)
+        if plain and kind == "dict":
+            return dict(pairs)
+        return {"$": kind, "v": [[self._encode_key(k, path, depth), v] for k, v in pairs]}
+
+    def _encode_key(self, key: Any, path: str, depth: int) -> Any:
+        if not _is_key(key):
+            raise CheckpointError(
+                f"{self._root}{path} has a key or member of type {_name(type(key))}: {_show(key)}. "
+                "Only None, numbers, str, bytes and tuples of these can be saved there."
+            )
+        return self.encode(key, path, depth + 1)
+
+    def _encode_other(self, value: Any, kind: Any, path: str) -> Any:
+        if kind is bytes:
+            return {"$": "bytes", "v": base64.b64encode(value).decode()}
+        if kind is complex:
+            return {"$": "complex", "v": [_encode_float(value.real), _encode_float(value.imag)]}
+        if kind is torch.dtype or kind is torch.device:
+            return {"$": kind.__name__, "v": str(value).removeprefix("torch.")}
+        if kind is Tensor or kind is torch.nn.Parameter:
+            return self._encode_tensor(value, path)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._encode_numpy(numpy, value, path)
+        raise self._refused(path, f"is a {_name(kind)}")
+
+    def _encode_tensor(self, value: Tensor, path: str) -> Any:
+        if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
+            raise self._refused(
+                path, f"is a {value.layout} tensor of {value.dtype}, {value.device}"
+            )
+        if self._numbers:
+            if value.numel() != 1:
+                raise self._refused(path, f"is a tensor of shape {tuple(value.shape)}")
+            return self.encode(look(value), path)
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"t{len(self.tensors)}"
+            self._kept.append(value)
+            self.tensors[name] = value.detach()
+        return {"$": "tensor", "v": name}
+
+    def _encode_numpy(self, numpy: Any, value: Any, path: str) -> Any:
+        dtype = value.dtype
+        if dtype.hasobject or not dtype.itemsize or numpy.dtype(dtype.str) != dtype:
+            raise self._refused(path, f"is a numpy {type(value).__name__} of {dtype}")
+        if isinstance(value, numpy.generic):
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"$": "numpy", "dtype": dtype.str, "v": raw}
+        name = f"t{len(self.tensors)}"
+        data = bytearray(value.tobytes())
+        self.tensors[name] = (
+            torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        )
+        return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "v": name}
+
+    def _refused(self, path: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._root}{path} {what}, which cannot be saved. {_HINT}")
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the tree that `Encoder.encode` was given."""
+    if isinstance(value, list):
+        return [decode(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {k: decode(v, tensors) for k, v in value.items()}
+    kind = value["$"]
+    if kind not in _DECODERS:
+        raise ValueError(f"unknown type {kind!r}")
+    return _DECODERS[kind](value, tensors)
+
+
+def _pairs(value: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(decode(k, tensors), decode(v, tensors)) for k, v in value["v"]]
+
+
+def _decode_numpy(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    try:
+        import numpy
+    except ImportError:
+        raise CheckpointError(
+            "This checkpoint holds numpy values, and numpy is not installed. "
+            "Install it: pip install numpy"
+        ) from None
+    dtype = numpy.dtype(value["dtype"])
+    if value["$"] == "numpy":
+        return numpy.frombuffer(base64.b64decode(value["v"]), dtype)[0]
+    raw = tensors[value["v"]].numpy().tobytes()
+    return numpy.frombuffer(raw, dtype).reshape(value["shape"]).copy()
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "int": lambda value, _: int(value["v"], 16),
+    "float": lambda value, _: _decode_float(value["v"]),
+    "complex": lambda value, t: complex(*decode(value["v"], t)),
+    "str": lambda value, _: base64.b64decode(value["v"]).decode("utf-8", "surrogatepass"),
+    "bytes": lambda value, _: base64.b64decode(value["v"]),
+    "tuple": lambda value, t: tuple(decode(value["v"], t)),
+    "Size": lambda value, t: torch.Size(decode(value["v"], t)),
+    "set": lambda value, t: set(decode(value["v"], t)),
+    "frozenset": lambda value, t: frozenset(decode(value["v"], t)),
+    "dict": lambda value, t: dict(_pairs(value, t)),
+    "OrderedDict": lambda value, t: OrderedDict(_pairs(value, t)),
+    "Counter": lambda value, t: Counter(dict(_pairs(value, t))),
+    "dtype": lambda value, _: getattr(torch, value["v"]),
+    "device": lambda value, _: torch.device(value["v"]),
+    "tensor": lambda value, t: t[value["v"]],
+    "numpy": _decode_numpy,
+    "ndarray": _decode_numpy,
+}
+
+
+def _encode_float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    bits = struct.pack(">d", value)
+    same = bits == struct.pack(">d", float(repr(value)))
+    return {"$": "float", "v": repr(value) if same else "0x" + bits.hex()}
+
+
+def _decode_float(text: str) -> float:
+    if not text.startswith("0x"):
+        return float(text)
+    number: float = struct.unpack(">d", bytes.fromhex(text[2:]))[0]  # a NaN that carries bits
+    return number
+
+
+def _is_text(value: str) -> bool:
+    """Whether JSON gives the string back: it would join halves of a surrogate pair."""
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _text64(value: str) -> str:
+    return base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _KEYS or (type(key) is tuple and all(_is_key(k) for k in key))
+
+
+def _show(key: Any) -> str:
+    try:
+        return repr(key)[:60]
+    except Exception:  # a repr may fail, and that of a very long integer does
+        return f"<{_name(type(key))}>"
+
+
+def _name(kind: type) -> str:
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )

@@ -1,0 +1,123 @@
+"""How a batch becomes a loss: the user's function, the model's own loss, or a sensible default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hookline.errors import TrainingError
+
+__all__ = ["LossOf", "structure"]
+
+log = logging.getLogger("hookline")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_TARGETS = ("labels", "targets", "target", "label", "y")
+
+
+class LossOf:
+    """Computes the loss of a batch, and further metrics.
+
+    In this order: `step_fn(model, batch)`, which returns a loss or a mapping with `loss` and
+    further metrics; `loss_fn(outputs, targets)`; the loss that the model returns itself, as `.loss`
+    or `["loss"]`; for batches of inputs and targets, cross-entropy for whole-number targets and
+    mean squared error for others.
+    """
+
+    def __init__(
+        self, step_fn: Callable[..., Any] | None, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self.step_fn = step_fn
+        self.loss_fn = loss_fn
+        self._said = False
+
+    def __call__(
+        self, model: torch.nn.Module, batch: Any
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Return the loss, a tensor with one element, and further metrics."""
+        if self.step_fn is not None:
+            return _checked(self.step_fn(model, batch), "step_fn")
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, targets = batch
+            return self._by_function(model(inputs), targets), _NONE
+        if isinstance(batch, Mapping):
+            return self._of_mapping(model, batch)
+        raise TrainingError(
+            f"No loss for a batch like this: {structure(batch)}. Expected (inputs, targets), or a "
+            "mapping for a model that returns its loss; or give step_fn(model, batch)."
+        )
+
+    def _of_mapping(
+        self, model: torch.nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        if self.loss_fn is None:
+            outputs = model(**batch)
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            loss = getattr(outputs, "loss", None) if loss is None else loss
+            if loss is None:
+                raise TrainingError(
+                    f"The model returned no loss for {structure(batch)}, but {structure(outputs)}. "
+                    "Expected `.loss` or ['loss']; or give loss_fn or step_fn."
+                )
+            return _checked(loss, "the model")
+        key = next((name for name in _TARGETS if name in batch), None)
+        if key is None:
+            raise TrainingError(
+                f"loss_fn(outputs, targets) needs targets, but the batch has none of "
+                f"{', '.join(_TARGETS)}: {structure(batch)}. Give step_fn(model, batch)."
+            )
+        outputs = model(**{name: value for name, value in batch.items() if name != key})
+        return self._by_function(outputs, batch[key]), _NONE
+
+    def _by_function(self, outputs: Any, targets: Any) -> torch.Tensor:
+        if self.loss_fn is not None:
+            loss = self.loss_fn(outputs, targets)
+            if type(loss) is torch.Tensor and not loss.ndim:
+                return loss  # the usual case, on the hot path
+            return _checked(loss, "loss_fn")[0]
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            raise TrainingError(
+                f"No default loss for outputs {structure(outputs)} and targets "
+                f"{structure(targets)}. Give loss_fn(outputs, targets) or step_fn(model, batch)."
+            )
+        whole = not targets.is_floating_point()
+        if not self._said:
+            self._said = True
+            log.info(
+                "No loss function was given: using %s, because the targets are %s.",
+                "cross-entropy" if whole else "the mean squared error",
+                targets.dtype,
+            )
+        return F.cross_entropy(outputs, targets) if whole else F.mse_loss(outputs, targets)
+
+
+def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    metrics: Mapping[str, Any] = _NONE
+    loss = result
+    if type(result) is not torch.Tensor and isinstance(result, Mapping):
+        if "loss" not in result:
+            raise TrainingError(f"{where} returned a mapping without 'loss': {structure(result)}.")
+        loss = result["loss"]
+        metrics = {name: value for name, value in result.items() if name != "loss"}
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise TrainingError(
+            f"{where} returned {structure(loss)} as the loss. Expected a tensor with one element."
+        )
+    return loss, metrics
+
+
+def structure(value: Any, depth: int = 2) -> str:
+    """Return what a batch is made of, in a few words: types and shapes, no values."""
+    if isinstance(value, torch.Tensor):
+        return f"Tensor{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping) and depth:
+        inside = ", ".join(f"'{k}': {structure(v, depth - 1)}" for k, v in list(value.items())[:8])
+        return f"{type(value).__name__}({inside})"
+    if isinstance(value, list | tuple) and depth:
+        inside = ", ".join(structure(v, depth - 1) for v in value[:8])
+        return f"{type(value).__name__}({inside}{', …' if len(value) > 8 else ''})"
+    return type(value).__name__

@@ -1,0 +1,101 @@
+"""Where training stands: what every loop can tell of it, as attributes.
+
+A loop writes its moment, dispatchers read it. What costs something to make (a norm, the state, a
+step's context) is made when a hook asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from hookline.context import LazyFloat
+from hookline.errors import NotSuppliedError
+
+__all__ = ["Moment", "device_of"]
+
+
+class Moment:
+    """What moments of all loops have in common."""
+
+    def __init__(
+        self, trainer: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        self.trainer = trainer
+        self.model = model
+        self.optimizers = optimizers
+        self.optimizer = optimizers[0]
+        self.status = "training"
+        self.step = 0
+        self.step_in_progress = 1
+        self.optimizer_idx = 0
+        self.outputs: Any = None
+        self.reason = ""
+        self.exception: BaseException | None = None
+        self.checkpoint_path: Any = None
+        self.skipped = False
+        self.clipped_norm: torch.Tensor | None = None
+
+    @property
+    def lr(self) -> Any:
+        """The first optimizer's learning rate."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        return LazyFloat(lr) if isinstance(lr, torch.Tensor) else lr
+
+    @property
+    def grad_norm(self) -> LazyFloat:
+        """The norm of all gradients: before clipping, where the loop's clipping is known."""
+        return LazyFloat(self.norm())
+
+    def norm(self) -> torch.Tensor:
+        """The same, on the device."""
+        if self.clipped_norm is not None:
+            return self.clipped_norm
+        norm = torch.nn.utils.get_total_norm(self.gradients())
+        # Of sharded gradients each rank has a part; its own number would be silently wrong.
+        return cast(Any, norm).full_tensor() if is_sharded(norm) else norm
+
+    def norm_of_this_step(self) -> Any:
+        """The norm, computed if somebody looks while the gradients are still there."""
+        step = self.step_in_progress
+        if any(is_sharded(gradient) for gradient in self.gradients()):
+            return self.norm()  # now, on all ranks: one that looked alone would wait for ever
+
+        def norm() -> float:
+            if self.step_in_progress != step:
+                raise NotSuppliedError(
+                    "ctx.grad_norm is computed when looked at, and the gradients of its step are "
+                    "gone. Look at it in on_step_end, or ask for `grad_norm` by name."
+                )
+            return float(self.norm())
+
+        return norm
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients of all optimizers' parameters."""
+        return [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+    @cached_property
+    def model_params(self) -> int:
+        """The number of the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where the model's first parameter is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor. Importing them takes half a second: who has one has done so."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -1,0 +1,414 @@
+"""How training shows where it stands: a bar in a terminal, one display in Jupyter, lines elsewhere.
+
+The trainer tells a `Progress` what happens, and mostly that must cost nothing. So `advance` counts
+down, looks at a clock every few batches only, and a loss is read only when it is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import importlib.util
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast, get_args
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from hookline.context import LazyFloat
+    from hookline.dispatch.accounting import Summary
+
+    Loss = LazyFloat | torch.Tensor | float | None
+
+__all__ = ["Progress", "make_progress"]
+
+Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
+MOST_BATCHES_UNSEEN = 16  # few, so that the display keeps up when batches suddenly get slow
+WINDOW = 30.0  # seconds: rate and time left come from the last half minute
+ERASE = "\r\x1b[2K"
+
+
+class Progress:
+    """What a trainer tells its display. This one shows nothing.
+
+    As a context manager it ends when the block does, whatever happened in it.
+    """
+
+    def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
+        """Training begins, or goes on after `first_step` steps; None is an unknown total."""
+
+    def epoch(self, epoch: int, batches: int | None) -> None:
+        """An epoch (the first is 0) begins, with so many batches if that is known."""
+
+    def advance(self, step: int, loss: Loss) -> None:
+        """A batch is done, and `step` steps are complete."""
+
+    def validation(self, metrics: Mapping[str, Any], epoch: int) -> None:
+        """Show the metrics of a validation."""
+
+    def say(self, text: str) -> None:
+        """Show a message, without tearing what is displayed."""
+
+    def end(self, status: str, summary: Summary | None) -> None:
+        """Training is over: leave the terminal as it was. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        failed = "error" if kind and issubclass(kind, Exception) else "interrupted"
+        self.end(failed if kind else "completed", None)
+
+
+class _Display(Progress):
+    """Counts, and decides when to show; subclasses say how."""
+
+    waits = False  # whether to wait for the device's newest loss, or to show the one before
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._running = False
+        self._reset(None, None, 0)
+
+    def _reset(self, epochs: int | None, steps: int | None, first_step: int) -> None:
+        self._epochs, self._steps = epochs, steps
+        self._first_step = self._step = first_step
+        self._loss: Loss = None
+        self._earlier_loss: Loss = None
+        self._due = self._checked = self._started = self._clock()  # due: the first batch is shown
+        self._broken = False
+        self._gap = self._countdown = 1
+        self.epoch(0, None)
+        self._samples = deque([(self._started, first_step, self._position()[0])])
+
+    def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
+        self.end("stopped", None)
+        self._reset(epochs, steps, first_step)
+        self._running = True
+        self._attempt(self._open)
+
+    def epoch(self, epoch: int, batches: int | None) -> None:
+        self._epoch, self._batches, self._batches_seen = epoch, batches, 0
+        self._gap = self._countdown = 1
+
+    def advance(self, step: int, loss: Loss) -> None:
+        self._step, self._loss = step, loss
+        self._countdown -= 1
+        if not self._countdown:
+            self._check()
+
+    def _check(self) -> None:
+        """Look at the clock: show what is due, and choose after how many batches to look again."""
+        now = self._clock()
+        most = self._interval(now) / 4 * self._gap / max(now - self._checked, 1e-9)
+        self._checked = now
+        self._batches_seen += self._gap
+        self._gap = self._countdown = max(1, int(min(most, 2 * self._gap, MOST_BATCHES_UNSEEN)))
+        if now >= self._due and self._running:
+            earlier, self._earlier_loss = self._earlier_loss, self._loss
+            self._attempt(self._show, now, self._loss if self.waits or earlier is None else earlier)
+            self._due = now + self._interval(now)
+
+    def validation(self, metrics: Mapping[str, Any], epoch: int) -> None:
+        numbers = {name: _number(value) for name, value in metrics.items()}
+        parts = [f"{name} {text}" for name, text in numbers.items() if text]
+        self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}", *parts]))
+
+    def say(self, text: str) -> None:
+        self._attempt(self._print, text)
+
+    def end(self, status: str, summary: Summary | None) -> None:
+        if not self._running:
+            return
+        self._running = False
+        now = self._clock()
+        try:
+            self._attempt(self._show, now, self._loss)
+        finally:  # also when Ctrl-C comes while the last loss is waited for
+            with contextlib.suppress(OSError, ValueError):
+                self._close()
+            self._loss = self._earlier_loss = None
+        steps = self._step - self._first_step
+        plural = "" if steps == 1 else "s"
+        self.say(f"{status} after {steps} step{plural} in {_duration(now - self._started)}")
+        if summary and summary.hooks:
+            self._attempt(self._print_summary, summary)
+
+    def _attempt(self, show: Callable[..., None], *args: Any) -> None:
+        """Show something, as long as there is a place: training outlives a closed pipe."""
+        if not self._broken:
+            try:
+                show(*args)
+            except (OSError, ValueError):
+                self._broken = True
+
+    def _position(self) -> tuple[float, int | None]:
+        """Where training is, and its end: in steps if that is known, otherwise in epochs."""
+        if self._steps is not None:
+            return self._step, self._steps
+        seen = self._batches_seen + self._gap - self._countdown
+        part = min(1.0, seen / self._batches) if self._batches else 0.0
+        return self._epoch + part, self._epochs if self._batches else None
+
+    def _fraction(self) -> float | None:
+        position, end = self._position()
+        return None if end is None else min(1.0, position / end) if end else 1.0
+
+    def _parts(self, now: float, loss: Loss) -> dict[str, str]:
+        """What there is to show, in order; what is not known is not in it."""
+        samples, (position, end) = self._samples, self._position()
+        while len(samples) > 1 and samples[1][0] < now - WINDOW:
+            samples.popleft()
+        then, step_then, position_then = samples[0]
+        if now >= samples[-1][0] + WINDOW / 60:
+            samples.append((now, self._step, position))
+        fraction, number = self._fraction(), _number(loss)
+        left = None
+        if end is not None and position > position_then:
+            left = max(0.0, end - position) * (now - then) / (position - position_then)
+        parts = {
+            "epoch": f"epoch {_of(self._epoch + 1, self._epochs)}",
+            "percent": "" if fraction is None else f"{fraction:.0%}",
+            "step": f"step {_of(self._step, self._steps)}",
+            "loss": number and f"loss {number}",
+            "rate": _rate(self._step - step_then, now - then),
+            "elapsed": _duration(now - self._started),
+            "left": "" if left is None else f"left {_duration(left)}",
+        }
+        return {name: text for name, text in parts.items() if text}
+
+    def _interval(self, now: float) -> float:
+        return 1 / 8
+
+    def _open(self) -> None: ...
+    def _close(self) -> None: ...
+    def _show(self, now: float, loss: Loss) -> None: ...
+    def _print(self, text: str) -> None: ...
+    def _print_summary(self, summary: Summary) -> None:
+        self._print(str(summary))
+
+
+class PlainProgress(_Display):
+    """Lines: the first at once, then every five seconds, in long runs every minute."""
+
+    waits = True
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__(clock)
+        self._stream, self._told = stream, -1
+
+    def _interval(self, now: float) -> float:
+        return min(60.0, max(5.0, (now - self._started) / 20))
+
+    def _show(self, now: float, loss: Loss) -> None:
+        if self._running or self._told != self._step:  # the last one may have been told already
+            parts = self._parts(now, loss)
+            told = (parts.get(name) for name in ("epoch", "step", "loss", "rate", "left"))
+            self._print("  ".join(part for part in told if part))
+        self._told = self._step if self._running else -1
+
+    def _print(self, text: str) -> None:
+        self._stream.write(_encodable(text, self._stream) + "\n")
+        self._stream.flush()
+
+
+class BarProgress(_Display):
+    """One line with a rich bar. What is printed or logged meanwhile appears above it.
+
+    There is no thread and the cursor is never hidden, so debuggers, forks and kills are safe.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = monotonic) -> None:
+        super().__init__(clock)
+        self._console, self._stream = console, cast(TextIO, console.file)
+        self._cleanup, self._lock, self._drawn = contextlib.ExitStack(), threading.RLock(), ""
+        self._visible = self._unfinished = False
+
+    def _open(self) -> None:
+        for name in ("stdout", "stderr"):  # `2> errors.txt` is left alone
+            real: TextIO = getattr(sys, name)
+            if _is_terminal(self._stream) and _is_terminal(real):
+                proxy = _AboveBar(real, self._write_above)
+                setattr(sys, name, proxy)
+                self._cleanup.callback(setattr, sys, name, real)
+                for handler in _handlers_of(real):  # made before the bar, they hold the stream
+                    handler.setStream(proxy)
+                    self._cleanup.callback(handler.setStream, real)
+
+    def _close(self) -> None:
+        self._cleanup.close()
+        if self._visible:
+            self._stream.write("\n")  # the bar stays where it is
+            self._stream.flush()
+        self._drawn, self._visible, self._unfinished = "", False, False
+
+    def _write_above(self, stream: TextIO, text: str) -> None:
+        with self._lock:
+            if self._visible:
+                self._stream.write(ERASE)
+                self._stream.flush()
+            stream.write(text)
+            stream.flush()
+            self._unfinished = not text.endswith("\n")
+            # An unfinished line is left to its writer; and in a debugger a prompt comes next.
+            self._visible = bool(self._drawn) and not self._unfinished and sys.gettrace() is None
+            if self._visible:
+                self._stream.write(self._drawn)
+                self._stream.flush()
+
+    def _show(self, now: float, loss: Loss) -> None:
+        with self._console.capture() as drawn:
+            self._console.print(self._line(self._parts(now, loss)), end="")
+        with self._lock:
+            self._drawn = drawn.get().rstrip("\n")
+            self._stream.write(("\n" if self._unfinished else ERASE) + self._drawn)
+            self._stream.flush()
+            self._visible, self._unfinished = True, False
+
+    def _line(self, parts: dict[str, str]) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        room = 0
+        for name in ("", "elapsed", "rate", "epoch"):  # what a narrow terminal does without
+            parts.pop(name, None)
+            room = self._console.width - sum(len(part) + 2 for part in parts.values()) - 3
+            if room >= 8:
+                break
+        epoch, fraction = parts.pop("epoch", ""), self._fraction()
+        cells: list[Any] = [Text(epoch, "bold", no_wrap=True, overflow="crop")] if epoch else []
+        if fraction is not None and room >= 8:
+            cells.append(ProgressBar(total=1.0, completed=fraction, width=min(40, room)))
+        cells.append(Text("  ".join(parts.values()), "cyan", no_wrap=True, overflow="crop"))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(*cells)
+        return line
+
+    def _print(self, text: str) -> None:
+        self._write_above(self._stream, _encodable(text, self._stream) + "\n")
+
+    def _print_summary(self, summary: Summary) -> None:
+        from rich.text import Text
+
+        # The table in rich's colours, with what needs attention in red.
+        lines = str(summary).splitlines()
+        troubled = [bool(h.failures) or h.status == "quarantined" for h in summary.hooks]
+        styles = ["bold", *("red" if trouble else "" for trouble in troubled)]
+        for line, style in zip(lines, styles + ["red"] * len(lines), strict=False):
+            self._console.print(Text(_encodable(line, self._stream), style), soft_wrap=True)
+
+
+class _AboveBar:
+    """Stands for `sys.stdout` or `sys.stderr` while there is a bar, and is it in all else."""
+
+    def __init__(self, real: TextIO, write_above: Callable[[TextIO, str], None]) -> None:
+        self._real, self._write_above, self._process = real, write_above, os.getpid()
+
+    def write(self, text: str) -> int:
+        if os.getpid() == self._process:
+            self._write_above(self._real, text)
+            return len(text)
+        return self._real.write(text)  # a forked worker has no bar
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class JupyterProgress(_Display):
+    """One display, updated in place."""
+
+    def _open(self) -> None:
+        display: Any = importlib.import_module("IPython.display").display
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def _show(self, now: float, loss: Loss) -> None:
+        line, fraction = "  ".join(self._parts(now, loss).values()), self._fraction()
+        bar = "" if fraction is None else f'<progress value="{fraction:.4f}"></progress> '
+        shown = {"text/plain": line, "text/html": f"{bar}<code>{html.escape(line)}</code>"}
+        self._handle.update(shown, raw=True)
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+
+
+def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -> Progress:
+    """Make the display for where the program runs.
+
+    Args:
+        kind: "auto" (or True) is a bar in a terminal, one updating display in Jupyter, lines
+            elsewhere; "off" (or False) shows nothing.
+        stream: Where to write, `sys.stdout` by default.
+    """
+    chosen = {True: "auto", False: "off"}.get(kind, kind) if isinstance(kind, bool) else kind
+    if chosen not in get_args(Kind):
+        raise ValueError(f"progress={kind!r} is unknown; use one of {', '.join(get_args(Kind))}")
+    out = sys.stdout if stream is None else stream
+    if chosen == "auto":
+        chosen = "jupyter" if in_kernel() else "bar" if _can_show_bar(out) else "plain"
+    if chosen == "bar":
+        from rich.console import Console
+
+        return BarProgress(Console(file=out, force_terminal=True))
+    if chosen == "jupyter":
+        return JupyterProgress()
+    return PlainProgress(out) if chosen == "plain" else Progress()
+
+
+def in_kernel(modules: Mapping[str, Any] = sys.modules) -> bool:
+    """Whether this runs in a Jupyter kernel, where IPython has been imported already."""
+    shell = getattr(modules.get("IPython"), "get_ipython", lambda: None)()
+    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
+
+
+def _can_show_bar(stream: TextIO) -> bool:
+    able = _is_terminal(stream) and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    return able and importlib.util.find_spec("rich") is not None
+
+
+def _is_terminal(stream: Any) -> bool:
+    with contextlib.suppress(AttributeError, ValueError):  # no stream, or a closed one
+        return bool(stream.isatty())
+    return False
+
+
+def _handlers_of(stream: TextIO) -> list[Any]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in handlers if getattr(handler, "stream", None) is stream]
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def _of(number: int, total: int | None) -> str:
+    return f"{number}" if total is None else f"{number}/{total}"
+
+
+def _number(value: Any) -> str:
+    """A number as text; here a device waits. Empty for what is no number, or cannot be read."""
+    try:
+        number = float(value)
+    except Exception:  # a device that has failed tells the training itself
+        return ""
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
+
+
+def _rate(steps: int, seconds: float) -> str:
+    if steps <= 0 or seconds <= 0:
+        return ""
+    return f"{steps / seconds:.1f} steps/s" if steps > seconds else f"{seconds / steps:.1f} s/step"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=int(min(seconds, 1e9))))

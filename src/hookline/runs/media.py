@@ -1,0 +1,101 @@
+"""Histograms as counts and edges, images as PNG files."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hookline.runs.plain import plain
+
+__all__ = ["BINS", "histogram", "save_image"]
+
+BINS = 64
+_PNG = b"\x89PNG\r\n\x1a\n"
+_COLOURS = {1: 0, 3: 2, 4: 6}  # channels to PNG's colour type
+
+
+def histogram(value: Any) -> dict[str, Any]:
+    """Return counts and edges.
+
+    Args:
+        value: Counts and edges (a mapping with these keys, or a pair), one edge more than counts;
+            or the values themselves, a tensor or an array, which are put into 64 bins. Values that
+            are not finite are counted apart, as `nonfinite`.
+    """
+    if isinstance(value, Mapping):
+        value = (value["counts"], value["edges"])
+    if isinstance(value, tuple | list) and len(cast("list[Any]", value)) == 2:
+        counts, edges = (plain(_listed(part)) for part in cast("list[Any]", value))
+        if len(edges) != len(counts) + 1:
+            raise ValueError("a histogram has one edge more than counts")
+        return {"counts": counts, "edges": edges}
+    values = torch.as_tensor(value).detach().reshape(-1).double()
+    finite = values[values.isfinite()].cpu()
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    counts = torch.histc(finite, BINS, low, high).long().tolist()
+    edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist()
+    return {"counts": counts, "edges": edges, "nonfinite": len(values) - len(finite)}
+
+
+def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]:
+    """Write an image as a new PNG file, and return its path in the run and its size.
+
+    Args:
+        value: A tensor or array, height × width, or with 1, 3 or 4 channels first or last; bytes,
+            or floats from 0 to 1. Or the bytes of a PNG file.
+        folder: The run's folder `media/`.
+        step: The step, for the file's name.
+        name: The image's name, for the file's name.
+    """
+    data = value if isinstance(value, bytes) else _png(_pixels(value))
+    if data[:8] != _PNG:
+        raise ValueError("these bytes are no PNG file")
+    width, height = struct.unpack(">II", data[16:24])
+    folder.mkdir(exist_ok=True)
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:80]}-{step}"
+    names = (f"{stem}.png" if n == 1 else f"{stem}-{n}.png" for n in count(1))
+    path = next(folder / name for name in names if not (folder / name).exists())
+    path.write_bytes(data)
+    return {"path": f"{folder.name}/{path.name}", "width": width, "height": height}
+
+
+def _listed(part: Any) -> Any:
+    return part.tolist() if hasattr(part, "tolist") else part
+
+
+def _pixels(value: Any) -> Tensor:
+    """Return pixels as bytes, height × width × channels."""
+    pixels = torch.as_tensor(value).detach().cpu()
+    if pixels.is_floating_point():
+        pixels = (pixels.nan_to_num().clamp(0, 1) * 255).round()
+    pixels = pixels.to(torch.uint8)
+    if pixels.dim() == 2:
+        pixels = pixels[..., None]
+    first = isinstance(value, Tensor) or pixels.shape[-1] not in _COLOURS
+    if first and pixels.dim() == 3 and pixels.shape[0] in _COLOURS and value.ndim == 3:
+        pixels = pixels.permute(1, 2, 0)
+    if pixels.dim() != 3 or pixels.shape[-1] not in _COLOURS or not pixels.numel():
+        raise ValueError(f"{tuple(pixels.shape)} is not the shape of an image")
+    return pixels.contiguous()
+
+
+def _png(pixels: Tensor) -> bytes:
+    height, width, channels = pixels.shape
+    rows = torch.nn.functional.pad(pixels.reshape(height, -1), (1, 0))  # filter 0 before each row
+    raw = bytes(rows.reshape(-1).tolist())
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
+    return _PNG + b"".join(
+        struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body))
+        for tag, body in chunks
+    )

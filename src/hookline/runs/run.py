@@ -1,0 +1,264 @@
+"""A run on disk: its manifest, its metrics, its events."""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hookline.checkpoint.disk import clean
+from hookline.context import LazyDict, LazyFloat
+from hookline.errors import RunError, listed
+from hookline.runs.journal import VERSION, Journal, LineFile, Unfit, line
+from hookline.runs.manifest import (
+    new_manifest,
+    new_part,
+    new_run_id,
+    now,
+    read_manifest,
+    write_manifest,
+)
+from hookline.runs.media import histogram, save_image
+from hookline.runs.plain import number, plain, shown
+
+__all__ = ["Kind", "Run"]
+
+log = logging.getLogger("hookline")
+
+Kind = Literal["scalar", "text", "histogram", "image"]
+_KINDS = ("scalar", "text", "histogram", "image")
+_RESERVED = ("v", "time", "kind")
+
+
+class Run:
+    """One training and the folder it leaves behind.
+
+    `Run.create` starts a run, `Run.open` reads one or, with `resume=True`, continues it. After
+    that no failure to write raises: it is logged once and counted in the manifest's
+    `lost_records`, and training goes on.
+
+    A record of `metrics.jsonl`:
+    `{"v": 1, "step": 3, "epoch": 0, "time": 1763240815.2, "name": "train/loss", "kind": "scalar",
+    "value": 0.5}`. The values by kind:
+
+    - `scalar`: a number. NaN and infinities are the strings "NaN", "Infinity", "-Infinity".
+    - `text`: a string.
+    - `histogram`: `{"counts": […], "edges": […]}`.
+    - `image`: `{"path": "media/….png", "width": …, "height": …}`.
+
+    A value that does not fit its kind is recorded as its `repr`, of kind `text`, and the field
+    `was` names the kind it should have had.
+
+    Attributes:
+        path: The folder.
+        id: The run's id, which is the folder's name at first.
+        manifest: What manifest.json says.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], *, writes: bool) -> None:
+        self.path = path
+        self.id: str = manifest["run_id"]
+        self.manifest = manifest
+        self._metrics: Journal | None = None
+        self._events: LineFile | None = None
+        self._manifest_failed = False
+        self._lost_before = int(manifest.get("lost_records") or 0)
+        if writes:
+            self._metrics = Journal(LineFile(path / "metrics.jsonl"))
+            self._events = LineFile(path / "events.jsonl")
+
+    @classmethod
+    def create(
+        cls,
+        root: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any],
+        seed: Any,
+        hooks: Sequence[Any],
+    ) -> Run:
+        """Start a run in a new folder, `<root>/<run_id>/`.
+
+        Args:
+            root: The folder of all runs; made when it is not there.
+            config: The resolved configuration. What is not JSON stands there as its `repr`.
+            seed: The seed.
+            hooks: What to say about each hook, in order.
+
+        Raises:
+            RunError: The folder cannot be written.
+        """
+        root = Path(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            path = _new_folder(root)
+            try:
+                manifest = new_manifest(path.name, config=config, seed=seed, hooks=hooks)
+                write_manifest(path, manifest)
+                return cls(path, manifest, writes=True)
+            except BaseException:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise RunError(
+                f"No run can be recorded in {root}: {error}. Give a folder that can be written, "
+                "with space left on its disk."
+            ) from error
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Run:
+        """Open a run that exists.
+
+        Args:
+            path: The run's folder.
+            resume: Continue it, under the same id: its status is `training` again, and
+                `manifest["parts"]` gets a new part. Without it, nothing is written.
+
+        Raises:
+            RunError: It is no run, or cannot be written when it is to be continued.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        if not resume:
+            return cls(path, manifest, writes=False)
+        part = new_part()
+        manifest["parts"] = [*manifest.get("parts", ()), part]
+        manifest.update(status="training", ended=None, last_error=None)
+        try:
+            clean(path)
+            write_manifest(path, manifest)
+            return cls(path, manifest, writes=True)
+        except OSError as error:
+            raise RunError(f"The run {path} cannot be continued: {error}.") from error
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints; it is made by the first."""
+        return self.path / "checkpoints"
+
+    def log(
+        self, step: int, epoch: int | None, name: str, value: Any, kind: Kind = "scalar"
+    ) -> None:
+        """Record one value.
+
+        A scalar may be a number that is still on the device, a `LazyFloat` or a tensor of one
+        element: it is read when the buffer is written. The others are made ready at once.
+        """
+        journal = self._metrics
+        if journal is None:
+            raise RunError(_READ_ONLY.format(self.path))
+        if kind != "scalar":
+            value, kind = self._prepare(step, name, value, kind)
+        elif type(value) is not float and type(value) is not LazyFloat:
+            value = _held(value)
+        journal.add((step, epoch, time.time(), name, kind, value))
+
+    def log_metrics(self, step: int, epoch: int | None, metrics: Mapping[str, Any]) -> None:
+        """Record several scalars of one moment, without reading them."""
+        if self._metrics is None:
+            raise RunError(_READ_ONLY.format(self.path))
+        add, when = self._metrics.add, time.time()
+        # The items() of a lazy dict would read them.
+        items = dict.items(metrics) if isinstance(metrics, LazyDict) else metrics.items()
+        for name, value in items:
+            if type(value) is not float and type(value) is not LazyFloat:
+                value = _held(value)
+            add((step, epoch, when, name, "scalar", value))
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Record that something happened, in events.jsonl, at once.
+
+        Fields called `v`, `time` or `kind` get an underscore, as these are the record's own.
+        """
+        if self._events is None:
+            raise RunError(_READ_ONLY.format(self.path))
+        record: dict[str, Any] = {"v": VERSION, "time": time.time(), "kind": plain(kind)}
+        for name, value in fields.items():
+            record[name + "_" if name in _RESERVED else name] = plain(value)
+        self._events.append([line(record)])
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of the manifest, and write it atomically."""
+        if self._metrics is None:
+            raise RunError(_READ_ONLY.format(self.path))
+        self.manifest.update((name, plain(value)) for name, value in fields.items())
+        self.manifest["lost_records"] = self._lost_before + self.lost
+        try:
+            write_manifest(self.path, self.manifest)
+        except OSError as error:
+            if not self._manifest_failed:
+                log.warning("Cannot write %s: %s. Training goes on.", self.path, error)
+            self._manifest_failed = True
+
+    @property
+    def lost(self) -> int:
+        """How many records this process could not write."""
+        if self._metrics is None or self._events is None:
+            return 0
+        return self._metrics.file.lost + self._events.lost
+
+    def flush(self) -> None:
+        """Write what is waiting; numbers on a device are read now."""
+        if self._metrics is not None:
+            self._metrics.flush()
+
+    def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
+        """End the run: everything is written, and the manifest says when and how it ended.
+
+        Args:
+            status: `completed`, `stopped`, `interrupted`, `preempted` or `error`.
+            error: What went wrong, for the manifest's `last_error`.
+        """
+        if self._metrics is None or self._events is None:
+            return
+        self.flush()
+        ended = now()
+        parts: list[dict[str, Any]] = [dict(part) for part in self.manifest["parts"]]
+        parts[-1].update(ended=ended, status=status)
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        self.update(status=status, ended=ended, last_error=text, parts=parts)
+        self._metrics.file.close()
+        self._events.close()
+        self._metrics = self._events = None
+
+    def _prepare(self, step: int, name: str, value: Any, kind: Kind) -> tuple[Any, Kind]:
+        """Return a value of another kind than scalar as JSON, and its kind."""
+        if kind not in _KINDS:
+            raise RunError(f"Unknown kind '{kind}'. There are {listed(_KINDS)}.")
+        try:
+            if kind == "text":
+                return str(value), kind
+            if kind == "histogram":
+                return histogram(value), kind
+            return save_image(value, self.path / "media", step, name), kind
+        except Exception as error:  # nothing that is logged stops training
+            log.warning("'%s' at step %s is no %s: %s", name, step, kind, error)
+            return Unfit(shown(value), kind), kind
+
+
+_READ_ONLY = "The run {} is closed, or was opened for reading: Run.open(path, resume=True) writes."
+
+
+def _new_folder(root: Path) -> Path:
+    while True:
+        path = root / new_run_id()
+        with suppress(FileExistsError):
+            path.mkdir()
+            return path
+
+
+def _held(value: Any) -> Any:
+    """Return what can wait in the buffer: a tensor would change under an in-place operation."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().clone()  # queued on its device, which nobody waits for
+    if isinstance(value, numbers.Number):  # numpy's too; none of them changes
+        return value
+    found = number(value)  # an array of one element
+    return Unfit(shown(value), "scalar") if found is None else found

@@ -1,0 +1,778 @@
+"""The trainer: one loop, to be read from top to bottom.
+
+    fit → _run_epochs → _run_epoch → _run_batch → _run_step → _boundary
+                      → validate
+
+Everything that hooks get is written into the moment; events are fired as
+
+    if live.on_step_end is not None: live.on_step_end(moment)
+
+Whatever depends on where training runs goes through the strategy. Nothing here waits for the
+device, except where a setting says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookline.config import HooksConfig, TrainerConfig
+from hookline.context import LazyFloat, Metrics
+from hookline.dispatch import HookManager
+from hookline.errors import HooklineError, TrainingError
+from hookline.hook import Hook
+from hookline.loaders import Drawn, Mixing, Stream
+from hookline.losses import LossOf
+from hookline.progress import make_progress
+from hookline.registry import make_hook
+from hookline.runs.run import Kind
+from hookline.strategies import Plain
+from hookline.training import (
+    LateNanCheck,
+    Means,
+    TrainerMoment,
+    checked_model,
+    checked_optimizers,
+    device_for,
+    evaluation,
+    match_schedulers,
+    samples_in,
+    seed_everything,
+    tokens_in,
+)
+from hookline.training.position import Position
+from hookline.training.record import Record
+from hookline.training.snapshot import load_snapshot, save_snapshot
+from hookline.watch import ModelWatch
+
+__all__ = ["Trainer", "get_trainer"]
+
+log = logging.getLogger("hookline")
+
+
+class Trainer:
+    """Trains a model, and calls hooks while it does.
+
+        trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
+        trainer.add_hook(Watch())
+        trainer.fit(loader, val_loaders=val_loader)
+
+    Hooks get it as `trainer`, and may put attributes of their own on it.
+
+    Args:
+        config: a `TrainerConfig`, or a `HooksConfig` alone.
+        model: the model.
+        optimizers: the optimizer, or several.
+        schedulers: learning-rate schedulers, each for the optimizer it was made with.
+        loss_fn: `loss_fn(outputs, targets)`; see `LossOf` for what happens without.
+        step_fn: `step_fn(model, batch)`, returns the loss or a mapping with `loss`.
+        tokens_fn: how many tokens a batch has; by default the size of its `input_ids`.
+        hooks: hooks to register, in this order.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig | HooksConfig | None,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        schedulers: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
+        hooks: Iterable[Hook] = (),
+    ) -> None:
+        if isinstance(config, HooksConfig):
+            config = TrainerConfig(hooks=config)
+        self.config = config if config is not None else TrainerConfig()
+        self.device = device_for(self.config.device, checked_model(model))
+        self._strategy = Plain(self.device, self.config.precision)
+        self.model, self.optimizers = self._strategy.prepare(
+            model, checked_optimizers(optimizers, model, self.config.optimizer_every)
+        )
+        self.schedulers = match_schedulers(schedulers, self.optimizers)
+        self.best_accuracy = 0.0
+        self._loss_of = LossOf(step_fn, loss_fn)
+        self._tokens_fn = tokens_fn or tokens_in
+        self._moment = TrainerMoment(self, self.model, self.optimizers, self.config)
+        self._watch = ModelWatch(
+            self.model, self._before_forward, self._after_forward, _nothing, _nothing
+        )
+        self.hooks = HookManager(
+            source=self._moment, settings=self.config.hooks.settings.settings()
+        )
+        self.hooks.register_hooks(hooks)
+        for path in self.config.hooks.hook_classes:
+            self.hooks.add_hook(make_hook(path, self.config.hooks.hook_configs.get(path, {})))
+        self._live = self.hooks.live
+        self._running = False
+        self._record = Record(None)
+        self.hooks.on_change = self._hooks_changed
+        self._hooks_changed()
+        self._progress = make_progress("off")
+        self._nan = LateNanCheck()
+        self._train: Stream | None = None
+        self._val: Stream | None = None
+        self._position = Position()
+        self._read_config()
+        self._group: list[Any] = []  # losses of the batches that make the next step
+        self._due: list[torch.optim.Optimizer] = []  # who has a turn in this step
+        self._skips: dict[int, str] = {}
+        self._stop_reason: str | None = None
+        self._wants_checkpoint = False
+        self._in_between = True
+        self._by_hand = False
+        self._stepped = False
+        self._round = 0
+        self._running = self._started = False
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def fit(
+        self, loaders: Any = None, val_loaders: Any = None, *, resume_from: Any = None
+    ) -> Trainer:
+        """Train.
+
+        Args:
+            loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
+            val_loaders: the same, for validation.
+            resume_from: a checkpoint, or a run: go on from there.
+        """
+        self._take_data(loaders, val_loaders)
+        try:
+            self._begin(resume_from)
+            if self.config.sanity and self._val is not None:
+                self.validate()
+            self._run_epochs(self._last_epoch())
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+        return self
+
+    def train(self) -> Trainer:
+        """Train on the data that the trainer was made with."""
+        return self.fit()
+
+    def _run_epochs(self, last: int | None) -> None:
+        config, moment, live = self.config, self._moment, self._live
+        while not self._is_done() and (last is None or self._position.epoch < last):
+            moment.epoch = self._position.epoch
+            if not self._position.batches:  # else it is resumed, and has means already
+                moment.means = Means()
+                self._position.validated = {}
+            if live.on_epoch_start is not None:
+                live.on_epoch_start(moment)
+            whole = self._run_epoch()
+            self._in_between = False  # a checkpoint that is asked for now waits for the epoch's end
+            self._look_at_the_last_losses()
+            every = config.validate_every_epochs
+            due = whole and every is not None and (moment.epoch + 1) % every == 0
+            if self._val is not None and due:
+                self.validate()
+            moment.made_metrics = Metrics(moment.means.means() | self._position.validated)
+            if live.on_epoch_end is not None:
+                live.on_epoch_end(moment)
+            self._record.epoch(moment.step, moment.epoch, moment.means.means())
+            if whole:
+                self._end_epoch(moment.made_metrics)
+            self._in_between = True
+            self._save_if_wanted()
+
+    def _run_epoch(self) -> bool:
+        """The batches of an epoch; False when training ends before them."""
+        stream = self._stream()
+        position, moment, limit = self._position, self._moment, self.config.max_steps
+        length = stream.length()
+        self._progress.epoch(moment.epoch, length)
+        run_batch, advance = self._run_batch, self._progress.advance
+        for drawn in position.drawn(stream, self.device):
+            position.batches += 1
+            loss = run_batch(*drawn, last=position.batches == length)
+            advance(moment.step, loss)  # not read, unless it redraws
+            ending = self._stop_reason is not None or (limit is not None and moment.step >= limit)
+            if ending and not self._group:
+                return position.batches == length
+        if self._group:  # the loaders ended in the middle of a group, and could not say when
+            self._finish_group()
+        if not position.batches:
+            raise TrainingError("The loaders gave no batch, so there is nothing to train on.")
+        return True
+
+    def _run_batch(
+        self, batch: Any, batch_idx: int, loader_idx: int, loader_name: str, *, last: bool = False
+    ) -> Any:
+        """One batch; and a step, when it completes one.
+
+        Returns its loss: a number where reading one waits for nothing, else a tensor, detached.
+        """
+        moment, live, strategy = self._moment, self._live, self._strategy
+        self._in_between = False
+        moment.batch, moment.batch_idx = batch, batch_idx
+        moment.dataloader_idx, moment.dataloader_name = loader_idx, loader_name
+        moment.made_metrics = None
+        if live.on_train_batch_start is not None:
+            live.on_train_batch_start(moment)
+        tokens = self._tokens_fn(batch)
+        if strategy.moves:
+            batch = strategy.move(batch)
+
+        # forward and loss; on_before_forward and on_after_forward come from the model's own call
+        if self._autocasts:
+            with strategy.autocast():
+                loss, extra = self._loss_of(self.model, batch)
+        else:
+            loss, extra = self._loss_of(self.model, batch)
+        if not loss.requires_grad:
+            raise TrainingError(
+                "The loss has no gradient: nothing that it was computed from is a parameter that "
+                "requires one. Look for `no_grad`, `detach` or frozen parameters."
+            )
+
+        # backward, divided by the size of the group
+        size = self._accumulate if self._accumulate == 1 else self._group_size()
+        own: Any = loss.item() if self._reads_at_once else loss.detach()
+        divided = loss / size if size > 1 else loss
+        if live.on_before_backward is not None:
+            moment.loss = divided
+            live.on_before_backward(moment)
+        if size > 1 and len(self._group) + 1 < size:
+            with strategy.no_sync():
+                strategy.backward(divided)
+        else:
+            strategy.backward(divided)
+        if live.on_after_backward is not None:
+            live.on_after_backward(moment)
+
+        # the step, when this batch completes one
+        self._group.append(own)
+        if self._on_nan == "stop":
+            if self._reads_at_once:
+                if not math.isfinite(own):
+                    self._stop_for_nan((own, (moment.epoch, loader_name, batch_idx)))
+            else:
+                self._look_for_nan(own, (moment.epoch, loader_name, batch_idx))
+        elif self._on_nan == "skip":
+            self._skip_if_nan(own, (moment.epoch, loader_name, batch_idx))
+        complete = last or len(self._group) >= size
+        if complete:
+            self._run_step()
+
+        # the end of the batch
+        moment.latest_loss = own
+        moment.tokens_seen += tokens
+        moment.means.add("train/loss", own)
+        if extra or self._many_loaders:
+            self._add_means(own, extra, loader_name)
+        if live.on_train_batch_end is not None:
+            moment.loss, moment.extra = LazyFloat(own), dict(extra)
+            live.on_train_batch_end(moment)
+        if complete:
+            self._end_step()
+            self._boundary()
+        self._in_between = True
+        self._save_if_wanted()
+        return own
+
+    def _run_step(self) -> None:
+        """Every optimizer that is due has its turn."""
+        moment, live, strategy = self._moment, self._live, self._strategy
+        if self.schedulers:  # they will have changed it when hooks ask which one was used
+            moment.used_lr = None
+            moment.used_lr = moment.lr
+        stepped: list[torch.optim.Optimizer] = []
+        norms: list[torch.Tensor] = []
+        self._round += 1
+        for i, optimizer in enumerate(self.optimizers):
+            if self._in_turn and self._round % self._every[i]:
+                continue  # not due: its gradients go on accumulating
+            self._due.append(optimizer)
+            moment.optimizer_idx = i
+            if self._autocasts:
+                strategy.unscale(optimizer)
+            if live.on_gradients_ready is not None:
+                live.on_gradients_ready(moment)
+            if self._clips:
+                config = self.config
+                norms.append(strategy.clip(optimizer, config.clip_norm, config.clip_value))
+                moment.clipped_norm = norms[-1]
+                if live.on_gradient_clip is not None:
+                    live.on_gradient_clip(moment)
+            if live.on_before_optimizer_step is not None:
+                live.on_before_optimizer_step(moment)
+            moment.reason = self._skips.get(i, self._skips.get(-1, "")) if self._skips else ""
+            if not moment.reason and not strategy.step(optimizer):
+                moment.reason = "the scaler found non-finite gradients"
+            if moment.reason:
+                if live.on_step_skipped is not None:
+                    live.on_step_skipped(moment)
+                continue
+            stepped.append(optimizer)
+            if live.on_after_optimizer_step is not None:
+                live.on_after_optimizer_step(moment)
+        if self._autocasts:
+            strategy.end_step()
+        if self._skips:
+            self._skips.clear()
+        if len(norms) > 1:
+            moment.clipped_norm = torch.linalg.vector_norm(torch.stack(norms))
+        self._stepped = bool(stepped)
+        moment.skipped = not stepped
+        if stepped:
+            moment.step += 1
+            if self.schedulers and self.config.scheduler_every == "step":
+                for scheduler in self.schedulers:
+                    if scheduler.optimizer in stepped and not _waits_for_metric(scheduler):
+                        scheduler.step()
+
+    def _end_step(self) -> None:
+        moment, live = self._moment, self._live
+        loss = self._group[0] if len(self._group) == 1 else _mean_of(list(self._group))
+        if live.on_step_end is not None:
+            moment.loss = LazyFloat(loss)
+            live.on_step_end(moment)
+        if self._record.run is not None:
+            self._record.run.log(moment.step, moment.epoch, "train/loss", loss)
+        for optimizer in self._due:
+            optimizer.zero_grad()
+        self._due.clear()
+        self._group.clear()
+        moment.clipped_norm = None
+        moment.skipped = False
+        moment.step_in_progress = moment.step + 1
+
+    def _boundary(self) -> None:
+        """Between two steps: validation; then a checkpoint, if one is wanted."""
+        every = self._validate_every
+        if every and self._val is not None and self._stepped and self._moment.step % every == 0:
+            self.validate()
+
+    def _save_if_wanted(self) -> None:
+        if self._wants_checkpoint and not self._group:
+            self._wants_checkpoint = False
+            self.save_checkpoint()
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def validate(self, loaders: Any = None) -> Metrics:
+        """Validate, and return the metrics. Mode and random numbers are as they were afterwards."""
+        stream = self._val if loaders is None else Stream(loaders, what="val")
+        if stream is None:
+            raise TrainingError("There is nothing to validate on. Give val_loaders to fit().")
+        moment, live = self._moment, self._live
+        kept = moment.batch, moment.batch_idx, moment.dataloader_idx, moment.dataloader_name
+        means = Means()
+        with evaluation(self.model, self.device):
+            if live.on_validation_start is not None:
+                live.on_validation_start(moment)
+            for drawn in stream.epoch():
+                self._validate_batch(drawn, means, many=len(stream.names) > 1)
+            moment.made_metrics = metrics = Metrics(means.means())
+            if live.on_validation_end is not None:
+                live.on_validation_end(moment)
+        moment.batch, moment.batch_idx, moment.dataloader_idx, moment.dataloader_name = kept
+        self._position.validated = dict.copy(metrics)
+        self._record.metrics(moment.step, moment.epoch, metrics)
+        self._progress.validation(metrics, moment.epoch)
+        if "val/accuracy" in metrics:
+            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+        return metrics
+
+    def _validate_batch(self, drawn: Drawn, means: Means, *, many: bool) -> None:
+        moment, live, strategy = self._moment, self._live, self._strategy
+        moment.batch, moment.batch_idx = drawn.batch, drawn.batch_idx
+        moment.dataloader_idx, moment.dataloader_name = drawn.loader_idx, drawn.loader_name
+        moment.made_metrics = None
+        if live.on_validation_batch_start is not None:
+            live.on_validation_batch_start(moment)
+        batch = strategy.move(drawn.batch) if strategy.moves else drawn.batch
+        with strategy.autocast():
+            loss, extra = self._loss_of(self.model, batch)
+        weight = float(samples_in(drawn.batch))
+        for name, value in {"loss": loss, **extra}.items():
+            means.add(f"val/{name}", value, weight)
+            if many:
+                means.add(f"val/dl_{drawn.loader_name}/{name}", value, weight)
+        if live.on_validation_batch_end is not None:
+            moment.loss, moment.extra = LazyFloat(loss.detach()), dict(extra)
+            live.on_validation_batch_end(moment)
+
+    # -- what hooks and users may call ------------------------------------------------------------
+
+    def training_step(self, batch: Any) -> LazyFloat:
+        """Handle one batch, and step when its group is complete; return its loss.
+
+        For those who drive the loop themselves. The first call starts the run; `finish()` ends it.
+        """
+        try:
+            if not self._running:
+                self._by_hand = True
+                self._begin(None)
+                if self._live.on_epoch_start is not None:
+                    self._live.on_epoch_start(self._moment)
+            self._position.batches += 1
+            return LazyFloat(self._run_batch(batch, self._position.batches - 1, 0, "train"))
+        except BaseException as error:
+            self._fail(error)
+            self._end()
+            raise
+
+    def finish(self, status: str = "completed") -> None:
+        """End a run that was driven by hand: steps with an incomplete group, ends the epoch."""
+        if not self._running:
+            return
+        moment = self._moment
+        try:
+            if self._group:
+                self._finish_group()
+            self._look_at_the_last_losses()
+            moment.made_metrics = Metrics(moment.means.means())
+            if self._live.on_epoch_end is not None:
+                self._live.on_epoch_end(moment)
+            moment.status = status
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+
+    def stop(self, reason: str = "") -> None:
+        """End training after this step, from anywhere."""
+        self._stop_reason = reason
+
+    def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
+        """Let an optimizer not step this time; None: all of them."""
+        if idx is not None and not 0 <= idx < len(self.optimizers):
+            raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
+        self._skips[-1 if idx is None else idx] = reason
+
+    def save_checkpoint(self, path: Path | str | None = None) -> Path | None:
+        """Save all that a resumed run needs; return where.
+
+        Within a step or the end of an epoch, this is done when it is over, and None is returned.
+        """
+        if not self._in_between:
+            self._wants_checkpoint = True
+            return None
+        saved = save_snapshot(self, self._record.checkpoint_folder(path, self._moment.step))
+        self._record.event("checkpoint", path=str(saved), step=self._moment.step)
+        self._moment.checkpoint_path = saved
+        if self._live.on_checkpoint_save is not None:
+            self._live.on_checkpoint_save(self._moment)
+        return saved
+
+    def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
+        """Record a value with this step: a scalar, or a histogram, text or image by `kind`."""
+        self._record.value(self._moment.step, self._moment.epoch, name, value, kind)
+
+    def log_dict(self, values: Mapping[str, Any]) -> None:
+        """Record several scalars with this step."""
+        for name, value in values.items():
+            self.log(name, value)
+
+    def add_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
+        """Register a hook; see `HookManager.add_hook`."""
+        return self.hooks.add_hook(hook, name, **options)
+
+    def remove_hook(self, name: str) -> Hook:
+        """Take a hook out."""
+        return self.hooks.remove_hook(name)
+
+    def enable_hook(self, name: str) -> None:
+        """Switch a hook on."""
+        self.hooks.enable_hook(name)
+
+    def disable_hook(self, name: str) -> None:
+        """Switch a hook off."""
+        self.hooks.disable_hook(name)
+
+    @property
+    def hook_manager(self) -> HookManager:
+        """Another name for `hooks`."""
+        return self.hooks
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss function; it may be replaced while training."""
+        return self._loss_of.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        self._loss_of.loss_fn = loss_fn
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self._moment.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+        return self._moment.epoch
+
+    @property
+    def status(self) -> str:
+        """How training stands, or how it ended."""
+        return self._moment.status
+
+    @property
+    def run(self) -> Any:
+        """The run and its folder; None without a record."""
+        return self._moment.run
+
+    # -- beginning and end ------------------------------------------------------------------------
+
+    def _take_data(self, loaders: Any, val_loaders: Any) -> None:
+        if loaders is not None:
+            mixing = self.config.loaders
+            self._train = Stream(
+                loaders,
+                Mixing(
+                    order=mixing.order,
+                    pattern=tuple(mixing.pattern) if mixing.pattern is not None else None,
+                    weights=mixing.weights,
+                    length=mixing.length,
+                    short=mixing.short,
+                ),
+                what="train",
+            )
+        if val_loaders is not None:
+            self._val = Stream(val_loaders, what="val")
+        self._stream()
+
+    def _begin(self, resume_from: Any) -> None:
+        config, moment = self.config, self._moment
+        self._running = True
+        self._read_config()
+        moment.status = "training"
+        moment.exception = None
+        moment.step, moment.step_in_progress, moment.tokens_seen = 0, 1, 0
+        self._position = Position()
+        self._nan = LateNanCheck()
+        self._round = 0
+        self._group.clear()
+        self._due.clear()
+        self._stop_reason = None
+        if config.seed is not None:
+            seed_everything(config.seed)
+        if not self.model.training:  # modes within a model that trains are the user's
+            self.model.train()
+        restored = None if resume_from is None else load_snapshot(self, resume_from)
+        self._record = Record(config.runs)
+        self._record.start(self, restored)
+        moment.run = self._record.run
+        self._progress = make_progress(config.progress)
+        self._progress.start(
+            epochs=self._last_epoch(), steps=config.max_steps, first_step=moment.step
+        )
+        self._started = True
+        self.hooks.run_started()
+        if self._live.on_train_start is not None:
+            self._live.on_train_start(moment)
+        if restored is not None and self._live.on_checkpoint_load is not None:
+            moment.checkpoint_path = restored
+            self._live.on_checkpoint_load(moment)
+
+    def _fail(self, error: BaseException) -> None:
+        moment = self._moment
+        moment.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        moment.exception = error
+        if self._started and self._live.on_exception is not None:
+            try:
+                self._live.on_exception(moment)
+            except HooklineError:  # the first error matters more, and is raised
+                log.exception("A hook failed while it was told of an exception.")
+
+    def _end(self) -> None:
+        moment = self._moment
+        if not self._running:
+            return
+        started = self._started
+        self._running = self._started = self._by_hand = False
+        self._in_between = True
+        self._wants_checkpoint = False
+        failed = moment.status in ("error", "interrupted")
+        if moment.status == "training":
+            moment.status = "completed" if self._stop_reason is None else "stopped"
+        try:
+            if started and self._live.on_train_end is not None:
+                self._live.on_train_end(moment)
+        except HooklineError:
+            if not failed:
+                raise
+            log.exception("A hook failed while it was told how training ended.")
+        finally:
+            self.hooks.run_ended()
+            summary = self.hooks.summary()
+            self._progress.end(moment.status, summary)
+            self._record.close(moment.status, self._stop_reason, summary, moment.exception)
+
+    def _last_epoch(self) -> int | None:
+        """How many epochs; steps alone, when these were given and epochs were not."""
+        config = self.config
+        if config.max_steps is not None and "max_epochs" not in config.model_fields_set:
+            return None
+        return config.max_epochs
+
+    def _is_done(self) -> bool:
+        limit = self.config.max_steps
+        return self._stop_reason is not None or (limit is not None and self._moment.step >= limit)
+
+    def _stream(self) -> Stream:
+        if self._train is None:
+            raise TrainingError("There is nothing to train on. Give a loader: fit(loader).")
+        return self._train
+
+    # -- small parts of the loop ------------------------------------------------------------------
+
+    def _read_config(self) -> None:
+        """Read what every batch needs, when a run begins: a configuration's attributes are slow."""
+        config = self.config
+        self._every = config.optimizer_every or [1] * len(self.optimizers)
+        self._in_turn = any(every > 1 for every in self._every)
+        self._autocasts = config.precision != "fp32"
+        self._clips = config.clip_norm is not None or config.clip_value is not None
+        self._accumulate = config.accumulate
+        self._reads_at_once = self.device.type == "cpu"  # there is no device to wait for
+        self._on_nan = config.on_nan
+        self._validate_every = config.validate_every_steps or 0
+        self._many_loaders = self._train is not None and len(self._train.names) > 1
+
+    def _group_size(self) -> int:
+        """How many batches the step in progress has: the last group of an epoch may be smaller."""
+        size = self._accumulate
+        length = None if self._train is None or self._by_hand else self._train.length()
+        if length is None:
+            return size
+        begun = self._position.batches - 1 - len(self._group)
+        return min(size, length - begun)
+
+    def _finish_group(self) -> None:
+        """Step with the batches that are there, as if the group had been that small."""
+        missing = self._accumulate / len(self._group)
+        for optimizer, every in zip(self.optimizers, self._every, strict=True):
+            for group in optimizer.param_groups if every == 1 else ():
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(missing)
+        self._run_step()
+        self._end_step()
+        self._boundary()
+
+    def _add_means(self, loss: Any, extra: Mapping[str, Any], loader: str) -> None:
+        means = self._moment.means
+        for name, value in extra.items():
+            means.add(f"train/{name}", value)
+        if self._many_loaders:
+            for name, value in {"loss": loss, **extra}.items():
+                means.add(f"train/dl_{loader}/{name}", value)
+
+    def _look_at_the_last_losses(self) -> None:
+        bad = self._nan.finish()
+        if bad is not None:
+            self._stop_for_nan(bad)
+
+    def _look_for_nan(self, loss: torch.Tensor, where: tuple[int, str, int]) -> None:
+        bad = self._nan.look(loss, where)
+        if bad is not None:
+            self._stop_for_nan(bad)
+
+    def _skip_if_nan(self, loss: Any, where: tuple[int, str, int]) -> None:
+        value = float(loss)  # this waits for the device, as the setting says
+        if not math.isfinite(value):
+            log.warning("The loss is %s; the step is skipped. %s", value, _place(where))
+            self.skip_optimizer_step(None, f"the loss is {value}")
+
+    def _stop_for_nan(self, found: tuple[float, Any]) -> None:
+        raise TrainingError(
+            f"The loss was {found[0]}. {_place(found[1])} To go on all the same, set "
+            "on_nan='skip' or 'continue'."
+        )
+
+    def _end_epoch(self, metrics: Metrics) -> None:
+        for scheduler in self.schedulers:
+            if _waits_for_metric(scheduler):
+                scheduler.step(metrics.get("val/loss", metrics.get("train/loss")))
+            elif self.config.scheduler_every == "epoch":
+                scheduler.step()
+        self._position.next_epoch()
+
+    def _hooks_changed(self) -> None:
+        live = self._live
+        calls = live.on_before_forward is not None or live.on_after_forward is not None
+        self._watch.watch(calls=calls, backward=False)
+        if self._running:
+            statuses = {info.name: info.status for info in self.hooks.describe()}
+            self._record.event("hooks", step=self._moment.step, hooks=statuses)
+
+    def _before_forward(self) -> None:
+        if self._live.on_before_forward is not None:
+            self._live.on_before_forward(self._moment)
+
+    def _after_forward(self, outputs: Any) -> None:
+        if self._live.on_after_forward is not None:
+            self._moment.outputs = outputs
+            self._live.on_after_forward(self._moment)
+            self._moment.outputs = None
+
+
+def _nothing() -> None:
+    """What the watch of the model need not tell."""
+
+
+def _waits_for_metric(scheduler: Any) -> bool:
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _mean_of(losses: list[Any]) -> Any:
+    """The mean of a step's losses, on the device where they are there."""
+    if isinstance(losses[0], torch.Tensor):
+        return torch.stack([loss.float() for loss in losses]).mean()
+    return sum(losses) / len(losses)
+
+
+def _place(where: tuple[int, str, int]) -> str:
+    return f"It was in epoch {where[0]}, loader '{where[1]}', batch {where[2]}."
+
+
+def get_trainer(
+    kind: str,
+    model: torch.nn.Module,
+    dataloader: Any,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    device: Any = None,
+    **options: Any,
+) -> Trainer:
+    """Return a trainer that has its data: `get_trainer("simple", model, loader, optimizer)`.
+
+    Args:
+        kind: "simple".
+        model: the model.
+        dataloader: what to train on.
+        optimizer: the optimizer, or several.
+        device: where to train.
+        options: the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`, `schedulers`,
+            `hooks` and `val_loaders`.
+    """
+    if kind != "simple":
+        raise TrainingError(f"There is no trainer '{kind}'. There is: 'simple'.")
+    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers"]
+    if isinstance(options.get("hooks"), list | tuple):
+        parts.append("hooks")  # hooks themselves; a HooksConfig is a field of the configuration
+    given = {name: options.pop(name) for name in parts if name in options}
+    val_loaders = options.pop("val_loaders", None)
+    config = TrainerConfig(device=None if device is None else str(device), **options)
+    trainer = Trainer(config, model, optimizer, **given)
+    trainer._take_data(dataloader, val_loaders)
+    return trainer

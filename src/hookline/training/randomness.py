@@ -1,0 +1,59 @@
+"""Random states: all that training may draw from, as data that can be saved."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["generators_of", "random_state", "restore_random_state", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy (where it is imported) and torch, on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of every generator that training may draw from."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        state["numpy"] = (kind, [int(key) for key in keys], position, has_gauss, gauss)
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back to where `random_state` found it."""
+    random.setstate(_tuples(state["python"]))
+    torch.set_rng_state(state["torch"].cpu())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(tuple(state["numpy"]))
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
+
+
+def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
+    """The generators that loaders draw their order from, beside the global one."""
+    found: list[torch.Generator] = []
+    for loader in loaders:
+        for holder in (loader, getattr(loader, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in found:
+                found.append(generator)
+    return found

@@ -1,0 +1,689 @@
+"""Checkpoints: what is saved comes back exactly, whole or not at all, and damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter, OrderedDict
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import hookline.checkpoint
+from hookline.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    point,
+    save_checkpoint,
+)
+from hookline.context import LazyFloat, Metrics
+
+FILES = ("manifest.json", "model.safetensors", "state.safetensors", "state.json")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees are equal in type, structure and every bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, np.generic):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return all(map(same, a.keys(), b.keys())) and (
+            len(a) == len(b) and all(map(same, a.values(), b.values()))
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).tolist() if flat.numel() else []
+
+
+def save(folder: Path, state: Any = None, model: Any = None, **info: Any) -> Path:
+    return save_checkpoint(folder, model=model or {}, state=state or {}, info=info)
+
+
+def back(tmp_path: Path, value: Any) -> Any:
+    path = save(tmp_path / "checkpoints" / "step_000001", {"x": value})
+    loaded = load_checkpoint(path).state["x"]
+    shutil.rmtree(path)
+    return loaded
+
+
+# -- what comes back ------------------------------------------------------------------------------
+
+DTYPES = sorted(
+    {
+        d
+        for d in vars(torch).values()
+        if isinstance(d, torch.dtype) and d.itemsize and "q" not in str(d)
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 4)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_shape_come_back(
+    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    size = math.prod(shape) * dtype.itemsize
+    data = torch.arange(size, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
+    try:
+        tensor = data.view(dtype).reshape(shape)
+    except RuntimeError:
+        pytest.skip("torch itself cannot make one")
+    path = save(tmp_path / "a", {"x": tensor}, {"w": tensor})
+    assert same(load_checkpoint(path).state["x"], tensor)
+    assert same(load_checkpoint(path).model["w"], tensor)
+
+
+def test_views_shared_and_conjugated_tensors_come_back_equal(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    number = torch.tensor([1 + 2j, 3 - 1j])
+    state = {
+        "base": base,
+        "again": base,
+        "transposed": base.t(),
+        "row": base[1],
+        "expanded": base[:1].expand(5, 4),
+        "strided": base[:, ::2],
+        "conjugate": number.conj(),
+        "negative": number.conj().imag,
+        "number": number,
+    }
+    assert same(back(tmp_path, state), state)
+
+
+def test_loaded_tensors_do_not_live_in_the_file(tmp_path: Path) -> None:
+    path = save(tmp_path / "a", {"x": torch.ones(1000)}, {"w": torch.ones(1000)})
+    loaded = load_checkpoint(path)
+    for name in ("model.safetensors", "state.safetensors"):
+        os.truncate(path / name, 0)  # a mapped file would now be a bus error
+    assert loaded.state["x"].sum() == loaded.model["w"].sum() == 1000
+    loaded.state["x"].add_(1)
+
+
+class Enumerated(Enum):
+    A = 1
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -(2**63),
+        2**63,
+        -(7**9000),
+        -0.0,
+        math.inf,
+        -math.inf,
+        math.nan,
+        -math.nan,
+        struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0],
+        5e-324,
+        complex(math.nan, -0.0),
+        "a\x00é😀",
+        "\ud83d\ude00",  # two halves, not one sign
+        b"\x00\xff",
+        (1, [2, (3,)], {}),
+        {7**9000: 0, 1: "a", "1": "b", (1, "x"): None, None: 0, 2.5: 1, b"k": 2},
+        {"$": "tensor", "v": "t0"},
+        {"\ud800": 1},
+        OrderedDict([("b", 1), ("a", 2)]),
+        Counter({3: 2, 1: 1}),
+        {1, "a", (2, 3)},
+        frozenset([b"x"]),
+        torch.Size([2, 3]),
+        torch.bfloat16,
+        torch.device("cuda:1"),
+        np.float32(1.5),
+        np.float64("nan"),
+        np.int8(-3),
+        np.bool_(True),
+        np.str_("ü"),
+        np.datetime64("2026-01-01"),
+        np.arange(6, dtype=">u2").reshape(2, 3),
+        np.array(1.0),
+        np.empty((0, 2), dtype="complex128"),
+        np.array(["a", "bcd"]),
+        np.arange(12).reshape(3, 4).T,
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
+    assert same(back(tmp_path, value), value)
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=True)
+    | st.complex_numbers()
+    | st.text(st.characters())
+    | st.binary()
+)
+KEYS = (
+    st.integers()
+    | st.text(st.characters())
+    | st.just("$")
+    | st.booleans()
+    | st.tuples(st.integers(), st.text())
+)
+TENSORS = st.builds(
+    lambda data, dtype, shape: torch.tensor(data * math.prod(shape), dtype=dtype).reshape(shape),
+    st.lists(st.integers(0, 100), min_size=1, max_size=1),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.uint8]),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)
+ARRAYS = st.builds(
+    lambda data, dtype: np.array(data, dtype=dtype),
+    st.lists(st.integers(0, 100), max_size=4),
+    st.sampled_from(["<f4", ">i8", "?", "<c16"]),
+)
+TREES = st.recursive(
+    SCALARS | TENSORS | ARRAYS | st.sets(KEYS, max_size=4) | st.frozensets(KEYS, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.dictionaries(st.text(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(tree=TREES)
+def test_random_trees_come_back_exactly(tmp_path: Path, tree: Any) -> None:
+    assert same(back(tmp_path, tree), tree)
+
+
+def test_lazy_numbers_and_parameters_are_saved_as_what_they_stand_for(tmp_path: Path) -> None:
+    state = [LazyFloat(torch.tensor(0.5)), Metrics({"a": torch.tensor(2.0)}), nn.Parameter(ONE)]
+    loaded = back(tmp_path, state)
+    assert same(loaded, [0.5, {"a": 2.0}, ONE])
+
+
+ONE = torch.ones(2)
+
+
+class Odd:
+    pass
+
+
+class OddInt(int):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Odd(),
+        len,
+        lambda: 0,
+        Enumerated.A,
+        Pair(1, 2),
+        OddInt(3),
+        Path("a"),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        np.array([Odd()]),
+        np.zeros(2, dtype=[("a", "i4")]),
+        torch.Generator(),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_what_cannot_be_saved_is_named_with_its_place_before_anything_is_written(
+    tmp_path: Path, value: Any
+) -> None:
+    folder = tmp_path / "checkpoints" / "step_000001"
+    with pytest.raises(CheckpointError, match=r"state\['hooks'\]\['ema'\]\[1\]\['x'\]"):
+        save(folder, {"hooks": {"ema": [0, {"x": value}]}})
+    assert not folder.parent.exists()
+
+
+def test_odd_keys_loops_weights_and_info_are_refused_too(tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for state, message in (({"a": {Odd(): 1}}, r"state\['a'\] has a key"), ({"a": loop}, "itself")):
+        with pytest.raises(CheckpointError, match=message):
+            save(tmp_path / "a", state)
+    with pytest.raises(CheckpointError, match=r"model\['w'\].*sparse"):
+        save(tmp_path / "a", model={"w": torch.ones(2).to_sparse()})
+    with pytest.raises(CheckpointError, match=r"info\['loss'\].*shape \(2,\)"):
+        save(tmp_path / "a", loss=torch.ones(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_info_comes_back_with_numbers_read(tmp_path: Path) -> None:
+    metrics = Metrics({"val/loss": torch.tensor(0.25), "nan": math.nan})
+    path = save(tmp_path / "a", step=120, epoch=2, run_id="r", metrics=metrics, t=torch.tensor(3))
+    info = load_checkpoint(path).info
+    metrics_back = {"val/loss": 0.25, "nan": math.nan}
+    assert same(info, {"step": 120, "epoch": 2, "run_id": "r", "metrics": metrics_back, "t": 3})
+    assert json.loads((path / "manifest.json").read_text())["info"]["step"] == 120
+
+
+# -- models and training --------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.head = nn.Linear(16, 100, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("rope", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 7}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_tied_weights_are_written_once_and_load_into_the_model(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    path = save_checkpoint(tmp_path / "a", model=model.state_dict(), state={}, info={})
+    assert (path / "model.safetensors").stat().st_size < 2 * 100 * 16 * 4
+    other.load_state_dict(load_checkpoint(path).model)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert other.extra == {"seen": 7}
+    assert other.head.weight is other.embed.weight
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+lr = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Any] = {
+    "step": lambda o: lr.StepLR(o, 2),
+    "multistep": lambda o: lr.MultiStepLR(o, [2, 4]),
+    "cosine": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+    "onecycle": lambda o: lr.OneCycleLR(o, 0.1, total_steps=50, cycle_momentum=False),
+    "cyclic": lambda o: lr.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "lambda": lambda o: lr.LambdaLR(o, lambda e: 0.9**e),
+    "sequential": lambda o: lr.SequentialLR(
+        o, [lr.ConstantLR(o, total_iters=2), lr.ExponentialLR(o, 0.9)], [2]
+    ),
+}
+
+
+class Training:
+    """A small training with dropout and three sources of random numbers."""
+
+    def __init__(self, optimizer: str, scheduler: str) -> None:
+        self.model = net()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = SCHEDULERS[scheduler](self.optimizer)
+        self.generator = np.random.default_rng(3)
+
+    def run(self, steps: int) -> list[float]:
+        losses: list[float] = []
+        for _ in range(steps):
+            x = torch.randn(5, 6) * random.random() + float(self.generator.random())
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = self.model(x).square().mean() + np.random.rand() * 0
+                loss.backward()
+                return loss
+
+            losses.append(self.optimizer.step(closure).item())
+            self.scheduler.step()
+        return losses
+
+    def save(self, path: Path) -> Path:
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "generator": self.generator.bit_generator.state,
+        }
+        path = save_checkpoint(path, model=self.model.state_dict(), state=state, info={"step": 1})
+        assert same(load_checkpoint(path).state, state)
+        return path
+
+    def load(self, path: Path) -> None:
+        checkpoint = load_checkpoint(path)
+        self.model.load_state_dict(checkpoint.model)
+        self.optimizer.load_state_dict(checkpoint.state["optimizer"])
+        self.scheduler.load_state_dict(checkpoint.state["scheduler"])
+        torch.set_rng_state(checkpoint.state["torch"])
+        random.setstate(checkpoint.state["python"])
+        np.random.set_state(checkpoint.state["numpy"])
+        self.generator.bit_generator.state = checkpoint.state["generator"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [("adam", s) for s in ("step", "multistep", "cosine", "lambda", "sequential")]
+    + [("adamw", "onecycle"), ("sgd", "cyclic"), ("sgd", "step"), ("lbfgs", "step")],
+)
+def test_a_continued_training_is_bit_identical(
+    tmp_path: Path, optimizer: str, scheduler: str
+) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    whole = Training(optimizer, scheduler)
+    whole.run(5)
+    path = whole.save(tmp_path / "checkpoints" / "step_000005")
+    losses = whole.run(5)
+    torch.manual_seed(99)
+    continued = Training(optimizer, scheduler)
+    continued.run(2)
+    continued.load(path)
+    assert continued.run(5) == losses
+    assert same(dict(continued.model.state_dict()), dict(whole.model.state_dict()))
+
+
+def test_the_state_of_a_grad_scaler_and_of_a_plateau_scheduler_come_back(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    plateau = lr.ReduceLROnPlateau(optimizer)
+    plateau.step(0.5)
+    states = [
+        scaler.state_dict(),
+        plateau.state_dict(),
+        lr.ReduceLROnPlateau(optimizer).state_dict(),
+    ]
+    assert same(back(tmp_path, states), states)
+
+
+# -- whole or not at all --------------------------------------------------------------------------
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from hookline.checkpoint import save_checkpoint, point
+folder = Path(sys.argv[1])
+model = {f"w{i}": torch.full((200, 200), float(i)) for i in range(20)}
+print("ready", flush=True)
+for step in range(1, 100_000):
+    path = save_checkpoint(folder / f"step_{step:06d}", model=model, state={"step": step}, info={})
+    point(folder, "last", path)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.013, 0.03, 0.057, 0.11, 0.2])
+def test_a_kill_leaves_whole_checkpoints_only(tmp_path: Path, delay: float) -> None:
+    folder = tmp_path / "checkpoints"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    while not list(folder.glob("step_*")):  # so that there is something to find
+        time.sleep(0.001)
+    time.sleep(delay)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    for path in folder.glob("step_*"):
+        assert load_checkpoint(path).state == {"step": int(path.name[5:])}
+    found = find_checkpoint(tmp_path)
+    newest = max(folder.glob("step_*"))
+    assert int(found.name[5:]) >= int(newest.name[5:]) - 1  # `last` is written after the folder
+    save(folder / "step_999999")
+    assert not list(folder.glob(".tmp-*"))
+
+
+HALFWAY = """
+import os, signal, sys, torch
+from pathlib import Path
+from hookline.checkpoint import save_checkpoint
+count, limit = 0, 1
+def watch(event, args):
+    global count
+    if event in ("open", "os.mkdir", "os.rename") and ".tmp-" in str(args):
+        count += 1
+        if count == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+folder = Path(sys.argv[1])
+for limit in range(1, 40):
+    child = os.fork()
+    if child == 0:
+        path = folder / "step_000001"
+        save_checkpoint(path, model={"w": torch.ones(3)}, state={}, info={})
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(code, len(list(folder.glob("step_*"))), flush=True)
+    if code == 0:
+        break
+"""
+
+
+def test_a_kill_before_any_single_operation_leaves_nothing_or_all(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", HALFWAY, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    *killed, last = result.stdout.splitlines()
+    assert set(killed) == {"-9 0"}  # nothing there before the rename, which is the last
+    assert len(killed) >= 6
+    assert last == "0 1"
+    assert [p.name for p in folder.iterdir()] == ["step_000001"]  # all leftovers are gone
+    load_checkpoint(find_checkpoint(folder))
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from hookline.checkpoint import CheckpointError, save_checkpoint
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    save_checkpoint(Path(sys.argv[1]) / "a", model={"w": torch.ones(9999)}, state={}, info={})
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "could not be written" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save(tmp_path / "file" / "a")
+
+
+def test_a_checkpoint_that_somebody_writes_is_not_cleaned(tmp_path: Path) -> None:
+    from hookline.checkpoint.disk import temporary_folder
+
+    with temporary_folder(tmp_path, "step_000001") as busy:
+        save(tmp_path / "step_000002")
+        assert busy.exists()
+    assert not busy.exists()
+
+
+def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "step_000001", {"n": n}) for n in range(3)]
+    assert [p.name for p in paths] == ["step_000001", "step_000001_2", "step_000001_3"]
+    assert [load_checkpoint(p).state["n"] for p in paths] == [0, 1, 2]
+
+
+# -- damage ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    save(tmp_path / "step_000001")
+    return save(tmp_path / "step_000002", {"a": torch.ones(3), "b": 1}, {"w": ONE}, step=2)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_truncated_and_longer_files_are_named(good: Path, name: str) -> None:
+    whole = (good / name).read_bytes()
+    for damage in (None, b"", whole[:-5], whole + b"x"):
+        (good / name).unlink(missing_ok=True)
+        if damage is not None:
+            (good / name).write_bytes(damage)
+        with pytest.raises(CheckpointError, match=name) as caught:
+            load_checkpoint(good)
+        assert "step_000001" in str(caught.value)  # what to load instead
+        if name != "manifest.json":
+            said = (
+                "is missing" if damage is None else f"{len(damage)} bytes instead of {len(whole)}"
+            )
+            assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_byte_is_noticed(good: Path, name: str) -> None:
+    whole = (good / name).read_bytes()
+    expected = load_checkpoint(good)
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x04
+        (good / name).write_bytes(flipped)
+        try:
+            loaded = load_checkpoint(good)
+        except CheckpointError:
+            continue
+        assert name == "manifest.json"  # where white space means nothing
+        assert same(vars(loaded), vars(expected))
+
+
+def test_a_file_with_a_right_hash_that_cannot_be_read_is_a_clear_error(good: Path) -> None:
+    from hookline.checkpoint.folder import _manifest
+
+    (good / "state.json").write_text('{"state": {"$": "tensor", "v": "t9"}, "model": {}}')
+    (good / "manifest.json").write_text(_manifest(good, {}))
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read: KeyError"):
+        load_checkpoint(good)
+
+
+def test_a_newer_version_and_foreign_folders_say_what_to_do(good: Path, tmp_path: Path) -> None:
+    manifest = json.loads((good / "manifest.json").read_text())
+    (good / "manifest.json").write_text(json.dumps({**manifest, "version": 2}))
+    with pytest.raises(CheckpointError, match=r"format version 2.*pip install -U"):
+        load_checkpoint(good)
+    (good / "manifest.json").write_text('{"run_id": 1}')
+    with pytest.raises(CheckpointError, match="not the manifest of a checkpoint"):
+        load_checkpoint(good)
+    (good / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+        load_checkpoint(good)
+    with pytest.raises(CheckpointError, match="no folder"):
+        load_checkpoint(tmp_path / "nowhere")
+
+
+# -- finding --------------------------------------------------------------------------------------
+
+
+def test_finding_by_checkpoint_run_folder_and_pointer(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (tmp_path / "manifest.json").write_text("{}")  # a run has one too
+    first, second, third = (save(folder / f"step_00000{n}") for n in (3, 1, 2))
+    assert find_checkpoint(first) == first
+    assert find_checkpoint(tmp_path) == find_checkpoint(str(folder)) == third  # the newest
+    point(folder, "last", second)
+    point(folder, "best", first)
+    assert (folder / "last").read_text() == "step_000001\n"
+    assert find_checkpoint(tmp_path) == second
+    assert find_checkpoint(folder / "best") == first
+
+
+def test_a_pointer_to_nothing_falls_back_to_the_newest_complete_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = (save(tmp_path / f"step_00000{n}") for n in (1, 2, 3))
+    point(tmp_path, "last", third)
+    shutil.rmtree(third)
+    (second / "state.json").unlink()
+    assert find_checkpoint(tmp_path) == first
+    assert "step_000003" in caplog.text
+    with pytest.raises(CheckpointError, match=r"names 'step_000003'.*'step_000001'"):
+        find_checkpoint(tmp_path / "last")
+
+
+def test_finding_nothing_says_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"Found there: 'notes\.txt'"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="is a file"):
+        find_checkpoint(tmp_path / "notes.txt")
+    damaged = save(tmp_path / "step_000001")
+    (damaged / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        find_checkpoint(damaged)
+
+
+def test_pointers_name_checkpoints_of_their_own_folder_only(tmp_path: Path) -> None:
+    path = save(tmp_path / "a" / "step_000001")
+    with pytest.raises(CheckpointError, match="can only name"):
+        point(tmp_path, "last", path)
+    with pytest.raises(CheckpointError, match="'last' or 'best'"):
+        point(path.parent, "newest", path)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        point(path.parent, "last", path.parent / "step_000009")
+
+
+# -- no code in files -----------------------------------------------------------------------------
+
+
+def test_nothing_pickles_and_plain_readers_read_the_files(tmp_path: Path) -> None:
+    package = Path(hookline.checkpoint.__file__).parent
+    for source in package.glob("*.py"):
+        text = source.read_text()
+        assert not any(word in text for word in ("pickle", "torch.load", "torch.save", "eval("))
+    from safetensors.torch import load_file
+
+    path = save(tmp_path / "a", {"x": [torch.arange(3)], "n": 5}, {"w": ONE})
+    assert same(load_file(path / "model.safetensors"), {"w": ONE})
+    tree = json.loads((path / "state.json").read_text())["state"]
+    assert tree == {"x": [{"$": "tensor", "v": "t0"}], "n": 5}
+    assert same(load_file(path / "state.safetensors")["t0"], torch.arange(3))

@@ -1,0 +1,258 @@
+"""The command line, as a user meets it: real processes, what they print and how they end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hookline import __version__
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.cli import demo
+
+COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+
+
+def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=ENVIRONMENT
+    )
+
+
+def hookline(
+    *arguments: str | int | Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    return run([*COMMAND, *map(str, arguments)], cwd)
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", script])
+
+
+def manifest_in(out: Path) -> dict[str, Any]:
+    (run,) = out.iterdir()
+    manifest: dict[str, Any] = json.loads((run / "manifest.json").read_text())
+    return manifest
+
+
+def value_of(word: str, printed: str) -> str:
+    found = re.search(rf"^{word} +(\S+)", printed, re.MULTILINE)
+    assert found, printed
+    return found[1]
+
+
+class Trained:
+    """A demo of 60 steps: what it printed, and what it left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        done = hookline("demo", "--steps", 60, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        self.printed, self.errors = done.stdout, done.stderr
+        (self.run,) = (folder / "runs").iterdir()
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        self.metrics = [json.loads(line) for line in lines]
+
+    def values(self, name: str) -> list[float]:
+        return [one["value"] for one in self.metrics if one["name"] == name]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("demo"))
+
+
+def test_the_demo_ends_with_the_paths_of_what_it_leaves_behind(trained: Trained) -> None:
+    run = Path("runs", trained.run.name)
+    folder, checkpoint, weights, hint, hooks = trained.printed.splitlines()[-5:]
+    assert folder.split() == ["run", str(run)]
+    assert checkpoint.split() == ["checkpoint", str(run / "checkpoints" / "step_000060")]
+    file = trained.run / "checkpoints" / "step_000060" / "model.safetensors"
+    assert weights.split()[1] == hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    assert hint.startswith("look at ")
+    assert hooks.split() == ["the", "hooks", str(Path(demo.__file__))]
+    assert trained.errors == ""
+
+
+def test_the_demo_is_a_completed_run_on_disk(trained: Trained) -> None:
+    manifest = json.loads((trained.run / "manifest.json").read_text())
+    assert manifest["status"] == "completed"
+    assert manifest["seed"] == 0
+    assert [hook["name"] for hook in manifest["hooks"]] == [
+        "validation_curve",
+        "gradient_norms",
+        "checkpoint_at_end",
+    ]
+    assert len(set(trained.values("grad_norm/blocks.0"))) == 30
+
+
+def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:
+    losses = trained.values("val/loss")
+    assert losses[-1] < losses[0] - 1
+    shown = re.findall(r"^  step +(\d+) +([\d.]+)  #+", trained.printed, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == list(range(0, 61, 6))
+    assert float(shown[0][1]) == pytest.approx(losses[0], abs=1e-3)
+    assert float(shown[-1][1]) == pytest.approx(losses[-1], abs=1e-3)
+
+
+def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
+    before, after = (
+        trained.printed.split(f"Written {when} training\n")[1].split("\n\n")[0]
+        for when in ("before", "after")
+    )
+    assert before != after
+    assert after.count(" ") > before.count(" ")  # it has learned that words have an end
+
+
+def test_the_checkpoint_of_the_demo_loads(trained: Trained) -> None:
+    checkpoint = load_checkpoint(find_checkpoint(trained.run))
+    assert checkpoint.state["step"] == 60
+    assert checkpoint.model["blocks.0.qkv.weight"].isfinite().all()
+
+
+def test_piped_progress_is_plain_lines(trained: Trained) -> None:
+    assert "\x1b" not in trained.printed
+    assert "\r" not in trained.printed
+    assert "step 60/60" in trained.printed
+    assert "completed after 60 steps" in trained.printed
+    assert re.search(r"^gradient_norms +30 ", trained.printed, re.MULTILINE)  # the summary
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    def weights(seed: int) -> str:
+        done = hookline("demo", "--steps", 3, "--seed", seed, "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+        return value_of("weights", done.stdout)
+
+    with ThreadPoolExecutor() as pool:
+        first, again, other = pool.map(weights, (0, 0, 1))
+    assert first == again != other
+
+
+def test_writing_leaves_trainings_random_numbers_alone() -> None:
+    text = demo._text()
+    model = demo.GPT(len(text.letters))
+    before = torch.get_rng_state()
+    assert demo._write(model, text, 0) == demo._write(model, text, 0) != demo._write(model, text, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], ["'--steps'", "it is '0'", "1 or more", "See: hookline demo --help"]),
+        (["--steps", "-5"], ["'--steps'", "it is '-5'", "1 or more"]),
+        (["--steps", "many"], ["'--steps'", "it is 'many'", "a whole number of 1 or more"]),
+        (["--seed", "-1"], ["'--seed'", "it is '-1'", "0 or more"]),
+        (["--seed", str(2**64)], ["'--seed'", f"it is '{2**64}'", f"up to {2**63 - 1}"]),
+        (["--out", "file"], ["'--out'", "'file' is a file", "expected a folder"]),
+        (["--out", "file/runs"], ["'--out'", "'file/runs' cannot be written", "a folder"]),
+        (["--out", "/proc/runs"], ["'--out'", "'/proc/runs' cannot be written", "a folder"]),
+        (["--stepps", "3"], ["--stepps", "--steps", "See: hookline demo --help"]),
+    ],
+)
+def test_bad_input_is_one_line_that_helps(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = hookline("demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("hookline: ")
+    for word in words:
+        assert word in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = hookline("demo", "--out", tmp_path / "runs")
+    assert done.returncode == 2
+    assert "Permission denied" in done.stderr
+
+
+def test_an_error_of_hookline_is_its_message_and_exit_code_1() -> None:
+    script = (
+        "import hookline.cli.app as app, hookline.cli.demo as demo\n"
+        "def fail(**options): raise app.HooklineError('No disk. Buy one.')\n"
+        "demo.run_demo = fail\n"
+        "app.sys.argv = ['hookline', 'demo']\n"
+        "app.main()"
+    )
+    done = python(script)
+    assert (done.returncode, done.stderr) == (1, "hookline: No disk. Buy one.\n")
+
+
+def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
+    command = [*COMMAND, "demo", "--steps", "5000", "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "step 1/5000" in line:
+                break
+        time.sleep(0.3)  # in the middle of a step
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "hookline: Interrupted.\n"
+    (run,) = tmp_path.iterdir()
+    assert f"is in {run}" in printed
+    manifest = manifest_in(tmp_path)
+    assert manifest["status"] == "interrupted"
+    assert manifest["ended"] is not None
+
+
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    script = (  # torch imports numpy, which makes an ImportError of Ctrl-C
+        "import os, signal, sys, hookline.cli.app as app\n"
+        "class Presser:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'numpy.exceptions': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Presser())\n"
+        f"sys.argv = ['hookline', 'demo', '--out', {str(tmp_path)!r}]\n"
+        "app.main()"
+    )
+    done = python(script)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "hookline: Interrupted.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_teaches_with_an_example_and_does_not_import_torch() -> None:
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        "for sys.argv in (['hookline', '--help'], ['hookline', 'demo', '--help'], ['hookline']):\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = python(script)
+    assert done.returncode == 0, done.stderr
+    assert "hookline demo --steps 100 --out /tmp/runs --seed 1" in done.stdout
+    assert done.stdout.count("One hook system for every PyTorch training loop.") == 2
+    assert "\x1b" not in done.stdout
+
+
+def test_the_options_of_the_demo_are_these() -> None:
+    done = hookline("demo", "--help")
+    assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--steps", "--out", "--seed", "--help"}
+
+
+def test_version() -> None:
+    done = hookline("--version")
+    assert (done.returncode, done.stdout) == (0, f"hookline {__version__}\n")

@@ -1,0 +1,698 @@
+"""Several loaders as one stream: what an epoch contains, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import gc
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import hookline.loaders
+from hookline.loaders import Drawn, Mixing, Stream
+
+WEB = ["w0", "w1", "w2"]
+CODE = ["c0"]
+TWO = {"web": WEB, "code": CODE}
+
+LENGTHS = st.lists(st.integers(1, 7), min_size=2, max_size=4)
+WEIGHTS = st.lists(st.integers(1, 40), min_size=2, max_size=8)
+
+
+class Unsized:
+    """A loader without a length that says when it was started."""
+
+    def __init__(self, batches: list[Any], log: list[str] | None = None, name: str = "") -> None:
+        self.batches = batches
+        self.log = [] if log is None else log
+        self.name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        self.log.append(f"iter {self.name}")
+        return iter(self.batches)
+
+
+class Sized(Unsized):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def batches(loaders: Any, *args: Any, skip: int = 0, **settings: Any) -> list[Any]:
+    mixing = Mixing(*args, **settings) if args or settings else None
+    return [drawn.batch for drawn in Stream(loaders, mixing).epoch(skip)]
+
+
+def made(lengths: list[int], kind: Callable[[list[Any]], Any] = list) -> dict[str, Any]:
+    return {f"l{i}": kind([(i, n) for n in range(length)]) for i, length in enumerate(lengths)}
+
+
+def mixings(count: int) -> st.SearchStrategy[Mixing]:
+    """Every kind of mixing for so many loaders."""
+    everyone = st.permutations([f"l{i}" for i in range(count)])
+    extra = st.lists(st.sampled_from([f"l{i}" for i in range(count)]), max_size=3)
+    length = st.sampled_from(["sum", "longest", 1, 4, 25])
+    short = st.sampled_from(["cycle", "drop"])
+    weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
+    turns = st.one_of(length, st.just("shortest"))
+    pattern = st.tuples(everyone, extra).map(lambda both: (*both[0], *both[1]))
+    return st.one_of(
+        st.builds(Mixing, length=length, short=short),
+        st.builds(Mixing, st.just("round_robin"), length=turns, short=short),
+        st.builds(Mixing, st.just("alternating"), pattern=pattern, length=length, short=short),
+        st.builds(Mixing, st.just("weighted"), weights=weights, length=turns, short=short),
+    )
+
+
+CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), mixings(len(lengths))))
+
+
+# What a stream is made of.
+
+
+def test_a_single_loader_gives_its_batches_with_their_numbers() -> None:
+    assert list(Stream(["a", "b"]).epoch()) == [
+        Drawn("a", 0, 0, "train"),
+        Drawn("b", 1, 0, "train"),
+    ]
+
+
+def test_what_is_drawn_has_names() -> None:
+    drawn = next(Stream({"web": ["a"]}).epoch())
+    assert type(drawn) is Drawn
+    assert (drawn.batch, drawn.batch_idx, drawn.loader_idx, drawn.loader_name) == ("a", 0, 0, "web")
+
+
+def test_a_single_loader_is_called_what_it_is_for() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    assert Stream(loader, what="val").names == ["val"]
+    assert Stream([loader], what="val").names == ["val"]
+    assert Stream({"own": loader}, what="val").names == ["own"]
+
+
+def test_loaders_in_a_list_are_named_by_number() -> None:
+    loaders = [DataLoader(TensorDataset(torch.arange(n))) for n in (2, 1)]
+    stream = Stream(loaders)
+    assert stream.names == ["0", "1"]
+    assert [drawn.loader_name for drawn in stream.epoch()] == ["0", "0", "1"]
+    assert Stream(tuple(loaders)).names == ["0", "1"]
+
+
+X = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        [X, X],
+        [(X, X), (X, X)],
+        [[X, X], [X, X]],
+        [{"input_ids": X}, {"input_ids": X}],
+        [{"deep": {"x": X}}],
+        [((X, X), X)],
+        [(X, None)],
+        [np.zeros(2), np.zeros(2)],
+        ["text", "text"],
+        [1, 2],
+        (X, X),
+        ((X, X), (X, X)),
+    ],
+)
+def test_a_list_of_batches_is_one_loader(one: Any) -> None:
+    stream = Stream(one)
+    assert stream.names == ["train"]
+    assert len(list(stream.epoch())) == len(one)
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        [DataLoader(TensorDataset(X)), DataLoader(TensorDataset(X))],
+        [range(2), range(3)],
+        [Unsized([X]), [(X, X)]],
+        [[(X, X), (X, X)], [(X, X)]],
+        [[{"input_ids": X}], [{"input_ids": X}]],
+        (iter([X]), iter([X])),
+    ],
+)
+def test_a_list_of_loaders_is_several(several: Any) -> None:
+    assert Stream(several).names == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("doubtful", "position"),
+    [
+        ([DataLoader(TensorDataset(X)), X], 1),
+        ([X, DataLoader(TensorDataset(X))], 1),
+        ([((X, X), (X, X)), ((X, X), (X, X))], 0),
+        ([[1, 2], [3]], 0),
+        ([[range(2)], [range(2)]], 0),
+    ],
+)
+def test_a_list_that_may_be_either_is_refused(doubtful: Any, position: int) -> None:
+    with pytest.raises(ValueError, match=rf'element {position}, .*\{{"train": batches\}}'):
+        Stream(doubtful)
+    assert Stream({"train": doubtful}).names == ["train"]
+
+
+class Numbers(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, "batches", X, Numbers()])
+def test_what_is_no_loader_is_refused(nonsense: Any) -> None:
+    with pytest.raises(TypeError, match=f"'train' is of type {type(nonsense).__name__}; expected"):
+        Stream(nonsense)
+    with pytest.raises(TypeError, match="val loader 'web' is of type"):
+        Stream({"web": nonsense}, what="val")
+
+
+def test_a_single_batch_is_refused_as_a_loader() -> None:
+    with pytest.raises(TypeError, match=r"a single batch into a list: \[batch\]"):
+        Stream({"input_ids": X})
+
+
+@pytest.mark.parametrize("name", [0, "", None])
+def test_names_are_strings(name: Any) -> None:
+    with pytest.raises(ValueError, match=f"the name {name!r}; expected a string"):
+        Stream({name: WEB})
+
+
+# What an epoch contains.
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # sequential
+        ({}, "w0 w1 w2 c0"),
+        ({"length": "longest"}, "w0 w1 w2 c0"),
+        ({"short": "drop"}, "w0 w1 w2 c0"),
+        ({"length": 2}, "w0 w1"),
+        ({"length": 6}, "w0 w1 w2 c0 w0 w1"),
+        ({"length": 6, "short": "drop"}, "w0 w1 w2 c0"),
+        # round_robin
+        ({"order": "round_robin"}, "w0 c0 w1 c0"),
+        ({"order": "round_robin", "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "round_robin", "length": "longest"}, "w0 c0 w1 c0 w2 c0"),
+        ({"order": "round_robin", "length": "longest", "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "round_robin", "length": "shortest"}, "w0 c0"),
+        ({"order": "round_robin", "length": "shortest", "short": "drop"}, "w0 c0"),
+        ({"order": "round_robin", "length": 9}, "w0 c0 w1 c0 w2 c0 w0 c0 w1"),
+        ({"order": "round_robin", "length": 3, "short": "drop"}, "w0 c0 w1"),
+        ({"order": "round_robin", "length": 9, "short": "drop"}, "w0 c0 w1 w2"),
+        # alternating
+        ({"order": "alternating", "pattern": ("web", "web", "code")}, "w0 w1 c0 w2"),
+        ({"order": "alternating", "pattern": ["code", 0]}, "c0 w0 c0 w1"),
+        (
+            {"order": "alternating", "pattern": ("code", "web", "code"), "short": "drop"},
+            "c0 w0 w1 w2",
+        ),
+        (
+            {"order": "alternating", "pattern": (0, 0, 1), "length": "longest"},
+            "w0 w1 c0 w2 w0 c0",
+        ),
+        (
+            {"order": "alternating", "pattern": (0, 0, 1), "length": "longest", "short": "drop"},
+            "w0 w1 c0 w2",
+        ),
+        ({"order": "alternating", "pattern": (0, 0, 1), "length": "shortest"}, "w0 w1 c0"),
+        ({"order": "alternating", "pattern": (1, 0), "length": 5}, "c0 w0 c0 w1 c0"),
+        ({"order": "alternating", "pattern": (1, 0), "length": 9, "short": "drop"}, "c0 w0 w1 w2"),
+        # weighted
+        ({"order": "weighted", "weights": {"code": 1, "web": 3}}, "w0 w1 c0 w2"),
+        ({"order": "weighted", "weights": [1, 1]}, "w0 c0 w1 c0"),
+        ({"order": "weighted", "weights": [1, 1], "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "weighted", "weights": [1, 1], "length": "longest"}, "w0 c0 w1 c0 w2"),
+        ({"order": "weighted", "weights": [1, 1], "length": "shortest"}, "w0 c0 w1"),
+        ({"order": "weighted", "weights": [0.5, 0.5], "length": 6}, "w0 c0 w1 c0 w2 c0"),
+        ({"order": "weighted", "weights": [1, 1], "length": 9, "short": "drop"}, "w0 c0 w1 w2"),
+    ],
+)
+def test_an_epoch_contains_exactly(settings: dict[str, Any], expected: str) -> None:
+    stream = Stream(TWO, Mixing(**settings))
+    for _ in range(2):
+        assert [drawn.batch for drawn in stream.epoch()] == expected.split()
+    assert len(stream) == stream.length() == len(expected.split())
+
+
+def test_one_loader_may_be_mixed_in_any_way() -> None:
+    for mixing in (
+        Mixing(length="shortest"),
+        Mixing("round_robin", length="longest"),
+        Mixing("alternating", pattern=("train",)),
+        Mixing("weighted", weights=[2.0], short="drop"),
+    ):
+        assert [drawn.batch for drawn in Stream(WEB, mixing).epoch()] == WEB
+    assert batches(WEB, "weighted", weights=[1], length=5) == ["w0", "w1", "w2", "w0", "w1"]
+
+
+def test_batch_numbers_go_on_when_a_loader_is_started_again() -> None:
+    for order in ("sequential", "round_robin"):
+        drawn = list(Stream(TWO, Mixing(order, length=8)).epoch())  # type: ignore[arg-type]
+        for name in TWO:
+            numbers = [one.batch_idx for one in drawn if one.loader_name == name]
+            assert numbers == list(range(len(numbers)))
+            assert len(numbers) > 1
+
+
+def test_weights_are_meant_as_they_are_written() -> None:
+    loaders = {"a": ["a"], "b": ["b"], "c": ["c"]}
+    drawn = batches(loaders, "weighted", weights=[0.7, 0.2, 0.1], length=1000)
+    for end in range(10, 1001, 10):
+        assert Counter(drawn[end - 10 : end]) == {"a": 7, "b": 2, "c": 1}
+    for tenths in range(1, 10):  # ties included, which the floats themselves would miss
+        floats = [tenths / 10, (10 - tenths) / 10]
+        whole = [tenths, 10 - tenths]
+        assert batches(TWO, "weighted", weights=floats, length=40) == batches(
+            TWO, "weighted", weights=whole, length=40
+        )
+
+
+def test_real_data_loaders_cycle_with_a_new_shuffle() -> None:
+    short = DataLoader(TensorDataset(torch.arange(64)), batch_size=32, shuffle=True)
+    long = DataLoader(TensorDataset(torch.arange(64)), batch_size=16)
+    torch.manual_seed(0)
+    stream = Stream({"short": short, "long": long}, Mixing("round_robin", length="longest"))
+    drawn = list(stream.epoch())
+    assert [one.loader_name for one in drawn] == ["short", "long"] * 4
+    passes = [torch.cat([one.batch[0] for one in drawn[i : i + 4 : 2]]) for i in (0, 4)]
+    assert not torch.equal(*passes)
+    assert all(torch.equal(seen.sort().values, torch.arange(64)) for seen in passes)
+    torch.manual_seed(0)
+    again = list(stream.epoch())
+    assert all(
+        torch.equal(one.batch[0], two.batch[0]) for one, two in zip(drawn, again, strict=True)
+    )
+
+
+@given(CASES)
+def test_the_length_is_the_number_of_batches(case: tuple[list[int], Mixing]) -> None:
+    lengths, mixing = case
+    stream = Stream(made(lengths), mixing)
+    assert len(list(stream.epoch())) == len(stream)
+
+
+@given(CASES)
+def test_loaders_without_a_length_give_the_same_epoch(case: tuple[list[int], Mixing]) -> None:
+    lengths, mixing = case
+    unsized = made(lengths, Unsized)
+    if mixing.order != "sequential" and (mixing.length, mixing.short) == ("sum", "cycle"):
+        with pytest.raises(TypeError, match=r"'l0' has no len\(\)"):
+            Stream(unsized, mixing)
+        return
+    assert list(Stream(unsized, mixing).epoch()) == list(Stream(made(lengths), mixing).epoch())
+
+
+@given(LENGTHS, st.sampled_from(["sum", "longest"]), st.data())
+def test_without_cycling_every_batch_comes_exactly_once(
+    lengths: list[int], length: Any, data: st.DataObject
+) -> None:
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
+    loaders = made(lengths)
+    for mixing in (
+        Mixing(length=length),
+        Mixing("round_robin", length=length, short="drop"),
+        Mixing("alternating", (*loaders, "l0"), length=length, short="drop"),
+        Mixing("weighted", weights=weights, length=length, short="drop"),
+    ):
+        drawn = [one.batch for one in Stream(loaders, mixing).epoch()]
+        assert sorted(drawn) == sorted(batch for own in loaders.values() for batch in own)
+
+
+@given(LENGTHS, st.data())
+def test_the_longest_epoch_is_the_first_whole_round_that_takes_all_to_their_end(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    pattern = data.draw(mixings(len(lengths)).filter(lambda m: m.pattern is not None)).pattern
+    assert pattern is not None
+    stream = Stream(made(lengths), Mixing("alternating", pattern, length="longest"))
+    drawn = [one.batch for one in stream.epoch()]
+    everything = {(i, n) for i, length in enumerate(lengths) for n in range(length)}
+    assert set(drawn) == everything
+    assert set(drawn[: -len(pattern)]) != everything
+    assert len(drawn) % len(pattern) == 0
+
+
+@given(LENGTHS, st.data())
+def test_the_shortest_epoch_repeats_nothing_and_cannot_be_longer(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    mixing = data.draw(mixings(len(lengths)).filter(lambda m: m.length == "shortest"))
+    drawn = [one.batch for one in Stream(made(lengths), mixing).epoch()]
+    assert len(set(drawn)) == len(drawn)
+    round_size = len(lengths) if mixing.order == "round_robin" else 1
+    endless = Mixing(mixing.order, weights=mixing.weights, length=len(drawn) + round_size)
+    longer = [one.batch for one in Stream(made(lengths), endless).epoch()]
+    assert len(set(longer)) < len(longer)
+
+
+@given(WEIGHTS, st.integers(1, 300))
+def test_weighted_shares_are_within_a_batch_after_every_batch(
+    weights: list[int], length: int
+) -> None:
+    loaders = {f"l{i}": [i] for i in range(len(weights))}
+    counts = [0] * len(weights)
+    bound = 1 - 1 / (2 * len(weights) - 2) + 1e-9
+    for n, batch in enumerate(batches(loaders, "weighted", weights=weights, length=length), 1):
+        counts[batch] += 1
+        for weight, counted in zip(weights, counts, strict=True):
+            assert abs(n * weight / sum(weights) - counted) <= bound
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=5), st.integers(1, 100))
+def test_weights_of_any_size_keep_their_shares(weights: list[float], length: int) -> None:
+    loaders = {f"l{i}": [i] for i in range(len(weights))}
+    counted = Counter(batches(loaders, "weighted", weights=weights, length=length))
+    for idx, weight in enumerate(weights):
+        assert abs(length * weight / math.fsum(weights) - counted[idx]) < 1
+
+
+def test_many_small_weights_do_not_fall_behind() -> None:
+    # The largest deficit first leaves one of these 1.08 batches behind.
+    weights = [3, 3, 1, 25, 30, 1]
+    counts = [0] * 6
+    loaders = {f"l{i}": [i] for i in range(6)}
+    for n, idx in enumerate(batches(loaders, "weighted", weights=weights, length=63), 1):
+        counts[idx] += 1
+        assert all(abs(n * w / 63 - c) < 1 for w, c in zip(weights, counts, strict=True))
+
+
+def test_the_rest_is_shared_by_weight_when_a_loader_is_left_out() -> None:
+    # "a" is due again right after its only batch, so all the rest is without it.
+    loaders = {"a": ["a"], "b": ["b"] * 30, "c": ["c"] * 12}
+    drawn = batches(loaders, "weighted", weights=[30, 5, 2], length=40, short="drop")
+    rest = {name: loaders[name] for name in "bc"}
+    assert drawn == ["a", *batches(rest, "weighted", weights=[5, 2], length=39, short="drop")]
+
+
+@given(CASES, st.integers(0, 30))
+def test_skipping_is_dropping_the_first_batches(case: tuple[list[int], Mixing], skip: int) -> None:
+    lengths, mixing = case
+    stream = Stream(made(lengths), mixing)
+    assert list(stream.epoch(skip)) == list(stream.epoch())[skip:]
+
+
+def test_a_resumed_shuffled_epoch_goes_on_where_it_stopped() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True)
+    stream = Stream({"a": loader, "b": loader}, Mixing("round_robin"))
+    torch.manual_seed(3)
+    whole = [drawn.batch[0].tolist() for drawn in stream.epoch()]
+    torch.manual_seed(3)
+    assert [drawn.batch[0].tolist() for drawn in stream.epoch(skip=7)] == whole[7:]
+
+
+@given(CASES)
+def test_every_epoch_is_the_same(case: tuple[list[int], Mixing]) -> None:
+    lengths, mixing = case
+    stream = Stream(made(lengths), mixing)
+    assert (
+        list(stream.epoch()) == list(stream.epoch()) == list(Stream(made(lengths), mixing).epoch())
+    )
+
+
+# When loaders are started and read.
+
+
+@pytest.mark.parametrize("kind", [Unsized, Sized])
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        Mixing(),
+        Mixing("round_robin", length="longest"),
+        Mixing("weighted", weights=[2, 1], short="drop"),
+        Mixing("alternating", (0, 0, 1), length="shortest"),
+    ],
+)
+def test_a_loader_is_started_once_per_pass_and_when_its_turn_comes(
+    kind: type[Unsized], mixing: Mixing
+) -> None:
+    log: list[str] = []
+    stream = Stream({n: kind(["x"] * 4, log, n) for n in ("a", "b")}, mixing)
+    stream.length()
+    epoch = stream.epoch()
+    assert log == []
+    for drawn in epoch:
+        log.append(drawn.loader_name)
+    if kind is Unsized and mixing.length == "shortest":
+        assert log == ["iter a", "iter b", *"aabaab"]  # a round is in hand before it is given
+        return
+    # Each start stands right before the first batch of its pass.
+    passes = " ".join(log).replace("iter ", "iter_").split()
+    for i, entry in enumerate(passes):
+        if entry.startswith("iter_"):
+            assert passes[i + 1] == entry.removeprefix("iter_")
+    for name in "ab":
+        assert log.count(f"iter {name}") == math.ceil(log.count(name) / 4)
+
+
+def test_looking_for_the_end_does_not_start_a_loader_before_its_turn() -> None:
+    log: list[str] = []
+    loaders = {"a": Unsized([0], log, "a"), "b": Unsized([0], log, "b")}
+    for drawn in Stream(loaders, Mixing("weighted", weights=[5, 1], length="longest")).epoch():
+        log.append(drawn.loader_name)
+    assert log == ["iter a", "a", "iter a", "a", "iter a", "a", "iter b", "b"]
+
+
+def test_a_round_that_is_in_hand_is_let_go_batch_by_batch() -> None:
+    loaders = {n: (torch.zeros(1) for _ in range(8)) for n in "ab"}
+    seen: list[weakref.ref[Any]] = []
+    for drawn in Stream(loaders, Mixing("alternating", (0,) * 4 + (1,), length="shortest")).epoch():
+        seen.append(weakref.ref(drawn.batch))
+        del drawn
+        assert sum(ref() is not None for ref in seen) <= 1
+
+
+def test_a_single_loader_is_started_when_its_first_batch_is_drawn() -> None:
+    log: list[str] = []
+    epoch = Stream(Sized(WEB, log), Mixing(length=4)).epoch()
+    assert log == []
+    drawn = [next(epoch) for _ in range(3)]
+    assert (len(drawn), len(log)) == (3, 1)
+    next(epoch)
+    assert len(log) == 2
+    assert next(epoch, None) is None
+    assert len(log) == 2
+
+
+def test_an_epoch_of_a_given_length_draws_no_batch_more() -> None:
+    def loader() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise AssertionError("one batch too many")
+
+    assert batches(loader(), length=2) == [1, 2]
+    assert batches({"a": loader(), "b": loader()}, "round_robin", length=4) == [1, 1, 2, 2]
+
+
+def test_making_a_stream_and_asking_its_length_uses_no_random_numbers() -> None:
+    loaders = [DataLoader(TensorDataset(torch.arange(8)), shuffle=True) for _ in range(2)]
+    before = torch.get_rng_state()
+    stream = Stream(loaders, Mixing("round_robin"))
+    len(stream)
+    stream.epoch()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_are_not_kept() -> None:
+    def loader() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            yield torch.zeros(1)
+
+    for mixing in (
+        Mixing(),
+        Mixing("round_robin", short="drop"),
+        Mixing("round_robin", length="shortest"),
+    ):
+        seen: list[weakref.ref[Any]] = []
+        for drawn in Stream({"a": loader(), "b": loader()}, mixing).epoch():
+            seen.append(weakref.ref(drawn.batch))
+            del drawn
+            gc.collect()
+            assert sum(ref() is not None for ref in seen) <= 2  # this one, and the loader's own
+
+
+# Loaders without a length.
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_a_length_that_is_not_known_is_none_and_len_says_whose() -> None:
+    stream = Stream({"web": DataLoader(Endless()), "code": [1]})
+    assert stream.length() is None
+    with pytest.raises(TypeError, match=r"no len\(\): 'web'\. .*Mixing\(length=1000\)"):
+        len(stream)
+    assert len(list(stream.epoch())) == 7
+
+
+def test_a_given_length_is_known_whatever_the_loaders() -> None:
+    assert len(Stream(Unsized(WEB), Mixing(length=5))) == 5
+    assert Stream(Unsized(WEB), Mixing(length=5, short="drop")).length() is None
+
+
+def test_an_endless_loader_ends_with_the_shortest() -> None:
+    def endless() -> Iterator[int]:
+        while True:
+            yield 0
+
+    loaders = {"endless": endless(), "short": Unsized([1, 2])}
+    assert batches(loaders, "round_robin", length="shortest") == [0, 1, 0, 2]
+
+
+# Iterators, which can be gone through once.
+
+
+def test_a_generator_is_good_for_one_pass() -> None:
+    stream = Stream(batch for batch in WEB)
+    assert [drawn.batch for drawn in stream.epoch()] == WEB
+    with pytest.raises(TypeError, match=r"'train' is an iterator \(generator\).*list\(iterator\)"):
+        next(stream.epoch())
+
+
+def test_a_generator_that_would_have_to_be_started_again_is_refused() -> None:
+    loaders = {"web": WEB, "code": (batch for batch in CODE)}
+    epoch = Stream(loaders, Mixing("round_robin", length=4)).epoch()
+    assert [next(epoch).batch for _ in range(3)] == ["w0", "c0", "w1"]
+    with pytest.raises(TypeError, match="'code' is an iterator"):
+        next(epoch)
+
+
+def test_a_generator_that_was_left_early_is_not_continued() -> None:
+    stream = Stream(iter(WEB), Mixing(length=1))
+    assert len(list(stream.epoch())) == 1
+    with pytest.raises(TypeError, match="is an iterator"):
+        list(stream.epoch())
+
+
+def test_one_generator_under_two_names_is_refused() -> None:
+    once = iter(WEB)
+    with pytest.raises(TypeError, match="'b' is an iterator"):
+        batches({"a": once, "b": once}, "round_robin", short="drop")
+
+
+# Empty loaders.
+
+
+@pytest.mark.parametrize("nothing", [[], (), {}])
+def test_no_loaders_at_all_is_refused(nothing: Any) -> None:
+    with pytest.raises(ValueError, match="expected at least"):
+        Stream(nothing)
+
+
+def test_an_empty_loader_is_refused_at_once_where_its_length_says_so() -> None:
+    small = DataLoader(TensorDataset(torch.arange(3)), batch_size=4, drop_last=True)
+    with pytest.raises(ValueError, match=r"val loader 'code' has no batches.*drop_last=True"):
+        Stream({"web": WEB, "code": small}, what="val")
+
+
+@pytest.mark.parametrize("short", ["cycle", "drop"])
+@pytest.mark.parametrize("length", ["longest", "shortest", 5])
+def test_an_empty_loader_without_a_length_is_refused_when_drawn(short: Any, length: Any) -> None:
+    stream = Stream(
+        {"web": WEB, "code": Unsized([])}, Mixing("round_robin", length=length, short=short)
+    )
+    with pytest.raises(ValueError, match="train loader 'code' has no batches"):
+        list(stream.epoch())
+
+
+def test_a_single_empty_loader_is_refused_when_drawn() -> None:
+    with pytest.raises(ValueError, match="'train' has no batches"):
+        next(Stream(Unsized([])).epoch())
+
+
+# Settings that make no sense.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"order": "round_robbin"}, "order is 'round_robbin'.*Did you mean 'round_robin'"),
+        ({"order": 3}, "order is 3; expected one of 'sequential'"),
+        ({"short": "cycled"}, "short is 'cycled'.*Did you mean 'cycle'"),
+        ({"length": "shorter"}, "length is 'shorter'.*Did you mean 'shortest'"),
+        ({"length": 0}, "length is 0; .*at least 1"),
+        ({"length": -3}, "length is -3"),
+        ({"length": True}, "length is True"),
+        ({"length": 2.0}, "length is 2.0"),
+        ({"pattern": ("web",)}, r"pattern is \('web',\) with order='sequential'"),
+        ({"weights": [1]}, r"weights is \[1\] with order='sequential'"),
+        ({"order": "alternating"}, "order='alternating' needs pattern"),
+        ({"order": "weighted"}, "order='weighted' needs weights"),
+        ({"order": "alternating", "pattern": ()}, r"pattern is \(\); expected at least one"),
+        ({"order": "alternating", "pattern": "web"}, "pattern is 'web'; expected"),
+        ({"order": "alternating", "pattern": (True, 0)}, "pattern has True; expected"),
+        ({"order": "alternating", "pattern": (0.5, 0)}, "pattern has 0.5; expected"),
+        ({"order": "weighted", "weights": 3}, "weights is 3; expected a mapping"),
+        ({"order": "weighted", "weights": [1, 0]}, r"weights\[1\] is 0; expected .* above 0"),
+        ({"order": "weighted", "weights": {"web": -1}}, r"weights\['web'\] is -1"),
+        ({"order": "weighted", "weights": [math.nan]}, r"weights\[0\] is nan"),
+        ({"order": "weighted", "weights": [math.inf]}, r"weights\[0\] is inf"),
+        ({"order": "weighted", "weights": [True]}, r"weights\[0\] is True"),
+        ({"order": "weighted", "weights": ["1"]}, r"weights\[0\] is '1'"),
+    ],
+)
+def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mixing(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pattern": ("web", "cod")}, "loader 'cod'; .*Did you mean 'code'"),
+        ({"pattern": ("web", 2)}, "loader number 2; expected 0 to 1, or one of 'web', 'code'"),
+        ({"pattern": (0, -1)}, "loader number -1; expected 0 to 1"),
+        ({"pattern": ("web",)}, "never draws from 'code'"),
+        ({"weights": {"web": 1, "cod": 1}}, "loader 'cod'; .*Did you mean 'code'"),
+        ({"weights": {"web": 1}}, "no number for 'code'"),
+        ({"weights": [1, 2, 3]}, "weights has 3 numbers; expected 2"),
+        ({"length": "shortest"}, "'shortest' with order='sequential'"),
+        ({"pattern": (0, 1, 1), "length": "shortest"}, "leaves no batch for a train epoch"),
+    ],
+)
+def test_a_mixing_that_does_not_fit_the_loaders_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    order = {"pattern": "alternating", "weights": "weighted"}
+    settings["order"] = next((order[key] for key in settings if key in order), "sequential")
+    with pytest.raises(ValueError, match=message):
+        Stream(TWO, Mixing(**settings))
+
+
+def test_a_pattern_that_unsized_loaders_cannot_fill_once_is_refused_when_drawn() -> None:
+    mixing = Mixing("alternating", (0, 1, 1), length="shortest")
+    with pytest.raises(ValueError, match="leaves no batch"):
+        list(Stream({"web": Unsized(WEB), "code": Unsized(CODE)}, mixing).epoch())
+
+
+@pytest.mark.parametrize("skip", [-1, True, 1.0, None])
+def test_a_wrong_skip_is_refused_before_anything_is_drawn(skip: Any) -> None:
+    with pytest.raises(ValueError, match=r"skip is .*; expected a number of batches"):
+        Stream(WEB).epoch(skip)
+
+
+def test_a_mixing_does_not_change_with_what_it_was_made_from() -> None:
+    weights = {"web": 1.0, "code": 1.0}
+    mixing = Mixing("weighted", weights=weights)
+    weights["code"] = -1
+    assert mixing.weights == {"web": 1.0, "code": 1.0}
+
+
+def test_numbers_of_numpy_are_weights() -> None:
+    assert batches(TWO, "weighted", weights=list(np.array([0.5, 0.5], np.float32)), length=2)
+
+
+def test_the_docstrings_examples_are_true() -> None:
+    assert doctest.testmod(hookline.loaders).failed == 0

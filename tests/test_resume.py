@@ -1,0 +1,193 @@
+"""Checkpoints of a trainer, and what resuming from them gives: the same run, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from loops import Net, batches, make, recorder, same, weights
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline import Trainer, TrainerConfig, TrainingError
+
+
+def settings(tmp_path: Path, **fields):
+    return TrainerConfig(**({"runs": tmp_path / "runs", "progress": "off"} | fields))
+
+
+class Counter(hookline.Hook):
+    """A hook with a state."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_end(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+class SaveAt(hookline.Hook):
+    def __init__(self, step):
+        self.at = step
+
+    def on_step_end(self, trainer, step):
+        if step == self.at:
+            trainer.save_checkpoint()
+
+
+def parts(precision="fp32"):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return model, optimizer, scheduler
+
+
+def shuffled(own_generator: bool):
+    generator = torch.Generator().manual_seed(5) if own_generator else None
+    data = batches(1, seed=3)[0]
+    x, y = (torch.randn(24, 8, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    assert data
+    return DataLoader(TensorDataset(x, y[:, :4]), batch_size=4, shuffle=True, generator=generator)
+
+
+@pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
+@pytest.mark.parametrize("at", [1, 4, 6, 7, 12], ids=lambda at: f"step{at}")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, at, own_generator, precision):
+    fields = {"max_epochs": 3, "seed": 7, "precision": precision, "clip_norm": 1.0}
+    model, optimizer, scheduler = parts()
+    whole = recorder(on_step_end=("step", "loss", "lr"), on_epoch_end=("metrics",))
+    trainer = Trainer(
+        settings(tmp_path, **fields),
+        model,
+        optimizer,
+        scheduler,
+        hooks=[whole, Counter(), SaveAt(at)],
+    )
+    trainer.fit(shuffled(own_generator), val_loaders=batches(2, seed=8))
+    saved = trainer.run.path / "checkpoints" / f"step_{at:06d}"
+
+    torch.manual_seed(99)  # whatever happened since
+    model_2, optimizer_2, scheduler_2 = parts()
+    rest = recorder(on_step_end=("step", "loss", "lr"), on_epoch_end=("metrics",))
+    counter = Counter()
+    resumed = Trainer(
+        settings(tmp_path, **fields),
+        model_2,
+        optimizer_2,
+        scheduler_2,
+        hooks=[rest, counter, SaveAt(0)],
+    )
+    resumed.fit(shuffled(own_generator), val_loaders=batches(2, seed=8), resume_from=saved)
+    assert same(weights(model_2), weights(model))
+
+    def steps(hook):
+        told = [a for name, a in hook.told if name == "on_step_end"]
+        return [(a["step"], float(a["loss"]), a["lr"]) for a in told]
+
+    assert steps(rest) == steps(whole)[at:]
+    assert counter.steps == 18
+    ends = [a["metrics"] for name, a in whole.told if name == "on_epoch_end"]
+    rest_ends = [a["metrics"] for name, a in rest.told if name == "on_epoch_end"]
+    assert rest_ends[-1]["val/loss"] == ends[-1]["val/loss"]
+    assert rest_ends[0]["train/loss"] == pytest.approx(ends[3 - len(rest_ends)]["train/loss"])
+
+
+def test_a_resumed_run_goes_on_in_its_folder_and_keeps_its_id(tmp_path):
+    model, optimizer, scheduler = parts()
+    trainer = Trainer(settings(tmp_path), model, optimizer, scheduler, hooks=[SaveAt(2)])
+    trainer.fit(batches(4))
+    run = trainer.run
+    hook = recorder(on_train_start=("step",), on_checkpoint_load=("path", "step"))
+    again = Trainer(settings(tmp_path), *parts()[:3], hooks=[hook])
+    again.fit(batches(4), resume_from=run.path)
+    assert again.run.id == run.id
+    assert len(json.loads((run.path / "manifest.json").read_text())["parts"]) == 2
+    assert [name for name, _ in hook.told] == ["on_train_start", "on_checkpoint_load"]
+    assert hook.told[1][1]["step"] == 2
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_run_leaves_its_record(tmp_path):
+    class Logs(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("mine", step * 10)
+            trainer.log_dict({"a": 1, "b": 2.5})
+
+    model, optimizer = make()
+    trainer = Trainer(settings(tmp_path, seed=3), model, optimizer, hooks=[Logs()])
+    trainer.fit(batches(3), val_loaders=batches(1))
+    manifest = json.loads((trainer.run.path / "manifest.json").read_text())
+    assert manifest["status"] == "completed"
+    assert manifest["seed"] == 3
+    assert manifest["config"]["max_epochs"] == 1
+    assert [hook["name"] for hook in manifest["hooks"]] == ["logs"]
+    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    by_name = {name: [r["value"] for r in records if r["name"] == name] for name in ("mine", "b")}
+    assert by_name == {"mine": [10, 20, 30], "b": [2.5] * 3}
+    names = [record["name"] for record in records]
+    assert names.count("train/loss") == 3
+    assert names.count("train/loss_epoch") == names.count("val/loss") == 1
+    events = (trainer.run.path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in events] == ["start", "end"]
+
+
+def test_a_failed_run_says_so_in_its_manifest(tmp_path):
+    def broken(model, batch):
+        raise ZeroDivisionError("my step")
+
+    model, optimizer = make()
+    trainer = Trainer(settings(tmp_path), model, optimizer, step_fn=broken)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(batches(1))
+    manifest = json.loads((trainer.run.path / "manifest.json").read_text())
+    assert manifest["status"] == "error"
+    assert "my step" in manifest["last_error"]
+
+
+def test_a_checkpoint_asked_for_within_a_step_is_made_at_its_end(tmp_path):
+    saved = []
+
+    class Saves(hookline.Hook):
+        def on_after_backward(self, trainer):
+            assert trainer.save_checkpoint() is None
+
+        def on_checkpoint_save(self, path, step, trainer):
+            saved.append((path.name, step))
+            assert (path / "manifest.json").is_file()
+
+    model, optimizer = make()
+    Trainer(settings(tmp_path), model, optimizer, hooks=[Saves()]).fit(batches(2))
+    assert saved == [("step_000001", 1), ("step_000002", 2)]
+
+
+def test_a_checkpoint_needs_a_place(tmp_path):
+    model, optimizer = make()
+    trainer = Trainer(settings(tmp_path, runs=None), model, optimizer)
+    trainer.fit(batches(1))
+    with pytest.raises(TrainingError, match="Give a path"):
+        trainer.save_checkpoint()
+    assert trainer.save_checkpoint(tmp_path / "mine").is_dir()
+
+
+def test_resuming_with_other_parts_or_data_is_a_clear_error(tmp_path):
+    model, optimizer, scheduler = parts()
+    trainer = Trainer(settings(tmp_path), model, optimizer, scheduler, hooks=[SaveAt(3)])
+    trainer.fit(batches(4))
+    where = trainer.run.path / "checkpoints" / "step_000003"
+    with pytest.raises(TrainingError, match="1 schedulers, this trainer 0"):
+        Trainer(settings(tmp_path), *parts()[:2]).fit(batches(4), resume_from=where)
+    with pytest.raises(TrainingError, match="loaders have only 1"):
+        Trainer(settings(tmp_path), *parts()).fit(batches(1), resume_from=where)
+    with pytest.raises(hookline.HooklineError, match="nowhere"):
+        Trainer(settings(tmp_path), *parts()).fit(batches(4), resume_from=tmp_path / "nowhere")

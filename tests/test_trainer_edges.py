@@ -1,0 +1,269 @@
+"""Where a trainer could go wrong: after the end, by hand, in turns, at the seams of an epoch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from loops import batches, make, recorder, same, weights
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline import Trainer, TrainerConfig, TrainingError, get_trainer
+
+
+def config(**fields):
+    return TrainerConfig(**({"runs": None, "progress": "off"} | fields))
+
+
+def of(hook, event):
+    return [told[1] for told in hook.told if not isinstance(told, str) and told[0] == event]
+
+
+def two(model):
+    return (
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        torch.optim.SGD(model.second.parameters(), lr=0.1),
+    )
+
+
+def test_after_the_end_one_can_still_validate_save_and_log(tmp_path):
+    model, optimizer = make()
+    trainer = Trainer(config(runs=tmp_path), model, optimizer)
+    trainer.fit(batches(2), val_loaders=batches(1))
+    assert trainer.validate()["val/loss"] > 0
+    saved = trainer.save_checkpoint()
+    assert saved.parent == trainer.run.path / "checkpoints"
+    trainer.log("late", 1.0)
+
+
+def test_an_optimizer_has_to_step_in_every_step():
+    model, optimizer = make()
+    with pytest.raises(TrainingError, match="use `accumulate`"):
+        Trainer(config(optimizer_every=[2]), model, optimizer)
+
+
+def test_gradients_of_a_skipped_turn_are_dropped_for_every_optimizer_that_was_due():
+    model, _ = make()
+    data = batches(4)
+    data[1] = (data[1][0], torch.full_like(data[1][1], float("nan")))
+    trainer = Trainer(config(optimizer_every=[1, 2], on_nan="skip"), model, two(model))
+    trainer.fit(data)
+    assert all(weight.isfinite().all() for weight in weights(model))
+
+
+def test_clipping_several_optimizers_tells_the_norm_of_all_gradients():
+    hook = recorder(on_step_end=("grad_norm",), on_gradient_clip=("grad_norm",))
+    model, _ = make()
+    norms = []
+
+    class Norm(hookline.Hook):
+        def on_after_backward(self, model):
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+    Trainer(config(clip_norm=0.1), model, two(model), hooks=[Norm(), hook]).fit(batches(1))
+    assert float(of(hook, "on_step_end")[0]["grad_norm"]) == pytest.approx(norms[0].item())
+
+
+def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
+    class Skips(hookline.Hook):
+        def on_before_optimizer_step(self, trainer, batch_idx=None):
+            if trainer.step == 2 and not getattr(trainer, "once", False):
+                trainer.once = True
+                trainer.skip_optimizer_step()
+
+    hook = recorder(on_validation_end=("step",))
+    model, optimizer = make()
+    trainer = Trainer(
+        config(validate_every_steps=2, validate_every_epochs=None),
+        model,
+        optimizer,
+        hooks=[Skips(), hook],
+    )
+    trainer.fit(batches(5), val_loaders=batches(1))
+    assert [a["step"] for a in of(hook, "on_validation_end")] == [2, 4]
+
+
+def test_hooks_in_validation_draw_none_of_trainings_random_numbers():
+    class Draws(hookline.Hook):
+        def on_validation_start(self):
+            torch.rand(7)
+
+        def on_validation_end(self):
+            torch.rand(7)
+
+    def run(*hooks):
+        model, optimizer = make()
+        trainer = Trainer(config(max_epochs=2), model, optimizer, hooks=hooks)
+        trainer.fit(batches(3), val_loaders=batches(1))
+        return weights(model)
+
+    assert same(run(), run(Draws()))
+
+
+# -- by hand --------------------------------------------------------------------------------------
+
+
+def test_a_trainer_with_data_accumulates_by_hand_as_well():
+    model, optimizer = make()
+    trainer = get_trainer(
+        "simple", model, batches(2), optimizer, accumulate=2, runs=None, progress="off"
+    )
+    for batch in batches(6):
+        trainer.training_step(batch)
+    assert trainer.step == 3
+    trainer.finish()
+
+
+def test_finish_steps_with_what_is_there_and_ends_the_epoch():
+    hook = recorder("on_epoch_end", "on_step_end", on_train_end=("status",))
+    model, optimizer = make()
+    trainer = Trainer(config(accumulate=2), model, optimizer, hooks=[hook])
+    for batch in batches(3):
+        trainer.training_step(batch)
+    trainer.finish()
+    assert trainer.step == 2
+    assert hook.told == [
+        "on_step_end",
+        "on_step_end",
+        "on_epoch_end",
+        ("on_train_end", {"status": "completed"}),
+    ]
+
+
+def test_an_exception_by_hand_is_told_too():
+    hook = recorder("on_exception", on_train_end=("status",))
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer, hooks=[hook])
+    with pytest.raises(TrainingError):
+        trainer.training_step(torch.ones(2, 8))
+    assert hook.told == ["on_exception", ("on_train_end", {"status": "error"})]
+
+
+def test_a_checkpoint_made_by_hand_can_be_resumed(tmp_path):
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    for batch in batches(2):
+        trainer.training_step(batch)
+    saved = trainer.save_checkpoint(tmp_path / "mine")
+    trainer.finish()
+    again, optimizer = make(seed=1)
+    resumed = Trainer(config(max_steps=5), again, optimizer).fit(batches(3), resume_from=saved)
+    assert resumed.step == 5
+
+
+# -- the seams of an epoch ------------------------------------------------------------------------
+
+
+class Counts(hookline.Hook):
+    """Counts what it is told, and saves a checkpoint in one of these events."""
+
+    def __init__(self, save_in, at):
+        self.counts = {}
+        self.save_in, self.at = save_in, at
+
+    def _count(self, event, trainer):
+        self.counts[event] = self.counts.get(event, 0) + 1
+        if (event, self.counts[event]) == (self.save_in, self.at):
+            trainer.save_checkpoint()
+
+    def on_validation_end(self, trainer):
+        self._count("validation", trainer)
+
+    def on_epoch_end(self, trainer):
+        self._count("epoch", trainer)
+
+    def on_step_end(self, trainer):
+        self._count("step", trainer)
+
+    def state_dict(self):
+        return {"counts": dict(self.counts)}
+
+    def load_state_dict(self, state):
+        self.counts = dict(state["counts"])
+
+
+@pytest.mark.parametrize("save_in", ["epoch", "validation", "step"])
+def test_a_checkpoint_asked_for_anywhere_resumes_without_repeating_or_missing_anything(
+    tmp_path, save_in
+):
+    def parts():
+        generator = torch.Generator().manual_seed(4)
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(
+            TensorDataset(x, x[:, :4]), batch_size=4, shuffle=True, generator=generator
+        )
+        model, optimizer = make()
+        return model, optimizer, loader
+
+    fields = {"runs": tmp_path, "max_epochs": 3, "seed": 1}
+    model, optimizer, loader = parts()
+    whole = Counts(save_in, 2)
+    trainer = Trainer(config(**fields), model, optimizer, hooks=[whole])
+    trainer.fit(loader, val_loaders=batches(1))
+    model_2, optimizer_2, loader = parts()
+    rest = Counts("never", 0)
+    Trainer(config(**fields), model_2, optimizer_2, hooks=[rest]).fit(
+        loader, val_loaders=batches(1), resume_from=trainer.run.path
+    )
+    assert same(weights(model_2), weights(model))
+    assert rest.counts == whole.counts == {"step": 9, "validation": 3, "epoch": 3}
+
+
+def test_text_that_a_hook_puts_into_metrics_does_not_break_checkpoints(tmp_path):
+    class Puts(hookline.Hook):
+        def on_validation_end(self, metrics, trainer):
+            metrics["verdict"] = "good"
+            trainer.save_checkpoint()
+
+    model, optimizer = make()
+    trainer = Trainer(config(runs=tmp_path), model, optimizer, hooks=[Puts()])
+    trainer.fit(batches(1), val_loaders=batches(1))
+    assert (trainer.run.path / "checkpoints" / "step_000001").is_dir()
+
+
+def test_a_resume_that_fails_tells_no_hook_of_an_end_without_a_beginning(tmp_path):
+    hook = recorder("on_train_start", "on_exception", "on_train_end")
+    model, optimizer = make()
+    with pytest.raises(hookline.CheckpointError):
+        Trainer(config(), model, optimizer, hooks=[hook]).fit(
+            batches(1), resume_from=tmp_path / "nothing"
+        )
+    assert hook.told == []
+
+
+def test_a_fit_after_a_failed_one_is_clean(tmp_path):
+    calls = []
+
+    def step(model, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    model, optimizer = make()
+    trainer = Trainer(config(runs=tmp_path, accumulate=3), model, optimizer, step_fn=step)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(batches(3))
+    trainer.fit(batches(3))
+    manifest = json.loads((trainer.run.path / "manifest.json").read_text())
+    assert (manifest["status"], manifest["last_error"]) == ("completed", None)
+    assert trainer.step == 1
+
+
+def test_the_record_says_why_training_stopped_and_which_hooks_were_toggled(tmp_path):
+    class Stops(hookline.Hook):
+        def on_step_end(self, trainer):
+            trainer.disable_hook("other")
+            trainer.stop("good enough")
+
+    model, optimizer = make()
+    trainer = Trainer(config(runs=tmp_path), model, optimizer, hooks=[Stops()])
+    trainer.add_hook(recorder("on_epoch_end"), "other")
+    trainer.fit(batches(3))
+    lines = (trainer.run.path / "events.jsonl").read_text().splitlines()
+    events = {event["kind"]: event for event in map(json.loads, lines)}
+    assert events["end"]["reason"] == "good enough"
+    assert events["hooks"]["hooks"] == {"stops": "enabled", "other": "disabled"}
