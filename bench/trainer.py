@@ -6,6 +6,7 @@ production. The model is as small as they come, so that what the loop costs cann
 
 from __future__ import annotations
 
+import gc
 import resource
 import tempfile
 from functools import partial
@@ -97,10 +98,17 @@ def memory(steps: int = 100_000) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = hookline.TrainerConfig(runs=Path(folder), progress="off", max_steps=2000)
         hookline.Trainer(config, *_parts(), loss_fn=mse_loss).fit(data)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = _resident()
         config = hookline.TrainerConfig(runs=Path(folder), progress="off", max_steps=steps)
         hookline.Trainer(config, *_parts(), loss_fn=mse_loss).fit(data)
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        return _resident() - before
+
+
+def _resident() -> float:
+    """What the process holds now, in MB."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def _one(value: float) -> Spread:

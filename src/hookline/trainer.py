@@ -98,7 +98,8 @@ class Trainer:
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
         self._loss_of = LossOf(step_fn, loss_fn)
-        self._tokens_fn = tokens_fn or tokens_in
+        self._tokens_fn = tokens_fn
+        self._tokens = tokens_fn or tokens_in
         self._moment = TrainerMoment(self, self.model, self.optimizers, self.config)
         self._watch = ModelWatch(
             self.model, self._before_forward, self._after_forward, _nothing, _nothing
@@ -219,7 +220,7 @@ class Trainer:
         moment.made_metrics = None
         if live.on_train_batch_start is not None:
             live.on_train_batch_start(moment)
-        tokens = self._tokens_fn(batch)
+        tokens = 0 if type(batch) is tuple and self._tokens_fn is None else self._tokens(batch)
         if strategy.moves:
             batch = strategy.move(batch)
 
@@ -275,9 +276,11 @@ class Trainer:
             live.on_train_batch_end(moment)
         if complete:
             self._end_step()
-            self._boundary()
+            if self._validate_every:
+                self._boundary()
         self._in_between = True
-        self._save_if_wanted()
+        if self._wants_checkpoint:
+            self._save_if_wanted()
         return own
 
     def _run_step(self) -> None:

@@ -31,6 +31,10 @@ class Means:
         if kept is None:
             kept = self._kept[name] = []
             self._weights[name] = 0.0
+        if type(value) is float and weight == 1.0:  # a number needs no keeping
+            self._sums[name] = self._sums.get(name, 0.0) + value
+            self._weights[name] += 1.0
+            return
         kept.append(value if weight == 1.0 else value * weight)
         self._weights[name] += weight
         if len(kept) >= _FOLD:
