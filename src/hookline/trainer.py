@@ -23,7 +23,7 @@ import torch
 
 from hookline.config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.dispatch import HookManager
+from hookline.dispatch import HookHolder, HookManager
 from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Hook
 from hookline.loaders import Drawn, Mixing, Stream
@@ -55,7 +55,7 @@ __all__ = ["Trainer", "get_trainer"]
 log = logging.getLogger("hookline")
 
 
-class Trainer:
+class Trainer(HookHolder):
     """Trains a model, and calls hooks while it does.
 
         trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
@@ -478,27 +478,6 @@ class Trainer:
         """Record several scalars with this step."""
         for name, value in values.items():
             self.log(name, value)
-
-    def add_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
-        """Register a hook; see `HookManager.add_hook`."""
-        return self.hooks.add_hook(hook, name, **options)
-
-    def remove_hook(self, name: str) -> Hook:
-        """Take a hook out."""
-        return self.hooks.remove_hook(name)
-
-    def enable_hook(self, name: str) -> None:
-        """Switch a hook on."""
-        self.hooks.enable_hook(name)
-
-    def disable_hook(self, name: str) -> None:
-        """Switch a hook off."""
-        self.hooks.disable_hook(name)
-
-    @property
-    def hook_manager(self) -> HookManager:
-        """Another name for `hooks`."""
-        return self.hooks
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -4,10 +4,12 @@ One idea per file: `binding` matches methods and parameters, `schedule` says whe
 `order` in which order hooks come, `compiler` writes the text of a dispatcher, `dispatcher` makes it
 callable, `failures` keeps a failing hook from training, `accounting` knows what hooks cost,
 `states` saves and loads theirs, `source` is where hand-fired events get their arguments, `entry`
-is a hook as it is registered, `manager` the HookManager, `runner` the HookRunner.
+is a hook as it is registered, `manager` the HookManager, `runner` the HookRunner, `holder`
+what trainers and sessions pass on to it.
 """
 
 from hookline.dispatch.accounting import HookInfo, Summary
+from hookline.dispatch.holder import HookHolder
 from hookline.dispatch.manager import HookManager
 from hookline.dispatch.runner import HookRunner
 from hookline.dispatch.schedule import Schedule
@@ -15,6 +17,7 @@ from hookline.dispatch.settings import HookSettings
 from hookline.dispatch.states import StateReport
 
 __all__ = [
+    "HookHolder",
     "HookInfo",
     "HookManager",
     "HookRunner",

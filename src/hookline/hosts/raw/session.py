@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from hookline.context import LazyFloat, Metrics
-from hookline.dispatch import HookManager, HookSettings
+from hookline.dispatch import HookHolder, HookManager, HookSettings
 from hookline.errors import HooklineError, NotSuppliedError
 from hookline.hook import Hook
 from hookline.hosts.raw.averages import Averages
@@ -25,7 +25,7 @@ log = logging.getLogger("hookline")
 T = TypeVar("T")
 
 
-class Session:
+class Session(HookHolder):
     """What `attach` returns: the handle to detach, and the calls that tell hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
@@ -64,29 +64,6 @@ class Session:
         self.hooks.register_hooks(hooks)
         self._steps = StepWatch(self, self._moment, scaler)
         self.hooks.on_change = self._steps.hooks_changed
-
-    # -- the hooks --------------------------------------------------------------------------------
-
-    @property
-    def hook_manager(self) -> HookManager:
-        """Another name for `hooks`."""
-        return self.hooks
-
-    def add_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
-        """Register a hook; see `HookManager.add_hook`."""
-        return self.hooks.add_hook(hook, name, **options)
-
-    def remove_hook(self, name: str) -> Hook:
-        """Take a hook out."""
-        return self.hooks.remove_hook(name)
-
-    def enable_hook(self, name: str) -> None:
-        """Switch a hook on."""
-        self.hooks.enable_hook(name)
-
-    def disable_hook(self, name: str) -> None:
-        """Switch a hook off."""
-        self.hooks.disable_hook(name)
 
     # -- where training stands --------------------------------------------------------------------
 
