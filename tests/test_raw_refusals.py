@@ -99,6 +99,17 @@ def test_the_loss_of_an_accumulating_loop_is_refused_not_guessed():
     assert same(weights(model), before)
 
 
+def test_a_backward_on_many_numbers_has_no_loss():
+    model, optimizer = make()
+    with (
+        pytest.raises(NotSuppliedError, match="was not called on a single number"),
+        hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]),
+    ):
+        outputs = model(batches(1)[0][0])
+        outputs.backward(torch.ones_like(outputs))
+        optimizer.step()
+
+
 def test_the_loss_of_a_batch_that_ends_without_a_step_is_refused():
     model, optimizer = make()
     with (

@@ -142,6 +142,26 @@ def test_validation_is_told_with_means_and_under_both_names():
     assert told["on_epoch_end"]["metrics"]["val/loss"] == 2.0
 
 
+def test_a_batch_goes_on_after_a_validation_within_it():
+    hook, model, optimizer = tell(on_train_batch_end=("batch_idx", "loader_name"))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for x, y in session.batches(batches(2)):
+            with session.validation():
+                for _ in session.batches([1, 2, 3]):
+                    pass
+            train(model, optimizer, [(x, y)])
+    told = [(a["batch_idx"], a["loader_name"]) for _, a in hook.told]
+    assert told == [(0, "train"), (1, "train")]
+
+
+def test_means_of_half_precision_numbers_are_not_rounded_on_the_way():
+    hook, model, optimizer = tell(on_validation_end=("metrics",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.validation():
+        for _ in range(1000):
+            session.log("loss", torch.tensor(1.0, dtype=torch.bfloat16))
+    assert hook.told[0][1]["metrics"]["val/loss"] == 1.0
+
+
 def test_what_a_user_hook_puts_into_metrics_hooks_after_it_see():
     class Adds(hookline.Hook):
         def on_validation_end(self, metrics):
