@@ -566,6 +566,15 @@ def test_hooks_come_from_a_configuration_by_class_path():
     assert trainer.config.debug is False
 
 
+def test_a_configuration_may_be_a_mapping_and_nothing_else_is_one():
+    trainer = Trainer({"runs": None, "progress": "off", "max_epochs": 2}, *make())
+    assert trainer.fit(batches(2)).step == 4
+    with pytest.raises(hookline.ConfigError, match="Did you mean 'max_epochs'"):
+        Trainer({"max_epoch": 2}, *make())
+    with pytest.raises(TypeError, match="not 'fast', a str"):
+        Trainer("fast", *make())
+
+
 def test_hooks_may_put_attributes_on_the_trainer():
     class Puts(hookline.Hook):
         def on_step_end(self, trainer):
@@ -620,6 +629,8 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
     with pytest.raises(TrainingError, match="does not have"):
         foreign = torch.optim.SGD(other.parameters(), lr=1)
         Trainer(config(), model, optimizer, torch.optim.lr_scheduler.StepLR(foreign, 1))
+    with pytest.raises(TrainingError, match=r"let hooks into it with hookline\.attach"):
+        Trainer(config(), model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TrainingError, match="2 numbers for 1"):
         Trainer(config(optimizer_every=[1, 2]), model, optimizer)
     with pytest.raises(TrainingError, match=r"'cuda' cannot be used here|'nowhere'"):

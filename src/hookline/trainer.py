@@ -65,7 +65,7 @@ class Trainer(HookHolder):
     Hooks get it as `trainer`, and may put attributes of their own on it.
 
     Args:
-        config: a `TrainerConfig`, or a `HooksConfig` alone.
+        config: a `TrainerConfig`, a mapping with its fields, or a `HooksConfig` alone.
         model: the model.
         optimizers: the optimizer, or several.
         schedulers: learning-rate schedulers, each for the optimizer it was made with.
@@ -77,7 +77,7 @@ class Trainer(HookHolder):
 
     def __init__(
         self,
-        config: TrainerConfig | HooksConfig | None,
+        config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         schedulers: Any = None,
@@ -89,6 +89,13 @@ class Trainer(HookHolder):
     ) -> None:
         if isinstance(config, HooksConfig):
             config = TrainerConfig(hooks=config)
+        if isinstance(config, Mapping):
+            config = TrainerConfig(**config)
+        if config is not None and not isinstance(config, TrainerConfig):
+            raise TypeError(
+                "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
+                f"fields of a TrainerConfig, not {config!r}, a {type(config).__name__}."
+            )
         self.config = config if config is not None else TrainerConfig()
         self.device = device_for(self.config.device, checked_model(model))
         self._strategy = Plain(self.device, self.config.precision)

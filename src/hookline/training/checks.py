@@ -51,6 +51,11 @@ def checked_optimizers(
                 f"An optimizer is a torch.optim.Optimizer, not {optimizer!r}, "
                 f"a {type(optimizer).__name__}."
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TrainingError(
+                "LBFGS evaluates a closure many times in a step, which this loop does not have. "
+                "Write the loop yourself, and let hooks into it with hookline.attach."
+            )
     if not optimizers:
         raise TrainingError("A trainer needs at least one optimizer, got none.")
     if every is not None and len(every) != len(optimizers):
