@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 __all__ = ["Hook", "Rank"]
@@ -52,6 +53,8 @@ class Hook:
 
     hookline_rank: ClassVar[Rank] = Rank.USER
     hookline_name: str | None = None
+    hookline_options: Mapping[str, Any] = MappingProxyType({})
+    """What the hook was made with, where that is known: the manifest lists it."""
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None:

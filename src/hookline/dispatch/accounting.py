@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -102,6 +102,7 @@ class HookInfo:
     seconds: float
     share: float
     removed: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def status(self) -> str:

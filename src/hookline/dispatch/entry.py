@@ -97,6 +97,7 @@ class Entry:
             calls=sum(tally.calls for tally in self.tallies.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
+            options=dict(self.hook.hookline_options),
         )
 
     def gone(self, before: Gone | None) -> Gone:
@@ -145,6 +146,8 @@ def free_name(hook: Hook, name: str | None, taken: set[str], replace: bool = Fal
             )
         return given
     automatic = snake_case(type(hook).__name__)
+    if type(hook).hookline_rank:  # built-ins: ConsoleLogHook is `console_log`
+        automatic = automatic.removesuffix("_hook")
     if replace or automatic not in taken:
         return automatic
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)

@@ -1,0 +1,1 @@
+"""Built-in hooks, by what they are for."""

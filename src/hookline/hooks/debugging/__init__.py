@@ -1,0 +1,1 @@
+"""Built-in hooks that find out what goes wrong."""

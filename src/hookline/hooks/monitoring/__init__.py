@@ -1,0 +1,1 @@
+"""Built-in hooks that see how training goes."""

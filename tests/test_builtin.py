@@ -1,0 +1,102 @@
+"""What all built-in hooks have in common: options that are checked, and remembered."""
+
+import copy
+import pickle
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field, PositiveInt
+
+import hookline
+from hookline.hook import Rank
+from hookline.hooks.builtin import BuiltIn, options_of
+
+
+class TunedHook(BuiltIn):
+    """Does nothing.
+
+    Args:
+        monitor: what to look at,
+            in two lines.
+        mode: which is better.
+        patience: how often.
+        share: a part.
+    """
+
+    hookline_rank = Rank.MONITOR
+
+    def __init__(
+        self,
+        monitor: str = "val/loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        patience: PositiveInt = 3,
+        share: Annotated[float, Field(gt=0, lt=1)] | None = None,
+        anything: Any = None,
+    ) -> None:
+        self.made_with = monitor, mode, patience, share, anything
+
+    def on_step_end(self) -> None: ...
+
+
+def test_options_are_given_as_they_are_and_remembered() -> None:
+    hook = TunedHook("train/loss", patience=7)
+    assert hook.made_with == ("train/loss", "min", 7, None, None)
+    assert hook.hookline_options == {"monitor": "train/loss", "patience": 7}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_a_copy_has_the_options_too(copied: Any) -> None:
+    hook = copied(TunedHook(mode="max"))
+    assert hook.hookline_options == {"mode": "max"}
+    assert hook.made_with[1] == "max"
+
+
+def test_an_unknown_option_names_the_nearest_and_all_there_are() -> None:
+    with pytest.raises(hookline.ConfigError) as error:
+        TunedHook(patiance=3)  # type: ignore[call-arg]
+    assert "TunedHook: 'patiance' is no option. Did you mean 'patience'?" in str(error.value)
+    assert "monitor, mode, patience, share, anything" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"mode": "least"}, "'mode' is 'least'. Input should be 'min' or 'max'"),
+        ({"patience": 0}, "'patience' is 0. Input should be greater than 0"),
+        ({"share": 1.5}, "'share' is 1.5. Input should be less than 1"),
+        ({"monitor": 3}, "'monitor' is 3. Input should be a valid string"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_named_with_what_is(
+    options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(hookline.ConfigError) as error:
+        TunedHook(**options)
+    assert expected in str(error.value)
+
+
+def test_all_problems_are_said_at_once() -> None:
+    with pytest.raises(hookline.ConfigError) as error:
+        TunedHook(mode="least", patience=-1)  # type: ignore[arg-type]
+    assert "'mode'" in str(error.value)
+    assert "'patience'" in str(error.value)
+
+
+def test_options_are_described_from_the_code() -> None:
+    options = options_of(TunedHook)
+    assert list(options) == ["monitor", "mode", "patience", "share", "anything"]
+    assert options["monitor"].text == "what to look at, in two lines."
+    assert options["mode"].default == "min"
+    assert not options["mode"].required
+
+
+def test_the_automatic_name_of_a_built_in_lacks_the_word_hook() -> None:
+    manager = hookline.HookManager()
+    assert [manager.add_hook(TunedHook()), manager.add_hook(TunedHook())] == ["tuned", "tuned_2"]
+
+
+def test_describe_shows_the_options() -> None:
+    manager = hookline.HookManager()
+    manager.add_hook(TunedHook(patience=4))
+    assert manager.describe()[0].options == {"patience": 4}
