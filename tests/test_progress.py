@@ -222,10 +222,10 @@ def test_validation_and_messages_are_lines_of_their_own(make: Any) -> None:
     display, stream, clock = make()
     display.start(epochs=3, steps=9)
     run(display, clock, 2)
-    display.validation({"val/loss": LazyFloat(1.25), "val/histogram": [1, 2]}, 0)
+    display.validation({"val/loss": LazyFloat(1.25), "val/histogram": [1, 2]}, 0, 7)
     display.say("[/b] as it is")
     lines = [line.split("\r")[-1] for line in shown(stream).split("\n")]
-    assert "epoch 1/3  val/loss 1.2500" in lines
+    assert "epoch 1/3  step 7  val/loss 1.2500" in lines
     assert "[/b] as it is" in lines
 
 
@@ -279,7 +279,7 @@ def test_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
             display.start(epochs=1, steps=1)
             display.epoch(0, 1)
             display.advance(1, 1.0)
-            display.validation({}, 0)
+            display.validation({}, 0, 1)
             display.say("hello")
     assert capsys.readouterr() == ("", "")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from loops import Net, batches, make, recorder, same, train, weights
+from loops import Net, batches, make, recorder, run_on_two_ranks, same, train, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -316,24 +313,6 @@ with hookline.attach(model, optimizer, hooks=[Norms()], settings=settings):
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def run_on_two_ranks(script: str, folder: Path) -> str:
-    path = folder / "script.py"
-    path.write_text(script)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
-            *("--standalone", str(path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

@@ -646,3 +646,17 @@ def test_parameters_that_no_optimizer_holds_are_named(caplog):
     model, _ = make()
     Trainer(config(), model, torch.optim.SGD(model.first.parameters(), lr=0.1))
     assert "second.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_epochs", "many", "TrainerConfig: 'max_epochs' is 'many'. Input should be a valid"),
+        ("max_epoch", 3, "'max_epoch' is no field. Did you mean 'max_epochs'? The fields are: max"),
+    ],
+)
+def test_a_wrong_assignment_to_a_configuration_says_what_is_right(name, value, message):
+    config = TrainerConfig(max_epochs=2)
+    with pytest.raises(hookline.ConfigError, match=re.escape(message)):
+        setattr(config, name, value)
+    assert config.max_epochs == 2

@@ -64,3 +64,9 @@ def test_elsewhere_than_in_a_terminal_progress_is_plain_lines_and_a_table(tmp_pa
 def test_the_display_is_off_with_one_setting(tmp_path, capsys, off):
     run(tmp_path, progress=off)
     assert capsys.readouterr().out == ""
+
+
+def test_an_unknown_kind_is_an_error_also_without_a_record():
+    trainer = Trainer(TrainerConfig(runs=None, progress="off"), *make())
+    with pytest.raises(hookline.RunError, match=r"Unknown kind 'picture'\. There are 'scalar'"):
+        trainer.log("a", 1.0, kind="picture")

@@ -24,6 +24,12 @@ class Config(BaseModel):
         except ValidationError as error:
             raise ConfigError(_readable(type(self), error)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ConfigError(_readable(type(self), error)) from None
+
     # As pydantic's own: it is not called for models within models, whose errors keep their path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
@@ -32,7 +38,7 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> str:
     lines = []
     for one in error.errors():
         path = ".".join(str(part) for part in one["loc"])
-        if one["type"] == "extra_forbidden":
+        if one["type"] in ("extra_forbidden", "no_such_attribute"):
             fields = _fields_at(kind, one["loc"][:-1])
             hint = nearest(str(one["loc"][-1]), fields)
             lines.append(f"'{path}' is no field.{hint} The fields are: {', '.join(fields)}.")

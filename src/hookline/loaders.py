@@ -38,7 +38,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import chain, count, cycle, islice, repeat
 from numbers import Real
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
@@ -94,6 +93,9 @@ class Mixing:
             object.__setattr__(self, "pattern", _checked_pattern(self.pattern))
         if self.weights is not None:
             object.__setattr__(self, "weights", _checked_weights(self.weights))
+
+
+_Tuple = tuple[Any, int, int, str]
 
 
 class Drawn(NamedTuple):
@@ -185,8 +187,12 @@ class Stream:
         """
         if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
             raise ValueError(f"skip is {skip!r}; expected a number of batches, 0 or more.")
-        batches = self._in_sequence() if self._turns is None else self._mixed(self._turns)
+        batches = map(Drawn._make, self.tuples())
         return islice(batches, skip, None) if skip else batches
+
+    def tuples(self) -> Iterator[_Tuple]:
+        """Go through one epoch as plain tuples with the fields of `Drawn`, for a quick loop."""
+        return self._in_sequence() if self._turns is None else self._mixed(self._turns)
 
     def _check(self) -> None:
         lengths = self._lengths()
@@ -214,7 +220,7 @@ class Stream:
 
     # One loader after the other. A single loader comes here too, whatever the order.
 
-    def _in_sequence(self) -> Iterator[Drawn]:
+    def _in_sequence(self) -> Iterator[_Tuple]:
         wanted, numbers = self._mixing.length, [count() for _ in self.names]
         once = range(len(self.names))
         if not isinstance(wanted, int):
@@ -224,17 +230,15 @@ class Stream:
 
     def _one_after_another(
         self, order: Iterable[int], numbers: list[count[int]]
-    ) -> Iterator[Drawn]:
-        # The hot path of a trainer: from the loader's batch to the tuple no Python code runs.
-        drawn = partial(tuple.__new__, Drawn)
-        passes = (
-            map(drawn, zip(self._one_pass(i), numbers[i], repeat(i), repeat(self.names[i])))
-            for i in order
+    ) -> Iterator[_Tuple]:
+        # The hot path of a trainer: no Python code runs between two batches of a loader, and `zip`
+        # gives the same tuple again when nobody has kept it.
+        return chain.from_iterable(
+            zip(self._one_pass(i), numbers[i], repeat(i), repeat(self.names[i])) for i in order
         )
-        return cast("Iterator[Drawn]", chain.from_iterable(passes))
 
     def _one_pass(self, idx: int) -> Iterator[Any]:
-        """Go through a loader once. Nothing is called before the first batch is asked for."""
+        """Begin to go through a loader once: its first batch is drawn."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self._begun:
             raise _used_up(self._what, name, loader)
@@ -244,13 +248,11 @@ class Stream:
         first = next(iterator, _END)
         if first is _END:
             raise _empty(self._what, name)
-        yield first
-        del first  # else it would stay in memory for the whole pass
-        yield from iterator
+        return chain(map([first].pop, [0]), iterator)  # popped: else it would stay in memory
 
     # In turns.
 
-    def _mixed(self, turns: _Turns) -> Iterator[Drawn]:
+    def _mixed(self, turns: _Turns) -> Iterator[_Tuple]:
         sources = [_Source(self, idx) for idx in range(len(self.names))]
         wanted, total = self._mixing.length, self.length()
         if wanted == "shortest":
@@ -266,10 +268,12 @@ class Stream:
         everyone = [True] * len(sources)
         return islice((sources[i].draw_again() for i in turns.among(everyone)), total)
 
-    def _while_all_last(self, turns: _Turns, sources: list[_Source], ahead: int) -> Iterator[Drawn]:
+    def _while_all_last(
+        self, turns: _Turns, sources: list[_Source], ahead: int
+    ) -> Iterator[_Tuple]:
         order, some = turns.among([True] * len(sources)), False
         while True:
-            held: list[Drawn] = []
+            held: list[_Tuple] = []
             for idx in islice(order, ahead):
                 drawn = sources[idx].draw()
                 if drawn is None:
@@ -297,39 +301,41 @@ class _Source:
         self._idx = idx
         self._name = stream.names[idx]
         self._count = 0
-        self._pass = stream._one_pass(idx)
+        self._pass: Iterator[Any] | None = None
         self._held: Any = _END
         self._ended = False
 
-    def draw(self) -> Drawn | None:
+    def draw(self) -> _Tuple | None:
         """The next batch of this pass; None at its end."""
         batch, self._held = self._held, _END
+        if self._pass is None:
+            self._pass = self._stream._one_pass(self._idx)
         if batch is _END:
             batch = next(self._pass, _END)
         if batch is _END:
             self._ended = True
             return None
         self._count += 1
-        return Drawn(batch, self._count - 1, self._idx, self._name)
+        return batch, self._count - 1, self._idx, self._name
 
-    def draw_again(self) -> Drawn:
+    def draw_again(self) -> _Tuple:
         """The next batch, the first one again after the last."""
         drawn = self.draw()
         if drawn is None:
-            self._pass = self._stream._one_pass(self._idx)
+            self._pass = None
             drawn = self.draw()
         assert drawn is not None  # an empty pass has raised
         return drawn
 
     def through(self) -> bool:
         """Whether the loader's last batch has been drawn. Looks one batch ahead."""
-        if self._count and not self._ended and self._held is _END:
+        if self._pass is not None and not self._ended and self._held is _END:
             self._held = next(self._pass, _END)
             self._ended = self._held is _END
         return self._ended
 
 
-def _until_all_dropped(turns: _Turns, sources: list[_Source]) -> Iterator[Drawn]:
+def _until_all_dropped(turns: _Turns, sources: list[_Source]) -> Iterator[_Tuple]:
     alive = [True] * len(sources)
     for idx in turns.among(alive):
         drawn = sources[idx].draw()
@@ -341,7 +347,7 @@ def _until_all_dropped(turns: _Turns, sources: list[_Source]) -> Iterator[Drawn]
             return
 
 
-def _until_all_through(turns: _Turns, sources: list[_Source]) -> Iterator[Drawn]:
+def _until_all_through(turns: _Turns, sources: list[_Source]) -> Iterator[_Tuple]:
     order = turns.among([True] * len(sources))
     while True:
         for idx in islice(order, turns.round_size):

@@ -43,7 +43,13 @@ class LossOf:
             return _checked(self.step_fn(model, batch), "step_fn")
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             inputs, targets = batch
-            return self._by_function(model(inputs), targets), _NONE
+            outputs = model(inputs)
+            if self.loss_fn is None:
+                return self._by_default(outputs, targets), _NONE
+            loss = self.loss_fn(outputs, targets)
+            if type(loss) is torch.Tensor and not loss.ndim:  # as usual
+                return loss, _NONE
+            return _checked(loss, "loss_fn")[0], _NONE
         if isinstance(batch, Mapping):
             return self._of_mapping(model, batch)
         raise TrainingError(
@@ -71,14 +77,9 @@ class LossOf:
                 f"{', '.join(_TARGETS)}: {structure(batch)}. Give step_fn(model, batch)."
             )
         outputs = model(**{name: value for name, value in batch.items() if name != key})
-        return self._by_function(outputs, batch[key]), _NONE
+        return _checked(self.loss_fn(outputs, batch[key]), "loss_fn")[0], _NONE
 
-    def _by_function(self, outputs: Any, targets: Any) -> torch.Tensor:
-        if self.loss_fn is not None:
-            loss = self.loss_fn(outputs, targets)
-            if type(loss) is torch.Tensor and not loss.ndim:
-                return loss  # the usual case, on the hot path
-            return _checked(loss, "loss_fn")[0]
+    def _by_default(self, outputs: Any, targets: Any) -> torch.Tensor:
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             raise TrainingError(
                 f"No default loss for outputs {structure(outputs)} and targets "

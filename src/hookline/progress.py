@@ -42,6 +42,8 @@ class Progress:
     As a context manager it ends when the block does, whatever happened in it.
     """
 
+    shows = False
+
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
         """Training begins, or goes on after `first_step` steps; None is an unknown total."""
 
@@ -51,7 +53,7 @@ class Progress:
     def advance(self, step: int, loss: Loss) -> None:
         """A batch is done, and `step` steps are complete."""
 
-    def validation(self, metrics: Mapping[str, Any], epoch: int) -> None:
+    def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         """Show the metrics of a validation."""
 
     def say(self, text: str) -> None:
@@ -71,6 +73,7 @@ class Progress:
 class _Display(Progress):
     """Counts, and decides when to show; subclasses say how."""
 
+    shows = True
     waits = False  # whether to wait for the device's newest loss, or to show the one before
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -117,10 +120,10 @@ class _Display(Progress):
             self._attempt(self._show, now, self._loss if self.waits or earlier is None else earlier)
             self._due = now + self._interval(now)
 
-    def validation(self, metrics: Mapping[str, Any], epoch: int) -> None:
+    def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
         parts = [f"{name} {text}" for name, text in numbers.items() if text]
-        self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}", *parts]))
+        self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *parts]))
 
     def say(self, text: str) -> None:
         self._attempt(self._print, text)

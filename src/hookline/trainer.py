@@ -1,6 +1,6 @@
 """The trainer: one loop, to be read from top to bottom.
 
-    fit → _run_epochs → _run_epoch → _run_batch → _run_step → _boundary
+    fit → _run_epochs → _run_epoch → _run_batches → _run_step → _boundary → _decide
                       → validate
 
 Everything that hooks get is written into the moment; events are fired as
@@ -17,14 +17,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from hookline.config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookHolder, HookManager
-from hookline.errors import HooklineError, TrainingError
+from hookline.errors import HooklineError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loaders import Drawn, Mixing, Stream
 from hookline.losses import LossOf
@@ -36,6 +36,7 @@ from hookline.training import (
     LateNanCheck,
     Means,
     TrainerMoment,
+    Wishes,
     checked_model,
     checked_optimizers,
     device_for,
@@ -48,6 +49,7 @@ from hookline.training import (
 from hookline.training.position import Position
 from hookline.training.record import Record
 from hookline.training.snapshot import load_snapshot, save_snapshot
+from hookline.training.zeroing import let_go_of_gradients
 from hookline.watch import ModelWatch
 
 __all__ = ["Trainer", "get_trainer"]
@@ -129,13 +131,10 @@ class Trainer(HookHolder):
         self._position = Position()
         self._read_config()
         self._group: list[Any] = []  # losses of the batches that make the next step
-        self._due: list[torch.optim.Optimizer] = []  # who has a turn in this step
-        self._skips: dict[int, str] = {}
-        self._stop_reason: str | None = None
-        self._wants_checkpoint = False
+        self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in this step
+        self._wishes = Wishes()
         self._in_between = True
         self._by_hand = False
-        self._stepped = False
         self._round = 0
         self._running = self._started = False
 
@@ -170,7 +169,8 @@ class Trainer(HookHolder):
 
     def _run_epochs(self, last: int | None) -> None:
         config, moment, live = self.config, self._moment, self._live
-        while not self._is_done() and (last is None or self._position.epoch < last):
+        ending = self._decide()
+        while not ending and (last is None or self._position.epoch < last):
             moment.epoch = self._position.epoch
             if not self._position.batches:  # else it is resumed, and has means already
                 moment.means = Means()
@@ -179,7 +179,7 @@ class Trainer(HookHolder):
                 live.on_epoch_start(moment)
             whole = self._run_epoch()
             self._in_between = False  # a checkpoint that is asked for now waits for the epoch's end
-            self._look_at_the_last_losses()
+            self._stop_for_nan(self._nan.finish())
             every = config.validate_every_epochs
             due = whole and every is not None and (moment.epoch + 1) % every == 0
             if self._val is not None and due:
@@ -191,182 +191,178 @@ class Trainer(HookHolder):
             if whole:
                 self._end_epoch(moment.made_metrics)
             self._in_between = True
-            self._save_if_wanted()
+            ending = self._decide()
 
     def _run_epoch(self) -> bool:
         """The batches of an epoch; False when training ends before them."""
-        stream = self._stream()
-        position, moment, limit = self._position, self._moment, self.config.max_steps
+        stream, position = self._stream(), self._position
         length = stream.length()
-        self._progress.epoch(moment.epoch, length)
-        run_batch, advance = self._run_batch, self._progress.advance
-        for drawn in position.drawn(stream, self.device):
-            position.batches += 1
-            loss = run_batch(*drawn, last=position.batches == length)
-            advance(moment.step, loss)  # not read, unless it redraws
-            ending = self._stop_reason is not None or (limit is not None and moment.step >= limit)
-            if ending and not self._group:
-                return position.batches == length
+        self._progress.epoch(self._moment.epoch, length)
+        whole = self._run_batches(position.drawn(stream, self.device), length)
         if self._group:  # the loaders ended in the middle of a group, and could not say when
             self._finish_group()
         if not position.batches:
             raise TrainingError("The loaders gave no batch, so there is nothing to train on.")
-        return True
+        return whole
 
-    def _run_batch(
-        self, batch: Any, batch_idx: int, loader_idx: int, loader_name: str, *, last: bool = False
-    ) -> Any:
-        """One batch; and a step, when it completes one.
+    def _run_batches(
+        self, batches: Iterable[tuple[Any, int, int, str]], length: int | None
+    ) -> bool:
+        """Train on batches, and step when they complete one; False when training ends before them.
 
-        Returns its loss: a number where reading one waits for nothing, else a tensor, detached.
+        What stays the same in a run is read before the loop. Which hooks there are does not, so
+        `live` is looked at for each event; and what was asked of the trainer is in `wishes`.
         """
-        moment, live, strategy = self._moment, self._live, self._strategy
-        self._in_between = False
-        moment.batch, moment.batch_idx = batch, batch_idx
-        moment.dataloader_idx, moment.dataloader_name = loader_idx, loader_name
-        moment.made_metrics = None
-        if live.on_train_batch_start is not None:
-            live.on_train_batch_start(moment)
-        tokens = 0 if type(batch) is tuple and self._tokens_fn is None else self._tokens(batch)
-        if strategy.moves:
-            batch = strategy.move(batch)
+        moment, live, strategy, wishes = self._moment, self._live, self._strategy, self._wishes
+        position, group, loss_of, model = self._position, self._group, self._loss_of, self.model
+        accumulate, autocasts, moves = self._accumulate, self._autocasts, strategy.moves
+        reads_at_once, counts = self._reads_at_once, self._tokens_fn is not None
+        many, limit = self._many_loaders, self._limit
+        looks = self._validate_every is not None or not strategy.alone
+        mean_loss = moment.means.of("train/loss")
+        advance = self._progress.advance if self._progress.shows else None
+        self._in_between = False  # what is saved now would be half a step
+        for batch, batch_idx, loader_idx, loader_name in batches:
+            position.batches += 1
+            moment.batch, moment.batch_idx = batch, batch_idx
+            moment.dataloader_idx, moment.dataloader_name = loader_idx, loader_name
+            moment.made_metrics = None
+            if live.on_train_batch_start is not None:
+                live.on_train_batch_start(moment)
+            tokens = self._tokens(batch) if counts or type(batch) is not tuple else 0
+            if moves:
+                batch = strategy.move(batch)
 
-        # forward and loss; on_before_forward and on_after_forward come from the model's own call
-        if self._autocasts:
-            with strategy.autocast():
-                loss, extra = self._loss_of(self.model, batch)
-        else:
-            loss, extra = self._loss_of(self.model, batch)
-        if not loss.requires_grad:
-            raise TrainingError(
-                "The loss has no gradient: nothing that it was computed from is a parameter that "
-                "requires one. Look for `no_grad`, `detach` or frozen parameters."
-            )
-
-        # backward, divided by the size of the group
-        size = self._accumulate if self._accumulate == 1 else self._group_size()
-        own: Any = loss.item() if self._reads_at_once else loss.detach()
-        divided = loss / size if size > 1 else loss
-        if live.on_before_backward is not None:
-            moment.loss = divided
-            live.on_before_backward(moment)
-        if size > 1 and len(self._group) + 1 < size:
-            with strategy.no_sync():
-                strategy.backward(divided)
-        else:
-            strategy.backward(divided)
-        if live.on_after_backward is not None:
-            live.on_after_backward(moment)
-
-        # the step, when this batch completes one
-        self._group.append(own)
-        if self._on_nan == "stop":
-            if self._reads_at_once:
-                if not math.isfinite(own):
-                    self._stop_for_nan((own, (moment.epoch, loader_name, batch_idx)))
+            # forward and loss; on_before_forward and on_after_forward come from the model's call
+            if autocasts:
+                with strategy.autocast():
+                    loss, extra = loss_of(model, batch)
             else:
-                self._look_for_nan(own, (moment.epoch, loader_name, batch_idx))
-        elif self._on_nan == "skip":
-            self._skip_if_nan(own, (moment.epoch, loader_name, batch_idx))
-        complete = last or len(self._group) >= size
-        if complete:
-            self._run_step()
+                loss, extra = loss_of(model, batch)
+            if not loss.requires_grad:
+                raise TrainingError(_NO_GRADIENT)
+            own: Any = loss.item() if reads_at_once else loss.detach()
 
-        # the end of the batch
-        moment.latest_loss = own
-        moment.tokens_seen += tokens
-        moment.means.add("train/loss", own)
-        if extra or self._many_loaders:
-            self._add_means(own, extra, loader_name)
-        if live.on_train_batch_end is not None:
-            moment.loss, moment.extra = LazyFloat(own), dict(extra)
-            live.on_train_batch_end(moment)
-        if complete:
-            self._end_step()
-            if self._validate_every:
-                self._boundary()
+            # backward, of a batch in a group divided by the group's size
+            size = 1 if accumulate == 1 else self._group_size()
+            complete = size == 1 or len(group) + 1 >= size or position.batches == length
+            if size > 1:
+                loss = loss / size
+            if live.on_before_backward is not None:
+                moment.loss = loss
+                live.on_before_backward(moment)
+            if complete:
+                strategy.backward(loss)
+            else:
+                with strategy.no_sync():
+                    strategy.backward(loss)
+            if live.on_after_backward is not None:
+                live.on_after_backward(moment)
+            if not reads_at_once or own - own != 0.0:  # not finite; or it has to be looked at later
+                self._check_loss(own)
+
+            # the step, when this batch completes one
+            group.append(own)
+            if complete:
+                self._run_step()
+
+            # the end of the batch, and of the step
+            moment.latest_loss = own
+            moment.tokens_seen += tokens
+            if reads_at_once:
+                mean_loss.total += own
+                mean_loss.weight += 1.0
+            else:
+                mean_loss.add(own)
+            if extra or many:
+                self._add_means(own, extra, loader_name)
+            if live.on_train_batch_end is not None:
+                moment.loss, moment.extra = LazyFloat(own), dict(extra)
+                live.on_train_batch_end(moment)
+            if complete:
+                self._end_step()
+            if advance is not None:
+                advance(moment.step, own)  # not read, unless it redraws
+            if complete and (looks or wishes.any or moment.step >= limit) and self._boundary():
+                self._in_between = True
+                return position.batches == length
         self._in_between = True
-        if self._wants_checkpoint:
-            self._save_if_wanted()
-        return own
+        return True
 
     def _run_step(self) -> None:
         """Every optimizer that is due has its turn."""
-        moment, live, strategy = self._moment, self._live, self._strategy
-        if self.schedulers:  # they will have changed it when hooks ask which one was used
-            moment.used_lr = None
-            moment.used_lr = moment.lr
-        stepped: list[torch.optim.Optimizer] = []
-        norms: list[torch.Tensor] = []
-        self._round += 1
-        for i, optimizer in enumerate(self.optimizers):
-            if self._in_turn and self._round % self._every[i]:
-                continue  # not due: its gradients go on accumulating
-            self._due.append(optimizer)
-            moment.optimizer_idx = i
+        moment, live, strategy, wishes = self._moment, self._live, self._strategy, self._wishes
+        schedulers, asks = self._by_step, not strategy.alone
+        if schedulers:
+            moment.keep_lr()  # they will have changed it when hooks ask which one was used
+        if self._in_turn:
+            self._take_turns()
+        moment.skipped = True
+        for idx, optimizer in self._due:
+            moment.optimizer_idx = idx
             if self._autocasts:
                 strategy.unscale(optimizer)
             if live.on_gradients_ready is not None:
                 live.on_gradients_ready(moment)
             if self._clips:
-                config = self.config
-                norms.append(strategy.clip(optimizer, config.clip_norm, config.clip_value))
-                moment.clipped_norm = norms[-1]
-                if live.on_gradient_clip is not None:
-                    live.on_gradient_clip(moment)
+                self._clip(optimizer)
             if live.on_before_optimizer_step is not None:
                 live.on_before_optimizer_step(moment)
-            moment.reason = self._skips.get(i, self._skips.get(-1, "")) if self._skips else ""
-            if not moment.reason and not strategy.step(optimizer):
-                moment.reason = "the scaler found non-finite gradients"
-            if moment.reason:
+            reason = self._why_skipped(idx) if asks or wishes.any else ""
+            if not reason and not strategy.step(optimizer):
+                reason = "the scaler found non-finite gradients"
+            if reason:
+                moment.reason = reason
                 if live.on_step_skipped is not None:
                     live.on_step_skipped(moment)
                 continue
-            stepped.append(optimizer)
+            moment.skipped = False
             if live.on_after_optimizer_step is not None:
                 live.on_after_optimizer_step(moment)
+            if schedulers:
+                for scheduler in schedulers[idx]:
+                    scheduler.step()
         if self._autocasts:
             strategy.end_step()
-        if self._skips:
-            self._skips.clear()
-        if len(norms) > 1:
-            moment.clipped_norm = torch.linalg.vector_norm(torch.stack(norms))
-        self._stepped = bool(stepped)
-        moment.skipped = not stepped
-        if stepped:
+        if self._clips:
+            self._add_up_norms()
+        if asks or wishes.any:
+            wishes.skips.clear()
+        if not moment.skipped:
             moment.step += 1
-            if self.schedulers and self.config.scheduler_every == "step":
-                for scheduler in self.schedulers:
-                    if scheduler.optimizer in stepped and not _waits_for_metric(scheduler):
-                        scheduler.step()
 
     def _end_step(self) -> None:
-        moment, live = self._moment, self._live
-        loss = self._group[0] if len(self._group) == 1 else _mean_of(list(self._group))
+        moment, live, group, run = self._moment, self._live, self._group, self._record.run
+        loss = group[0] if len(group) == 1 else _mean_of(group)
         if live.on_step_end is not None:
             moment.loss = LazyFloat(loss)
             live.on_step_end(moment)
-        if self._record.run is not None:
-            self._record.run.log(moment.step, moment.epoch, "train/loss", loss)
-        for optimizer in self._due:
-            optimizer.zero_grad()
-        self._due.clear()
-        self._group.clear()
+        if run is not None:
+            run.log(moment.step, moment.epoch, "train/loss", loss)
+        for _, optimizer in self._due:
+            let_go_of_gradients(optimizer)
+        group.clear()
         moment.clipped_norm = None
-        moment.skipped = False
         moment.step_in_progress = moment.step + 1
 
-    def _boundary(self) -> None:
-        """Between two steps: validation; then a checkpoint, if one is wanted."""
-        every = self._validate_every
-        if every and self._val is not None and self._stepped and self._moment.step % every == 0:
+    def _boundary(self) -> bool:
+        """Between two steps: validation, then what was asked for; True when training ends here."""
+        every, moment = self._validate_every, self._moment
+        due = every is not None and not moment.skipped and moment.step % every == 0
+        if due and self._val is not None:
             self.validate()
+        return self._decide()
 
-    def _save_if_wanted(self) -> None:
-        if self._wants_checkpoint and not self._group:
-            self._wants_checkpoint = False
-            self.save_checkpoint()
+    def _decide(self) -> bool:
+        """Do what was asked for, on all ranks alike; return whether training ends here."""
+        wishes = self._wishes
+        stop, save = self._strategy.agree(wishes.stop_reason is not None, bool(wishes.checkpoints))
+        if stop:
+            wishes.stop("another process asked for it")  # where it was asked, that reason stays
+        if save:
+            self._save_what_was_asked_for()
+        wishes.any = bool(wishes.skips or wishes.checkpoints)
+        return stop or self._moment.step >= self._limit
 
     # -- validation -------------------------------------------------------------------------------
 
@@ -389,7 +385,7 @@ class Trainer(HookHolder):
         moment.batch, moment.batch_idx, moment.dataloader_idx, moment.dataloader_name = kept
         self._position.validated = dict.copy(metrics)
         self._record.metrics(moment.step, moment.epoch, metrics)
-        self._progress.validation(metrics, moment.epoch)
+        self._progress.validation(metrics, moment.epoch, moment.step)
         if "val/accuracy" in metrics:
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
@@ -426,8 +422,8 @@ class Trainer(HookHolder):
                 self._begin(None)
                 if self._live.on_epoch_start is not None:
                     self._live.on_epoch_start(self._moment)
-            self._position.batches += 1
-            return LazyFloat(self._run_batch(batch, self._position.batches - 1, 0, "train"))
+            self._run_batches([(batch, self._position.batches, 0, "train")], None)
+            return LazyFloat(self._moment.latest_loss)
         except BaseException as error:
             self._fail(error)
             self._end()
@@ -441,7 +437,7 @@ class Trainer(HookHolder):
         try:
             if self._group:
                 self._finish_group()
-            self._look_at_the_last_losses()
+            self._stop_for_nan(self._nan.finish())
             moment.made_metrics = Metrics(moment.means.means())
             if self._live.on_epoch_end is not None:
                 self._live.on_epoch_end(moment)
@@ -454,13 +450,13 @@ class Trainer(HookHolder):
 
     def stop(self, reason: str = "") -> None:
         """End training after this step, from anywhere."""
-        self._stop_reason = reason
+        self._wishes.stop(reason)
 
     def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
         """Let an optimizer not step this time; None: all of them."""
         if idx is not None and not 0 <= idx < len(self.optimizers):
             raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
-        self._skips[-1 if idx is None else idx] = reason
+        self._wishes.skip(-1 if idx is None else idx, reason)
 
     def save_checkpoint(self, path: Path | str | None = None) -> Path | None:
         """Save all that a resumed run needs; return where.
@@ -468,8 +464,11 @@ class Trainer(HookHolder):
         Within a step or the end of an epoch, this is done when it is over, and None is returned.
         """
         if not self._in_between:
-            self._wants_checkpoint = True
+            self._wishes.checkpoint(path)
             return None
+        return self._save(path)
+
+    def _save(self, path: Path | str | None) -> Path:
         saved = save_snapshot(self, self._record.checkpoint_folder(path, self._moment.step))
         self._record.event("checkpoint", path=str(saved), step=self._moment.step)
         self._moment.checkpoint_path = saved
@@ -479,6 +478,8 @@ class Trainer(HookHolder):
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Record a value with this step: a scalar, or a histogram, text or image by `kind`."""
+        if kind != "scalar" and kind not in get_args(Kind):
+            raise RunError(f"Unknown kind '{kind}'. There are {listed(get_args(Kind))}.")
         self._record.value(self._moment.step, self._moment.epoch, name, value, kind)
 
     def log_dict(self, values: Mapping[str, Any]) -> None:
@@ -551,8 +552,7 @@ class Trainer(HookHolder):
         self._nan = LateNanCheck()
         self._round = 0
         self._group.clear()
-        self._due.clear()
-        self._stop_reason = None
+        self._wishes = Wishes()
         if config.seed is not None:
             seed_everything(config.seed)
         if not self.model.training:  # modes within a model that trains are the user's
@@ -590,10 +590,9 @@ class Trainer(HookHolder):
         started = self._started
         self._running = self._started = self._by_hand = False
         self._in_between = True
-        self._wants_checkpoint = False
         failed = moment.status in ("error", "interrupted")
         if moment.status == "training":
-            moment.status = "completed" if self._stop_reason is None else "stopped"
+            moment.status = "completed" if self._wishes.stop_reason is None else "stopped"
         try:
             if started and self._live.on_train_end is not None:
                 self._live.on_train_end(moment)
@@ -605,7 +604,7 @@ class Trainer(HookHolder):
             self.hooks.run_ended()
             summary = self.hooks.summary()
             self._progress.end(moment.status, summary)
-            self._record.close(moment.status, self._stop_reason, summary, moment.exception)
+            self._record.close(moment.status, self._wishes.stop_reason, summary, moment.exception)
 
     def _last_epoch(self) -> int | None:
         """How many epochs; steps alone, when these were given and epochs were not."""
@@ -613,10 +612,6 @@ class Trainer(HookHolder):
         if config.max_steps is not None and "max_epochs" not in config.model_fields_set:
             return None
         return config.max_epochs
-
-    def _is_done(self) -> bool:
-        limit = self.config.max_steps
-        return self._stop_reason is not None or (limit is not None and self._moment.step >= limit)
 
     def _stream(self) -> Stream:
         if self._train is None:
@@ -630,12 +625,21 @@ class Trainer(HookHolder):
         config = self.config
         self._every = config.optimizer_every or [1] * len(self.optimizers)
         self._in_turn = any(every > 1 for every in self._every)
+        self._due = list(enumerate(self.optimizers))  # who has a turn in this step
+        self._by_step: list[list[Any]] = []  # the schedulers of each optimizer that step with it
+        if self.schedulers and config.scheduler_every == "step":
+            stepping = [one for one in self.schedulers if not _waits_for_metric(one)]
+            self._by_step = [
+                [one for one in stepping if one.optimizer is optimizer]
+                for optimizer in self.optimizers
+            ]
         self._autocasts = config.precision != "fp32"
         self._clips = config.clip_norm is not None or config.clip_value is not None
         self._accumulate = config.accumulate
         self._reads_at_once = self.device.type == "cpu"  # there is no device to wait for
         self._on_nan = config.on_nan
-        self._validate_every = config.validate_every_steps or 0
+        self._validate_every = config.validate_every_steps
+        self._limit = math.inf if config.max_steps is None else config.max_steps
         self._many_loaders = self._train is not None and len(self._train.names) > 1
 
     def _group_size(self) -> int:
@@ -667,27 +671,55 @@ class Trainer(HookHolder):
             for name, value in {"loss": loss, **extra}.items():
                 means.add(f"train/dl_{loader}/{name}", value)
 
-    def _look_at_the_last_losses(self) -> None:
-        bad = self._nan.finish()
-        if bad is not None:
+    def _take_turns(self) -> None:
+        """Choose the optimizers of this step; the gradients of others go on accumulating."""
+        self._round += 1
+        turns = enumerate(self.optimizers)
+        self._due = [(i, one) for i, one in turns if self._round % self._every[i] == 0]
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        moment, config = self._moment, self.config
+        moment.clipped_norm = self._strategy.clip(optimizer, config.clip_norm, config.clip_value)
+        self._norms.append(moment.clipped_norm)
+        if self._live.on_gradient_clip is not None:
+            self._live.on_gradient_clip(moment)
+
+    def _add_up_norms(self) -> None:
+        """Make it the norm of all gradients, where each optimizer's were clipped by themselves."""
+        if len(self._norms) > 1:
+            self._moment.clipped_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+        self._norms.clear()
+
+    def _why_skipped(self, idx: int) -> str:
+        """Why this optimizer does not step, on any rank; "" when it does."""
+        reason = self._wishes.why_skipped(idx)
+        (skip,) = self._strategy.agree(bool(reason))
+        return reason or ("another process asked" if skip else "")
+
+    def _save_what_was_asked_for(self) -> None:
+        paths, self._wishes.checkpoints = self._wishes.checkpoints, []
+        for path in paths or [None]:  # none: another process asked
+            self._save(path)
+
+    def _check_loss(self, loss: Any) -> None:
+        """Look at a loss that may not be finite; on a device, at the one before it."""
+        moment = self._moment
+        where = (moment.epoch, moment.dataloader_name, moment.batch_idx)
+        if self._on_nan == "skip":
+            value = float(loss)  # this waits for the device, as the setting says
+            if not math.isfinite(value):
+                log.warning("The loss is %s; the step is skipped. %s", value, _place(where))
+                self.skip_optimizer_step(None, f"the loss is {value}")
+        elif self._on_nan == "stop":
+            bad = (loss, where) if self._reads_at_once else self._nan.look(loss, where)
             self._stop_for_nan(bad)
 
-    def _look_for_nan(self, loss: torch.Tensor, where: tuple[int, str, int]) -> None:
-        bad = self._nan.look(loss, where)
-        if bad is not None:
-            self._stop_for_nan(bad)
-
-    def _skip_if_nan(self, loss: Any, where: tuple[int, str, int]) -> None:
-        value = float(loss)  # this waits for the device, as the setting says
-        if not math.isfinite(value):
-            log.warning("The loss is %s; the step is skipped. %s", value, _place(where))
-            self.skip_optimizer_step(None, f"the loss is {value}")
-
-    def _stop_for_nan(self, found: tuple[float, Any]) -> None:
-        raise TrainingError(
-            f"The loss was {found[0]}. {_place(found[1])} To go on all the same, set "
-            "on_nan='skip' or 'continue'."
-        )
+    def _stop_for_nan(self, found: tuple[float, Any] | None) -> None:
+        if found is not None:
+            raise TrainingError(
+                f"The loss was {found[0]}. {_place(found[1])} To go on all the same, set "
+                "on_nan='skip' or 'continue'."
+            )
 
     def _end_epoch(self, metrics: Metrics) -> None:
         for scheduler in self.schedulers:
@@ -718,6 +750,12 @@ class Trainer(HookHolder):
 
 def _nothing() -> None:
     """What the watch of the model need not tell."""
+
+
+_NO_GRADIENT = (
+    "The loss has no gradient: nothing that it was computed from is a parameter that requires one. "
+    "Look for `no_grad`, `detach` or frozen parameters."
+)
 
 
 def _waits_for_metric(scheduler: Any) -> bool:

@@ -20,6 +20,7 @@ class Plain:
     """
 
     is_main = True
+    alone = True  # there are no other processes to agree with
 
     def __init__(self, device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         self.device = device
@@ -98,9 +99,9 @@ class Plain:
         """The mean over all processes."""
         return value
 
-    def agree(self, wish: bool) -> bool:
-        """Whether any process wishes it; the same answer on all."""
-        return wish
+    def agree(self, *wishes: bool) -> tuple[bool, ...]:
+        """Whether any process wishes it, for each; the same answer on all."""
+        return wishes
 
     def barrier(self) -> None:
         """Wait for the others."""

@@ -11,11 +11,13 @@ from hookline.training.means import Means
 from hookline.training.moment import TrainerMoment
 from hookline.training.nan import LateNanCheck
 from hookline.training.randomness import seed_everything
+from hookline.training.wishes import Wishes
 
 __all__ = [
     "LateNanCheck",
     "Means",
     "TrainerMoment",
+    "Wishes",
     "checked_model",
     "checked_optimizers",
     "device_for",

@@ -51,6 +51,10 @@ class TrainerMoment(Moment):
         """The rate that this step used; schedulers have stepped since."""
         return super().lr if self.used_lr is None else self.used_lr
 
+    def keep_lr(self) -> None:
+        """Note the rate that this step uses."""
+        self.used_lr = super().lr
+
     @property
     def ctx(self) -> StepContext:
         """The step."""

@@ -9,7 +9,7 @@ import torch
 
 from hookline.context import LazyFloat
 from hookline.errors import TrainingError
-from hookline.loaders import Drawn, Stream
+from hookline.loaders import Stream
 from hookline.training.randomness import generators_of, random_state, restore_random_state
 
 __all__ = ["Position"]
@@ -32,7 +32,7 @@ class Position:
         self.batches = 0
         self._began = {}
 
-    def drawn(self, stream: Stream, device: torch.device) -> Iterator[Drawn]:
+    def drawn(self, stream: Stream, device: torch.device) -> Iterator[tuple[Any, int, int, str]]:
         """The batches of this epoch that have not been drawn yet.
 
         Loaders shuffle when an epoch begins. So a resumed epoch begins with the random states that
@@ -51,7 +51,7 @@ class Position:
         else:
             self.batches = 0
             self._began = {"random": random_state(device), "generators": self._states()}
-        batches = stream.epoch()
+        batches = stream.tuples()
         for i in range(self.batches):
             if next(batches, None) is None:
                 raise TrainingError(

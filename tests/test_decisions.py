@@ -1,0 +1,181 @@
+"""Stopping, skipping, saving: asked for anywhere, done at a boundary, on all ranks together."""
+
+import pytest
+import torch
+from loops import Net, batches, make, run_on_two_ranks, same, weights
+
+import hookline
+from hookline import Trainer, TrainerConfig
+
+
+def config(**fields):
+    return TrainerConfig(**{"progress": "off", "runs": None, **fields})
+
+
+def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(tmp_path):
+    class Asks(hookline.Hook):
+        saved: list
+
+        def on_train_batch_end(self, trainer, step):
+            if step == 2:
+                assert trainer.save_checkpoint(tmp_path / "a") is None
+                assert trainer.save_checkpoint(tmp_path / "b") is None
+                assert trainer.save_checkpoint(tmp_path / "a") is None  # once is enough
+                assert not (tmp_path / "a").exists()
+
+        def on_step_end(self, step):
+            assert (tmp_path / "a").exists() == (step > 2)
+
+        def on_checkpoint_save(self, checkpoint_path, step):
+            self.saved.append((checkpoint_path.name, step))
+
+    hook = Asks()
+    hook.saved = []
+    trainer = Trainer(config(), *make(), hooks=[hook])
+    trainer.fit(batches(4))
+    assert hook.saved == [("a", 2), ("b", 2)]
+    assert trainer.hooks.summary().failures == {}
+
+
+def test_a_checkpoint_asked_for_by_a_checkpoint_waits_for_the_next_boundary(tmp_path):
+    class Chain(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 1:
+                trainer.save_checkpoint(tmp_path / "first")
+
+        def on_checkpoint_save(self, trainer, checkpoint_path, step):
+            if checkpoint_path.name == "first":
+                trainer.save_checkpoint(tmp_path / "second")
+                assert not (tmp_path / "second").exists()
+
+    trainer = Trainer(config(), *make(), hooks=[Chain()])
+    trainer.fit(batches(2))
+    assert (tmp_path / "second").is_dir()
+    assert trainer.hooks.summary().failures == {}
+
+
+def test_a_skip_asked_for_after_a_step_leaves_out_the_next_one_only():
+    class Skips(hookline.Hook):
+        skipped: list
+
+        def on_step_end(self, trainer, step, ctx):
+            self.skipped.append(ctx.skipped)
+            if len(self.skipped) == 1:
+                trainer.skip_optimizer_step()
+
+    hook = Skips()
+    hook.skipped = []
+    trainer = Trainer(config(), *make(), hooks=[hook]).fit(batches(4))
+    assert hook.skipped == [False, True, False, False]
+    assert trainer.step == 3
+
+
+def test_the_first_reason_to_stop_is_the_one_that_is_told(tmp_path):
+    class Stops(hookline.Hook):
+        def on_step_end(self, trainer):
+            trainer.stop("first")
+            trainer.stop("second")
+
+    trainer = Trainer(config(runs=tmp_path), *make(), hooks=[Stops()]).fit(batches(4))
+    assert trainer.step == 1
+    assert '"reason": "first"' in (trainer.run.path / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("event", ["on_train_start", "on_epoch_end"])
+def test_a_stop_outside_of_steps_ends_training_there(event):
+    hook = type("Stops", (hookline.Hook,), {event: lambda self, trainer: trainer.stop("now")})()
+    trainer = Trainer(config(max_epochs=3), *make(), hooks=[hook]).fit(batches(2))
+    assert (trainer.status, trainer.step) == ("stopped", 0 if event == "on_train_start" else 2)
+
+
+class Counting(torch.optim.SGD):
+    zeroed = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called():
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    optimizer = Counting(model.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    Trainer(config(), model, optimizer).fit(batches(3))
+    assert optimizer.zeroed == 3
+    torch.manual_seed(3)
+    Trainer(config(), plain, torch.optim.SGD(plain.parameters(), lr=0.1)).fit(batches(3))
+    assert same(weights(plain), weights(model))
+
+
+def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
+    class Unfreezes(hookline.Hook):
+        gradients: list
+
+        def on_step_end(self, step, trainer, model, optimizer):
+            if step == 1:
+                optimizer.add_param_group({"params": list(model.second.parameters())})
+
+        def on_train_batch_start(self, model):
+            self.gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+
+    model = Net()
+    hook = Unfreezes()
+    hook.gradients = []
+    optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    Trainer(config(), model, optimizer, hooks=[hook]).fit(batches(4))
+    assert [len(found) for found in hook.gradients] == [0, 0, 0, 0]
+
+
+TWO_RANKS = """
+import sys, torch, torch.distributed as dist, hookline
+from hookline.strategies import Plain
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Together(Plain):
+    alone = False
+    def agree(self, *wishes):
+        flags = torch.tensor([float(wish) for wish in wishes])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return tuple(bool(flag) for flag in flags)
+
+class Asks(hookline.Hook):  # each time one rank alone
+    skipped = 0
+    def on_train_batch_end(self, trainer, step):
+        if rank == 1 and step == 3:
+            trainer.save_checkpoint(None)
+        if rank == 0 and step == 5:
+            trainer.stop("rank 0 wants to")
+    def on_before_optimizer_step(self, trainer, step):
+        if rank == 1 and step == 1 and not self.skipped:
+            trainer.skip_optimizer_step(0, "rank 1 wants to")
+    def on_step_skipped(self, reason):
+        self.skipped += 1
+        self.reason = reason
+    def on_checkpoint_save(self, step):
+        self.saved = step
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+asks = Asks()
+config = hookline.TrainerConfig(runs=sys.argv[1] + f"/{rank}", progress="off")
+trainer = hookline.Trainer(
+    config, model, torch.optim.SGD(model.parameters(), lr=0.1), hooks=[asks]
+)
+trainer._strategy = Together(trainer.device, "fp32")
+trainer.fit([(torch.ones(2, 4), torch.ones(2, 2))] * 9)
+assert (trainer.step, trainer.status) == (5, "stopped"), (trainer.step, trainer.status)
+assert asks.skipped == 1 and asks.saved == 3
+assert asks.reason == ("rank 1 wants to" if rank else "another process asked"), asks.reason
+assert trainer.hooks.summary().failures == {}
+print("fine", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_asks_for_all_ranks_do(tmp_path):
+    script = TWO_RANKS.replace("sys.argv[1]", repr(str(tmp_path)))
+    assert run_on_two_ranks(script, tmp_path).count("fine") == 2
