@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, raw, trainer
+from bench import dispatch, imports, monitors, probe_monitor, raw, trainer
 from bench.harness import Row, table
 
 PARTS = {
     "dispatch": dispatch.run,
     "raw": raw.run,
     "trainer": trainer.run,
+    "monitors": monitors.run,
+    "probe_monitor": probe_monitor.run,
     "imports": imports.run,
 }
 PEERS = ("pluggy", "pytorch-ignite", "lightning", "transformers", "accelerate")

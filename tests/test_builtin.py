@@ -9,7 +9,8 @@ from pydantic import Field, PositiveInt
 
 import hookline
 from hookline.hook import Rank
-from hookline.hooks.builtin import BuiltIn, options_of
+from hookline.builtin import BuiltIn
+from hookline.options import options_of
 
 
 class TunedHook(BuiltIn):
@@ -24,6 +25,7 @@ class TunedHook(BuiltIn):
     """
 
     hookline_rank = Rank.MONITOR
+    cost = "Next to nothing."
 
     def __init__(
         self,
@@ -39,16 +41,19 @@ class TunedHook(BuiltIn):
     def on_step_end(self) -> None: ...
 
 
+ALL = {"monitor": "val/loss", "mode": "min", "patience": 3, "share": None, "anything": None}
+
+
 def test_options_are_given_as_they_are_and_remembered() -> None:
     hook = TunedHook("train/loss", patience=7)
     assert hook.made_with == ("train/loss", "min", 7, None, None)
-    assert hook.hookline_options == {"monitor": "train/loss", "patience": 7}
+    assert hook.hookline_options == ALL | {"monitor": "train/loss", "patience": 7}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
 def test_a_copy_has_the_options_too(copied: Any) -> None:
     hook = copied(TunedHook(mode="max"))
-    assert hook.hookline_options == {"mode": "max"}
+    assert hook.hookline_options == ALL | {"mode": "max"}
     assert hook.made_with[1] == "max"
 
 
@@ -65,6 +70,7 @@ def test_an_unknown_option_names_the_nearest_and_all_there_are() -> None:
         ({"mode": "least"}, "'mode' is 'least'. Input should be 'min' or 'max'"),
         ({"patience": 0}, "'patience' is 0. Input should be greater than 0"),
         ({"share": 1.5}, "'share' is 1.5. Input should be less than 1"),
+        ({"patience": "3"}, "'patience' is '3'. A number is written without quotes"),
         ({"monitor": 3}, "'monitor' is 3. Input should be a valid string"),
     ],
 )
@@ -99,4 +105,7 @@ def test_the_automatic_name_of_a_built_in_lacks_the_word_hook() -> None:
 def test_describe_shows_the_options() -> None:
     manager = hookline.HookManager()
     manager.add_hook(TunedHook(patience=4))
-    assert manager.describe()[0].options == {"patience": 4}
+    info = manager.describe()[0]
+    assert info.options == ALL | {"patience": 4}
+    assert info.purpose == "Does nothing."
+    assert info.cost == "Next to nothing."

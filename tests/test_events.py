@@ -182,7 +182,7 @@ def project(tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "docs").mkdir()
-    for name in ("docs/events.md", "docs/trainer.md", "README.md"):
+    for name in ("docs/events.md", "docs/trainer.md", "docs/built_in.md", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     generate(tmp_path)  # what others are writing just now shall not matter here
     return tmp_path
@@ -229,7 +229,8 @@ def test_checking_changes_no_file(project):
     assert hook.read_text(encoding="utf-8") == before
 
 
-def test_only_what_stands_between_the_markers_is_rewritten(tmp_path):
+def test_only_what_stands_between_the_markers_is_rewritten(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
     spec = importlib.util.spec_from_file_location("generate", ROOT / "tools" / "generate.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)

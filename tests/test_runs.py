@@ -51,7 +51,7 @@ def test_a_new_run_says_what_it_is(run: Run) -> None:
     assert found["hooks"] == [{"name": "ema"}]
     assert found["command"] == sys.orig_argv
     assert found["versions"]["torch"] == torch.__version__
-    assert set(found["versions"]) == {"torch", "hookline", "python"}
+    assert set(found["versions"]) == {"torch", "hookline", "python", "cuda"}
     assert found["created"] == found["started"] == found["parts"][0]["started"]
     assert found["ended"] is None
 
@@ -352,6 +352,53 @@ def test_what_is_no_run_is_named(run: Run, tmp_path: Path) -> None:
         (run.path / "manifest.json").write_text(text)
         with pytest.raises(RunError, match=message):
             Run.open(run.path)
+
+
+LEAVES = """
+import os, sys
+from hookline.runs import Run
+run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])
+run.log(1, 0, "x", 1.0)
+if os.fork() == 0:
+    sys.exit()  # the child has a copy of the buffer
+os.wait()
+run.log(2, 0, "x", 2.0)
+sys.exit(sys.argv[2])
+"""
+
+
+def test_a_program_that_ends_without_closing_its_run_loses_no_records(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LEAVES, str(tmp_path), "bye"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+    (path,) = tmp_path.iterdir()
+    assert [record["value"] for record in read_records(path / "metrics.jsonl")] == [1.0, 2.0]
+    assert json.loads((path / "manifest.json").read_text())["status"] == "training"
+
+
+def test_a_run_that_nobody_has_any_more_writes_its_records_and_closes_its_files(
+    tmp_path: Path,
+) -> None:
+    import gc
+    import os
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    path = run.path
+    run.log(1, 0, "x", 1.0)
+    del run
+    gc.collect()
+    assert len(list(read_records(path / "metrics.jsonl"))) == 1
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_the_journal_of_metrics_is_there_while_the_run_writes(run: Run) -> None:
+    assert run.journal is not None
+    run.journal.add((5, 1, 123.5, "train/loss", "scalar", 0.25))
+    (record,) = records(run)
+    assert (record["step"], record["epoch"], record["time"]) == (5, 1, 123.5)
+    run.close()
+    assert run.journal is None
+    assert Run.open(run.path).journal is None
 
 
 # -- kills and full disks -------------------------------------------------------------------------

@@ -1,23 +1,27 @@
-"""Write what is derived from `events.py` and `config.py` but has to stand in a file.
+"""Write what is derived from the code but has to stand in a file.
 
 Type checkers and editors read text, not objects made at run time: so the methods of `Hook` and the
-tables of the events page are written from the event table, and the tables of the trainer's page
-from its configuration. `--check` changes nothing and fails when a file is behind.
+tables of the events page are written from the event table, the tables of the trainer's page from
+its configuration, and the pages of built-in hooks from their classes. `--check` changes nothing and
+fails when a file is behind.
 """
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import hook_pages
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hookline.config import HooksConfig, HooksSettingsConfig, LoadersConfig, TrainerConfig
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
+from hookline.registry import BUILT_INS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -193,6 +197,7 @@ TARGETS = (
     ("docs/trainer.md", "<!-- config: ", "<!-- end of config", config_tables),
     ("docs/trainer.md", "<!-- loop: ", "<!-- end of loop", loop_map),
     ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
+    ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
 )
 
 
@@ -204,15 +209,23 @@ def rewritten(path: Path, start: str, end: str, text: str) -> str:
     return "\n".join([*lines[: first + 1], "", *text.rstrip("\n").split("\n"), "", *lines[last:]])
 
 
+def texts() -> Iterator[tuple[str, str]]:
+    """Every file that is written, or written in parts, with its text."""
+    for name, start, end, make in TARGETS:
+        yield name, rewritten(ROOT / name, start, end, make())
+    for hook in BUILT_INS:
+        yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
+
+
 def main() -> int:
     check = "--check" in sys.argv[1:]
     behind = []
-    for name, start, end, make in TARGETS:
+    for name, new in texts():
         path = ROOT / name
-        new = rewritten(path, start, end, make())
-        if new != path.read_text(encoding="utf-8"):
+        if not path.exists() or new != path.read_text(encoding="utf-8"):
             behind.append(name)
             if not check:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(new, encoding="utf-8")
     for name in behind:
         print(f"{name}: {'is behind its source; run `make generate`' if check else 'written'}")

@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from hookline.errors import NameTakenError as NameTakenError
     from hookline.errors import NotAHookError as NotAHookError
     from hookline.errors import NotSuppliedError as NotSuppliedError
+    from hookline.errors import ObserverError as ObserverError
     from hookline.errors import OrderError as OrderError
+    from hookline.errors import ProbeError as ProbeError
     from hookline.errors import RegistrationError as RegistrationError
     from hookline.errors import RunError as RunError
     from hookline.errors import SignatureError as SignatureError
@@ -50,9 +52,28 @@ if TYPE_CHECKING:
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
     from hookline.events import EVENTS as EVENTS
+    from hookline.hook import ForwardHook as ForwardHook
     from hookline.hook import Hook as Hook
+    from hookline.hook import UpdateHook as UpdateHook
+    from hookline.hooks.checkpointing.checkpoint import CheckpointHook as CheckpointHook
+    from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from hookline.hooks.checkpointing.upload import UploadHook as UploadHook
+    from hookline.hooks.debugging.debug import DebugHook as DebugHook
+    from hookline.hooks.integration.heartbeat import Heartbeat as Heartbeat
+    from hookline.hooks.integration.notifications import NotificationHook as NotificationHook
+    from hookline.hooks.monitoring.console import ConsoleLogHook as ConsoleLogHook
+    from hookline.hooks.monitoring.gradients import GradientMonitor as GradientMonitor
+    from hookline.hooks.monitoring.json_log import JSONLogHook as JSONLogHook
+    from hookline.hooks.monitoring.learning_rate import LRMonitor as LRMonitor
+    from hookline.hooks.monitoring.logging import LoggingHook as LoggingHook
+    from hookline.hooks.monitoring.profile import RuntimeProfile as RuntimeProfile
+    from hookline.hooks.monitoring.torch_profiler import TorchProfiler as TorchProfiler
+    from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping
+    from hookline.hooks.optimization.ema import EMA as EMA
+    from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
     from hookline.hosts.raw import Session as Session
     from hookline.hosts.raw import attach as attach
+    from hookline.runs import open_run as open_run
     from hookline.trainer import Trainer as Trainer
     from hookline.trainer import get_trainer as get_trainer
 
@@ -84,6 +105,8 @@ _WHERE = {
         "NameTakenError",
         "NotAHookError",
         "NotSuppliedError",
+        "ObserverError",
+        "ProbeError",
         "OrderError",
         "RegistrationError",
         "RunError",
@@ -93,8 +116,25 @@ _WHERE = {
         "UnknownHookError",
     ),
     "hookline.events": ("EVENTS",),
-    "hookline.hook": ("Hook",),
+    "hookline.hook": ("ForwardHook", "Hook", "UpdateHook"),
+    "hookline.hooks.checkpointing.checkpoint": ("CheckpointHook",),
+    "hookline.hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
+    "hookline.hooks.checkpointing.upload": ("UploadHook",),
+    "hookline.hooks.debugging.debug": ("DebugHook",),
+    "hookline.hooks.integration.heartbeat": ("Heartbeat",),
+    "hookline.hooks.integration.notifications": ("NotificationHook",),
+    "hookline.hooks.monitoring.console": ("ConsoleLogHook",),
+    "hookline.hooks.monitoring.gradients": ("GradientMonitor",),
+    "hookline.hooks.monitoring.json_log": ("JSONLogHook",),
+    "hookline.hooks.monitoring.learning_rate": ("LRMonitor",),
+    "hookline.hooks.monitoring.logging": ("LoggingHook",),
+    "hookline.hooks.monitoring.profile": ("RuntimeProfile",),
+    "hookline.hooks.monitoring.torch_profiler": ("TorchProfiler",),
+    "hookline.hooks.optimization.early_stopping": ("EarlyStopping",),
+    "hookline.hooks.optimization.ema": ("EMA",),
+    "hookline.hooks.optimization.time_limit": ("TimeLimit",),
     "hookline.hosts.raw": ("Session", "attach"),
+    "hookline.runs": ("open_run",),
     "hookline.trainer": ("Trainer", "get_trainer"),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,15 +74,56 @@ class HooksSettingsConfig(Config):
 class HooksConfig(Config):
     """Which hooks a training has."""
 
+    enable_logging_hook: bool = Field(default=False, description="log what happens")
+    enable_gradient_monitor: bool = Field(default=False, description="record gradients")
+    gradient_monitor_config: dict[str, Any] = Field(default={}, description="its options")
+    enable_model_checkpoint_hook: bool = Field(default=False, description="keep the best")
+    model_checkpoint_config: dict[str, Any] = Field(default={}, description="its options")
+    enable_early_stopping_hook: bool = Field(default=False, description="stop on a plateau")
+    early_stopping_config: dict[str, Any] = Field(default={}, description="its options")
+    enable_lr_monitor: bool = Field(default=False, description="record learning rates")
+    lr_monitor_config: dict[str, Any] = Field(default={}, description="its options")
     hook_classes: list[str] = Field(
-        default=[], description="class paths of hooks to register, in order"
+        default=[], description="further hooks, in order: class paths, or names of built-ins"
     )
     hook_configs: dict[str, dict[str, Any]] = Field(
-        default={}, description="constructor arguments, by the same class path"
+        default={}, description="their options, by the same class path or name"
+    )
+    continue_on_hook_error: bool = Field(
+        default=True, description="a failing hook does not stop training"
+    )
+    log_hook_errors: bool = Field(
+        default=True, description="log each failure; they are counted in any case"
     )
     settings: HooksSettingsConfig = Field(
         default_factory=HooksSettingsConfig, description="how failing and costly hooks are treated"
     )
+
+    def hooks(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the hooks to make, by class path or name, with their options."""
+        own = {
+            "logging": (self.enable_logging_hook, {}),
+            "gradient_monitor": (self.enable_gradient_monitor, self.gradient_monitor_config),
+            "lr_monitor": (self.enable_lr_monitor, self.lr_monitor_config),
+            "early_stopping": (self.enable_early_stopping_hook, self.early_stopping_config),
+            "model_checkpoint": (self.enable_model_checkpoint_hook, self.model_checkpoint_config),
+        }
+        unused = [path for path in self.hook_configs if path not in self.hook_classes]
+        if unused:
+            raise ConfigError(
+                f"HooksConfig: hook_configs has options for '{unused[0]}', which is not in "
+                f"hook_classes.{nearest(unused[0], self.hook_classes)}"
+            )
+        further = [(path, self.hook_configs.get(path, {})) for path in self.hook_classes]
+        return further + [(name, options) for name, (on, options) in own.items() if on]
+
+    def manager_settings(self) -> HookSettings:
+        """Return the settings as the hook manager takes them."""
+        return replace(
+            self.settings.settings(),
+            isolate=self.settings.isolate and self.continue_on_hook_error,
+            log_errors=self.log_hook_errors,
+        )
 
 
 class LoadersConfig(Config):

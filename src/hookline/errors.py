@@ -14,7 +14,9 @@
     ├── TrainingError              what the trainer was given cannot be trained
     ├── CheckpointError            a checkpoint that cannot be saved, found or loaded
     ├── RunError                   a run's folder that cannot be made, opened or used this way
+    ├── ProbeError                 a probe that cannot be attached, or may not do what it does
     ├── HookFailedError            a hook that training depends on has failed
+    │   └── ObserverError          a hook that only observes has changed training
     └── HookStateError             a hook that could not take its saved state back
 
 Messages say what was seen, what was expected and what to do.
@@ -35,7 +37,9 @@ __all__ = [
     "NameTakenError",
     "NotAHookError",
     "NotSuppliedError",
+    "ObserverError",
     "OrderError",
+    "ProbeError",
     "RegistrationError",
     "RunError",
     "SignatureError",
@@ -105,6 +109,14 @@ class RunError(HooklineError):
 
 class HookFailedError(HooklineError):
     """A hook failed that training depends on; the hook's own error is the cause."""
+
+
+class ObserverError(HookFailedError):
+    """A hook that only observes has changed what it observes, or drawn random numbers."""
+
+
+class ProbeError(HooklineError):
+    """A probe cannot be attached, or may not do what it does."""
 
 
 class HookStateError(HooklineError):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from hookline.errors import UnknownEventError, nearest
 
-__all__ = ["COMMON", "EVENTS", "LOOP_MAP", "Argument", "Event", "find_event"]
+__all__ = ["COMMON", "EVENTS", "FLOWS", "LOOP_MAP", "Argument", "Event", "find_event"]
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,33 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         )
     }
 )
+
+FLOWS: Mapping[str, Event] = MappingProxyType(
+    {
+        event.name: event
+        for event in (
+            Event(
+                "forward",
+                "The model's outermost call has returned: forward hooks observe.",
+                (
+                    Argument("activations", "what the model returned, detached"),
+                    Argument("observation", "carries the call: sees that nothing is changed"),
+                ),
+                per_step=True,
+            ),
+            Event(
+                "update",
+                "Gradients are ready: updates transform them, for each optimizer that is due.",
+                (
+                    Argument("gradients", "gradients by parameter name; carries the call"),
+                    Argument("optimizer_idx", "which optimizer it is, from 0"),
+                ),
+                per_step=True,
+            ),
+        )
+    }
+)
+"""What flows through the model: not events, but moments at which forward hooks and updates run."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {name: event.name for event in EVENTS.values() for name in (event.name, *event.aliases)}

@@ -7,12 +7,12 @@ own attributes, and `super().__init__()` is never needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-__all__ = ["Hook", "Rank"]
+__all__ = ["ForwardHook", "Hook", "Rank", "UpdateHook", "as_hook"]
 
 
 class Rank(IntEnum):
@@ -51,10 +51,15 @@ class Hook:
     intervenes: ClassVar[bool] = False
     """This hook means to change training; without it, a hook only observes."""
 
+    hookline_kind: ClassVar[str] = "loop"
+    hookline_function: Callable[..., Any] | None = None
     hookline_rank: ClassVar[Rank] = Rank.USER
     hookline_name: str | None = None
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """What the hook was made with, where that is known: the manifest lists it."""
+
+    hookline_cost: ClassVar[str] = ""
+    """What it costs, in one sentence: `describe()` shows it."""
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None:
@@ -239,3 +244,72 @@ class Hook:
         """Another name for `on_train_end`."""
 
     # -- end of events ----------------------------------------------------------------------------
+
+
+class ForwardHook(Hook):
+    """Observes what the model returns, for every batch, before the loss.
+
+        class Scale(hookline.ForwardHook):
+            def __call__(self, activations):
+                print(activations.abs().mean())
+
+    `__call__` may also ask, by name, for what every event has, such as `step` or `trainer`. What it
+    gets is detached; to change it in place, or to draw from training's random numbers, is a fatal
+    error that names the hook.
+    """
+
+    hookline_kind = "forward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Look at `activations`."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__(self, activations).")
+
+
+class UpdateHook(Hook):
+    """Transforms gradients, between backward and optimizer step.
+
+        class Half(hookline.UpdateHook):
+            def __call__(self, gradients):
+                return {name: gradient / 2 for name, gradient in gradients.items()}
+
+    `gradients` maps names of parameters to their gradients, accumulated and unscaled, before
+    clipping, for each optimizer that is due. What is returned is used instead; a parameter that is
+    left out keeps its gradient, and None changes nothing. `__call__` may also ask, by name, for
+    `optimizer_idx` and for what every event has. When it fails, training stops.
+    """
+
+    hookline_kind = "update"
+    critical = True
+    intervenes = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
+        """Return the gradients to use instead of `gradients`."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__(self, gradients).")
+
+
+class _OfFunction(Hook):
+    """Makes a hook of a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.hookline_function = function
+
+
+class _ForwardFunction(_OfFunction, ForwardHook):
+    pass
+
+
+class _UpdateFunction(_OfFunction, UpdateHook):
+    pass
+
+
+_OF_FUNCTIONS: dict[str | None, Callable[[Any], Hook]] = {
+    "forward": _ForwardFunction,
+    "update": _UpdateFunction,
+}
+
+
+def as_hook(thing: Any, kind: str | None) -> Any:
+    """Return a function as a hook of this kind; anything else as it is."""
+    if kind not in _OF_FUNCTIONS or isinstance(thing, Hook | type) or not callable(thing):
+        return thing
+    return _OF_FUNCTIONS[kind](thing)

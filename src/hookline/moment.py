@@ -6,14 +6,14 @@ step's context) is made when a hook asks for it.
 
 from __future__ import annotations
 
-import sys
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from hookline.context import LazyFloat
 from hookline.errors import NotSuppliedError
+from hookline.sharding import is_sharded, whole
 
 __all__ = ["Moment", "device_of"]
 
@@ -37,7 +37,15 @@ class Moment:
         self.exception: BaseException | None = None
         self.checkpoint_path: Any = None
         self.skipped = False
+        self.evaluating = False
+        self.gradients: Any = None
+        self.observation: Any = None
         self.clipped_norm: torch.Tensor | None = None
+
+    @property
+    def activations(self) -> Any:
+        """What the model returned, as forward hooks get it."""
+        return self.observation.activations
 
     @property
     def lr(self) -> Any:
@@ -54,14 +62,14 @@ class Moment:
         """The same, on the device."""
         if self.clipped_norm is not None:
             return self.clipped_norm
-        norm = torch.nn.utils.get_total_norm(self.gradients())
+        norm = torch.nn.utils.get_total_norm(self.all_gradients())
         # Of sharded gradients each rank has a part; its own number would be silently wrong.
-        return cast(Any, norm).full_tensor() if is_sharded(norm) else norm
+        return whole(norm)
 
     def norm_of_this_step(self) -> Any:
         """The norm, computed if somebody looks while the gradients are still there."""
         step = self.step_in_progress
-        if any(is_sharded(gradient) for gradient in self.gradients()):
+        if any(is_sharded(gradient) for gradient in self.all_gradients()):
             return self.norm()  # now, on all ranks: one that looked alone would wait for ever
 
         def norm() -> float:
@@ -74,7 +82,7 @@ class Moment:
 
         return norm
 
-    def gradients(self) -> list[torch.Tensor]:
+    def all_gradients(self) -> list[torch.Tensor]:
         """The gradients of all optimizers' parameters."""
         return [
             parameter.grad
@@ -93,9 +101,3 @@ class Moment:
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return where the model's first parameter is."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor. Importing them takes half a second: who has one has done so."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

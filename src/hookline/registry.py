@@ -1,21 +1,46 @@
-"""From class paths to classes."""
+"""From names and class paths to hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
+from hookline.options import check_options, options_of
 
-__all__ = ["load_class", "make_hook"]
+__all__ = ["BUILT_INS", "load_class", "load_hook_class", "make_hook"]
+
+BUILT_INS: Mapping[str, str] = {
+    "gradient_monitor": "hookline.hooks.monitoring.gradients.GradientMonitor",
+    "lr_monitor": "hookline.hooks.monitoring.learning_rate.LRMonitor",
+    "runtime_profile": "hookline.hooks.monitoring.profile.RuntimeProfile",
+    "torch_profiler": "hookline.hooks.monitoring.torch_profiler.TorchProfiler",
+    "logging": "hookline.hooks.monitoring.logging.LoggingHook",
+    "console_log": "hookline.hooks.monitoring.console.ConsoleLogHook",
+    "json_log": "hookline.hooks.monitoring.json_log.JSONLogHook",
+    "early_stopping": "hookline.hooks.optimization.early_stopping.EarlyStopping",
+    "ema": "hookline.hooks.optimization.ema.EMA",
+    "time_limit": "hookline.hooks.optimization.time_limit.TimeLimit",
+    "model_checkpoint": "hookline.hooks.checkpointing.model_checkpoint.ModelCheckpoint",
+    "checkpoint": "hookline.hooks.checkpointing.checkpoint.CheckpointHook",
+    "upload": "hookline.hooks.checkpointing.upload.UploadHook",
+    "debug": "hookline.hooks.debugging.debug.DebugHook",
+    "notification": "hookline.hooks.integration.notifications.NotificationHook",
+    "heartbeat": "hookline.hooks.integration.heartbeat.Heartbeat",
+}
+"""Hookline's own hooks: the name that each gets in a run, and where its class is."""
 
 
 def load_class(path: str) -> Any:
     """Return the class of this path, such as `mypackage.hooks.MyHook`."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ConfigError(f"'{path}' is no class path: write it with its module, `package.{path}`.")
+        raise ConfigError(
+            f"'{path}' is no class path: write it with its module, `package.{path}`."
+            f"{nearest(path, BUILT_INS)}"
+        )
     try:
         module = import_module(module_name)
     except ImportError as error:
@@ -28,12 +53,27 @@ def load_class(path: str) -> Any:
     return getattr(module, name)
 
 
-def make_hook(path: str, options: dict[str, Any]) -> Hook:
-    """Return a hook of this class, made with these arguments."""
-    kind = load_class(path)
+def load_hook_class(name: str) -> type[Hook]:
+    """Return the hook class of a built-in's name or a class path."""
+    kind = load_class(BUILT_INS.get(name, name))
     if not (isinstance(kind, type) and issubclass(kind, Hook)):
-        raise ConfigError(f"'{path}' is not a hook: it does not inherit from hookline.Hook.")
+        raise ConfigError(f"'{name}' is not a hook: it does not inherit from hookline.Hook.")
+    return kind
+
+
+def make_hook(name: str, options: Mapping[str, Any]) -> Hook:
+    """Return a hook of this name or class path, made with these options."""
+    kind: Any = load_hook_class(name)
+    own = name in BUILT_INS
+    resolved = check_options(kind, (), options, values=own)
+    missing = [one for one in options_of(kind) if one not in resolved]
+    if missing:
+        text = options_of(kind)[missing[0]].text
+        raise ConfigError(f"{kind.__name__} needs the option '{missing[0]}'. {text}".rstrip())
     try:
-        return kind(**options)
+        hook: Hook = kind(**options)
     except TypeError as error:
-        raise ConfigError(f"'{path}' cannot be made with {options}: {error}.") from error
+        raise ConfigError(f"'{name}' cannot be made with {dict(options)}: {error}.") from error
+    if not own and not hook.hookline_options:
+        hook.hookline_options = resolved
+    return hook

@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -28,6 +28,7 @@ from hookline.errors import HooklineError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loaders import Drawn, Mixing, Stream
 from hookline.losses import LossOf
+from hookline.observing import Observation
 from hookline.progress import make_progress
 from hookline.registry import make_hook
 from hookline.runs.run import Kind
@@ -50,7 +51,11 @@ from hookline.training.position import Position
 from hookline.training.record import Record
 from hookline.training.snapshot import load_snapshot, save_snapshot
 from hookline.training.zeroing import let_go_of_gradients
+from hookline.updates import Gradients, NamedParameters
 from hookline.watch import ModelWatch
+
+if TYPE_CHECKING:
+    from hookline.probes.keeper import ProbeKeeper
 
 __all__ = ["Trainer", "get_trainer"]
 
@@ -113,14 +118,13 @@ class Trainer(HookHolder):
         self._watch = ModelWatch(
             self.model, self._before_forward, self._after_forward, _nothing, _nothing
         )
-        self.hooks = HookManager(
-            source=self._moment, settings=self.config.hooks.settings.settings()
-        )
+        self.hooks = HookManager(source=self._moment, settings=self.config.hooks.manager_settings())
         self.hooks.register_hooks(hooks)
-        for path in self.config.hooks.hook_classes:
-            self.hooks.add_hook(make_hook(path, self.config.hooks.hook_configs.get(path, {})))
+        for name, options in self.config.hooks.hooks():
+            self.hooks.add_hook(make_hook(name, options))
         self._live = self.hooks.live
         self._running = False
+        self._probes: ProbeKeeper | None = None
         self._record = Record(None)
         self.hooks.on_change = self._hooks_changed
         self._hooks_changed()
@@ -304,6 +308,10 @@ class Trainer(HookHolder):
                 strategy.unscale(optimizer)
             if live.on_gradients_ready is not None:
                 live.on_gradients_ready(moment)
+            if live.update is not None:
+                moment.gradients = Gradients(self._named[idx])
+                live.update(moment)
+                moment.gradients = None  # or it would keep them alive
             if self._clips:
                 self._clip(optimizer)
             if live.on_before_optimizer_step is not None:
@@ -374,6 +382,7 @@ class Trainer(HookHolder):
         moment, live = self._moment, self._live
         kept = moment.batch, moment.batch_idx, moment.dataloader_idx, moment.dataloader_name
         means = Means()
+        moment.evaluating = True
         with evaluation(self.model, self.device):
             if live.on_validation_start is not None:
                 live.on_validation_start(moment)
@@ -382,6 +391,7 @@ class Trainer(HookHolder):
             moment.made_metrics = metrics = Metrics(means.means())
             if live.on_validation_end is not None:
                 live.on_validation_end(moment)
+        moment.evaluating = False
         moment.batch, moment.batch_idx, moment.dataloader_idx, moment.dataloader_name = kept
         self._position.validated = dict.copy(metrics)
         self._record.metrics(moment.step, moment.epoch, metrics)
@@ -476,6 +486,21 @@ class Trainer(HookHolder):
             self._live.on_checkpoint_save(self._moment)
         return saved
 
+    def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
+        """Print how training goes, every so many batches; return the hook's name."""
+        given = {"log_every_n_batches": log_every_n_batches, **options}
+        return self.add_hook(make_hook("console_log", given))
+
+    def add_json_logging(self, log_every_n_batches: int = 100, **options: Any) -> str:
+        """Write how training goes as JSON lines; return the hook's name."""
+        given = {"log_every_n_batches": log_every_n_batches, **options}
+        return self.add_hook(make_hook("json_log", given))
+
+    def add_checkpointing(self, save_every_n_epochs: int = 1, **options: Any) -> str:
+        """Save a checkpoint every so many epochs; return the hook's name."""
+        given = {"save_every_n_epochs": save_every_n_epochs, **options}
+        return self.add_hook(make_hook("checkpoint", given))
+
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Record a value with this step: a scalar, or a histogram, text or image by `kind`."""
         if kind != "scalar" and kind not in get_args(Kind):
@@ -517,6 +542,16 @@ class Trainer(HookHolder):
         return self._moment.status
 
     @property
+    def stop_reason(self) -> str | None:
+        """Why training was asked to stop; None when it was not."""
+        return self._wishes.stop_reason
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to validate on."""
+        return self._val is not None
+
+    @property
     def run(self) -> Any:
         """The run and its folder; None without a record."""
         return self._moment.run
@@ -547,6 +582,7 @@ class Trainer(HookHolder):
         self._read_config()
         moment.status = "training"
         moment.exception = None
+        moment.evaluating = False
         moment.step, moment.step_in_progress, moment.tokens_seen = 0, 1, 0
         self._position = Position()
         self._nan = LateNanCheck()
@@ -566,6 +602,7 @@ class Trainer(HookHolder):
             epochs=self._last_epoch(), steps=config.max_steps, first_step=moment.step
         )
         self._started = True
+        self._sync_probes()
         self.hooks.run_started()
         if self._live.on_train_start is not None:
             self._live.on_train_start(moment)
@@ -601,6 +638,7 @@ class Trainer(HookHolder):
                 raise
             log.exception("A hook failed while it was told how training ended.")
         finally:
+            self._sync_probes()
             self.hooks.run_ended()
             summary = self.hooks.summary()
             self._progress.end(moment.status, summary)
@@ -626,6 +664,7 @@ class Trainer(HookHolder):
         self._every = config.optimizer_every or [1] * len(self.optimizers)
         self._in_turn = any(every > 1 for every in self._every)
         self._due = list(enumerate(self.optimizers))  # who has a turn in this step
+        self._named = NamedParameters(self.model, self.optimizers)
         self._by_step: list[list[Any]] = []  # the schedulers of each optimizer that step with it
         if self.schedulers and config.scheduler_every == "step":
             stepping = [one for one in self.schedulers if not _waits_for_metric(one)]
@@ -731,17 +770,32 @@ class Trainer(HookHolder):
 
     def _hooks_changed(self) -> None:
         live = self._live
-        calls = live.on_before_forward is not None or live.on_after_forward is not None
+        watching = (live.on_before_forward, live.on_after_forward, live.forward)
+        calls = any(one is not None for one in watching)
         self._watch.watch(calls=calls, backward=False)
+        self._sync_probes()
         if self._running:
             statuses = {info.name: info.status for info in self.hooks.describe()}
             self._record.event("hooks", step=self._moment.step, hooks=statuses)
+
+    def _sync_probes(self) -> None:
+        """Have the probes that are enabled on the model, while training goes on."""
+        if self._probes is None and self.hooks.of_kind("probe"):
+            from hookline.probes.keeper import ProbeKeeper  # most trainings have none
+
+            self._probes = ProbeKeeper(self.hooks, self.model, self._moment)
+        if self._probes is not None:
+            self._probes.sync(on=self._running)
 
     def _before_forward(self) -> None:
         if self._live.on_before_forward is not None:
             self._live.on_before_forward(self._moment)
 
     def _after_forward(self, outputs: Any) -> None:
+        if self._live.forward is not None:
+            self._moment.observation = Observation(outputs, "the model's outputs")
+            self._live.forward(self._moment)
+            self._moment.observation = None
         if self._live.on_after_forward is not None:
             self._moment.outputs = outputs
             self._live.on_after_forward(self._moment)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModelWatch", "Tap", "tensors_in"]
+from hookline.nested import tensors_in
+
+__all__ = ["ModelWatch", "Tap"]
 
 
 class Tap:
@@ -163,18 +164,3 @@ _queue: Callable[[Callable[[], None]], None] = (
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a model's output: in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))

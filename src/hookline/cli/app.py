@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
+from hookline.cli.runs import runs_app
 from hookline.errors import HooklineError
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(runs_app)
 
 
 def main() -> None:

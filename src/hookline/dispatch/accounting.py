@@ -103,6 +103,8 @@ class HookInfo:
     share: float
     removed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    purpose: str = ""
+    cost: str = ""
 
     @property
     def status(self) -> str:

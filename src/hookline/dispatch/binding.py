@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from hookline.errors import SignatureError, nearest
-from hookline.events import EVENTS, NAMES, Event
+from hookline.events import EVENTS, FLOWS, NAMES, Event
 from hookline.hook import Hook
 
 __all__ = ["Binding", "bind"]
@@ -56,7 +56,27 @@ def bind(hook: Hook) -> dict[str, Binding]:
                 f"Keep one of them; '{event.name}' is the name we teach."
             )
         bindings[event.name] = _bind_method(method, event, label)
+    if hook.hookline_kind in FLOWS:
+        bindings[hook.hookline_kind] = _bind_flow(hook, FLOWS[hook.hookline_kind])
     return bindings
+
+
+def _bind_flow(hook: Hook, flow: Event) -> Binding:
+    """Bind a forward hook's or an update's own call; what carries it comes first."""
+    function = hook.hookline_function
+    call: Any = function if function is not None else hook.__call__  # type: ignore[operator]
+    label = f"{type(hook).__name__}.__call__" if function is None else _name_of(function)
+    carrier = "gradients" if flow.name == "update" else "observation"
+    asks = _bind_method(call, flow, label)
+
+    def carried(carrier: Any, *args: Any, **kwargs: Any) -> None:
+        carrier.carry(hook, call, args, kwargs)
+
+    return replace(asks, method=carried, positional=(carrier, *asks.positional))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _methods(hook: Hook) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hookline.dispatch.accounting import HookInfo, Tally
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.schedule import Schedule
 from hookline.errors import NameTakenError
-from hookline.events import EVENTS
+from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook
 
 __all__ = ["Entry", "Gone", "free_name"]
@@ -86,18 +87,20 @@ class Entry:
         seconds = sum(tally.seconds(tally.calls) for tally in self.tallies.values())
         return HookInfo(
             name=self.name,
-            kind="loop",
-            cls=f"{type(self.hook).__module__}.{type(self.hook).__qualname__}",
+            kind=self.hook.hookline_kind,
+            cls=_origin(self.hook),
             enabled=self.enabled,
             quarantined=self.quarantined,
             schedule=str(self.schedule),
-            events=tuple(event for event in EVENTS if event in self.bindings),
+            events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,
             calls=sum(tally.calls for tally in self.tallies.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
             options=dict(self.hook.hookline_options),
+            purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
+            cost=type(self.hook).hookline_cost,
         )
 
     def gone(self, before: Gone | None) -> Gone:
@@ -145,12 +148,19 @@ def free_name(hook: Hook, name: str | None, taken: set[str], replace: bool = Fal
                 f"The name '{given}' is taken. Give another with name=…, or say replace=True."
             )
         return given
-    automatic = snake_case(type(hook).__name__)
+    automatic = snake_case(_origin(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_rank:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")
     if replace or automatic not in taken:
         return automatic
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
+
+
+def _origin(hook: Hook) -> str:
+    """Where a hook was written: the path of its class, or of its function."""
+    what: Any = type(hook) if hook.hookline_function is None else hook.hookline_function
+    what = what if hasattr(what, "__qualname__") else type(what)
+    return f"{what.__module__}.{what.__qualname__}"
 
 
 def snake_case(name: str) -> str:

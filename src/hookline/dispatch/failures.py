@@ -31,15 +31,16 @@ class Failures:
         label = entry.bindings[where].label if where in entry.bindings else where
         streak = entry.count_failure(where, call)
         entry.last_error = f"{type(error).__name__}: {error}"
-        log.error(
-            "The hook '%s' failed in %s (%s)%s%s",
-            entry.name,
-            label,
-            entry.last_error,
-            ", and training depends on it." if entry.critical else "; training goes on.",
-            _hint(error),
-            exc_info=error,
-        )
+        if self._settings.log_errors:
+            log.error(
+                "The hook '%s' failed in %s (%s)%s%s",
+                entry.name,
+                label,
+                entry.last_error,
+                ", and training depends on it." if entry.critical else "; training goes on.",
+                _hint(error),
+                exc_info=error,
+            )
         if entry.critical:
             fatal = HookFailedError(
                 f"The hook '{entry.name}' failed in {label}, and training depends on it: "

@@ -20,10 +20,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from hookline.dispatch.accounting import HookInfo, RunClock, Summary, make_gap
+from hookline.dispatch.accounting import HookInfo, RunClock, Summary, Tally, make_gap
 from hookline.dispatch.binding import bind
 from hookline.dispatch.dispatcher import Dispatcher
 from hookline.dispatch.entry import Entry, Gone, free_name
@@ -37,12 +38,13 @@ from hookline.errors import (
     NameTakenError,
     NotAHookError,
     NotSuppliedError,
+    RegistrationError,
     UnknownHookError,
     listed,
     nearest,
 )
-from hookline.events import EVENTS, NAMES, find_event
-from hookline.hook import Hook
+from hookline.events import EVENTS, FLOWS, NAMES, find_event
+from hookline.hook import Hook, as_hook
 
 __all__ = ["HookManager"]
 
@@ -50,10 +52,10 @@ __all__ = ["HookManager"]
 class Live:
     """For each event what to call with the source when it happens; None when nobody listens."""
 
-    __slots__ = tuple(EVENTS)
+    __slots__ = (*EVENTS, *FLOWS)
 
     def __init__(self) -> None:
-        for event in EVENTS:
+        for event in self.__slots__:
             setattr(self, event, None)
 
 
@@ -86,8 +88,8 @@ class HookManager:
         self._gone: dict[str, Gone] = {}  # what removed hooks did and cost
         self._lock = threading.RLock()
         self._dispatchers: dict[str, Dispatcher] = {}
-        self._running: dict[str, WeakSet[Dispatcher]] = {name: WeakSet() for name in EVENTS}
-        self._fired = dict.fromkeys(EVENTS, 0)
+        self._running: dict[str, WeakSet[Dispatcher]] = {name: WeakSet() for name in Live.__slots__}
+        self._fired = dict.fromkeys(Live.__slots__, 0)
         self._failures = Failures(self.settings, self._quarantined)
         self._clock = RunClock(self.settings)
         self._gap = make_gap()
@@ -97,9 +99,10 @@ class HookManager:
 
     def add_hook(
         self,
-        hook: Hook,
+        hook: Hook | Callable[..., Any],
         name: str | None = None,
         *,
+        kind: str | None = None,
         every: int = 1,
         sample_rate: float = 1.0,
         from_epoch: int = 0,
@@ -112,8 +115,9 @@ class HookManager:
         """Register a hook and return its name.
 
         Args:
-            hook: an instance of a subclass of `Hook`.
+            hook: an instance of a subclass of `Hook`, or a function, with `kind`.
             name: its name; without one, the name it was made with, else its class in snake_case.
+            kind: what a function is: "forward" or "update".
             every: call it in each N-th step only.
             sample_rate: call it in this share of the steps only.
             from_epoch: call it from this epoch on only.
@@ -124,7 +128,12 @@ class HookManager:
             replace: take the place of a hook of the same name.
         """
         with self._lock:
-            entry = self._make_entry(hook, name, replace)
+            entry = self._make_entry(as_hook(hook, kind), name, replace)
+            if kind is not None and kind != entry.hook.hookline_kind:
+                raise RegistrationError(
+                    f"'{entry.name}' is of kind '{entry.hook.hookline_kind}', not '{kind}'. "
+                    f"The kinds are: {listed(['loop', 'probe', *FLOWS])}."
+                )
             entry.schedule = Schedule(every, sample_rate, from_epoch)
             entry.before, entry.after = before, after
             entry.enabled, entry.strict = enabled, strict
@@ -179,6 +188,10 @@ class HookManager:
     def get_hook(self, name: str) -> Hook:
         """Return the hook of this name."""
         return self._entry(name).hook
+
+    def of_kind(self, kind: str) -> list[tuple[str, Hook, bool]]:
+        """Return the hooks of a kind, in order: name, hook, and whether it is called."""
+        return [(e.name, e.hook, e.active) for e in self._order if e.hook.hookline_kind == kind]
 
     def list_hooks(self) -> list[str]:
         """Return the names of all hooks in the order of calling, disabled ones included."""
@@ -327,6 +340,30 @@ class HookManager:
             function = self._dispatchers[event].function
         function(src)
 
+    def guard(self, name: str) -> Callable[..., Any]:
+        """Return what calls a function on behalf of a hook: isolated, counted and timed.
+
+        For what is not called by an event, such as a probe.
+        """
+        entry = self._entry(name)
+        where = entry.hook.hookline_kind
+        tally = entry.tallies.setdefault(where, Tally(clocked=True, rare=True))
+
+        def guarded(function: Callable[..., Any], *args: Any) -> Any:
+            tally.calls += 1
+            begin = perf_counter_ns()
+            try:
+                return function(*args)
+            except Exception as error:
+                fatal = self.hook_failed(entry, where, tally.calls, error)
+                if fatal is not None:
+                    raise fatal from error
+                return None
+            finally:
+                tally.add(perf_counter_ns() - begin)
+
+        return guarded
+
     # -- failures ---------------------------------------------------------------------------------
 
     def hook_failed(
@@ -437,5 +474,6 @@ def _not_a_hook(thing: object) -> NotAHookError:
         )
     return NotAHookError(
         f"{thing!r} is a {type(thing).__name__}, not a hook. A hook inherits from hookline.Hook "
-        "and has on_… methods: class MyHook(hookline.Hook)."
+        "and has on_… methods: class MyHook(hookline.Hook). A function is one with kind='forward' "
+        "or kind='update'."
     )

@@ -17,9 +17,11 @@ class HookSettings:
         budget: the share of the run that hooks may take before the costliest is named, once;
             None to never name any.
         budget_after: seconds of training before the budget is looked at.
+        log_errors: log each failure with its traceback; the summary counts them in any case.
     """
 
     isolate: bool = True
     max_failures: int = 3
     budget: float | None = 0.05
     budget_after: float = 5.0
+    log_errors: bool = True

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, cast
 
 from hookline.context import LazyFloat, look
@@ -91,6 +93,8 @@ def _plain_container(value: Any, depth: int) -> Any:
         return {_key(k): plain(v, depth) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name), depth) for f in fields(value)}
+    if _is_namespace(value):
+        return plain(vars(value), depth)
     dump: Any = getattr(value, "model_dump", None)  # pydantic's
     if dump is not None:
         return plain(dump(mode="json"), depth)
@@ -99,6 +103,13 @@ def _plain_container(value: Any, depth: int) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         return [plain(v, depth) for v in value]
     return shown(value)
+
+
+def _is_namespace(value: Any) -> bool:
+    argparse = sys.modules.get("argparse")  # who has none of its namespaces need not import it
+    return isinstance(value, SimpleNamespace) or (
+        argparse is not None and isinstance(value, argparse.Namespace)
+    )
 
 
 def _key(key: Any) -> str:

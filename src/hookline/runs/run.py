@@ -7,6 +7,7 @@ import numbers
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,17 +18,12 @@ import torch
 from hookline.checkpoint.disk import clean
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
+from hookline.runs.facts import Facts, continued, new_manifest, write_manifest
 from hookline.runs.journal import VERSION, Journal, LineFile, Unfit, line
-from hookline.runs.manifest import (
-    new_manifest,
-    new_part,
-    new_run_id,
-    now,
-    read_manifest,
-    write_manifest,
-)
+from hookline.runs.manifest import new_run_id, now, read_manifest
 from hookline.runs.media import histogram, save_image
 from hookline.runs.plain import number, plain, shown
+from hookline.runs.process import is_alive
 
 __all__ = ["Kind", "Run"]
 
@@ -61,19 +57,22 @@ class Run:
         path: The folder.
         id: The run's id, which is the folder's name at first.
         manifest: What manifest.json says.
+        journal: Where metrics go; None when the run is closed, or open for reading.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], *, writes: bool) -> None:
         self.path = path
         self.id: str = manifest["run_id"]
         self.manifest = manifest
-        self._metrics: Journal | None = None
+        self.journal: Journal | None = None
         self._events: LineFile | None = None
         self._manifest_failed = False
         self._lost_before = int(manifest.get("lost_records") or 0)
         if writes:
-            self._metrics = Journal(LineFile(path / "metrics.jsonl"))
+            self.journal = Journal(LineFile(path / "metrics.jsonl"))
             self._events = LineFile(path / "events.jsonl")
+            # A program that ends without closing its run loses no records.
+            weakref.finalize(self, _leave, os.getpid(), self.journal, self._events)
 
     @classmethod
     def create(
@@ -83,6 +82,7 @@ class Run:
         config: Mapping[str, Any],
         seed: Any,
         hooks: Sequence[Any],
+        device: Any = None,
     ) -> Run:
         """Start a run in a new folder, `<root>/<run_id>/`.
 
@@ -91,6 +91,7 @@ class Run:
             config: The resolved configuration. What is not JSON stands there as its `repr`.
             seed: The seed.
             hooks: What to say about each hook, in order.
+            device: Where the model is trained.
 
         Raises:
             RunError: The folder cannot be written.
@@ -100,7 +101,8 @@ class Run:
             root.mkdir(parents=True, exist_ok=True)
             path = _new_folder(root)
             try:
-                manifest = new_manifest(path.name, config=config, seed=seed, hooks=hooks)
+                facts = Facts(config=config, seed=seed, hooks=hooks, device=device)
+                manifest = new_manifest(path.name, facts)
                 write_manifest(path, manifest)
                 return cls(path, manifest, writes=True)
             except BaseException:
@@ -113,13 +115,26 @@ class Run:
             ) from error
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, resume: bool = False) -> Run:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        config: Mapping[str, Any] | None = None,
+        seed: Any = None,
+        hooks: Sequence[Any] | None = None,
+        device: Any = None,
+    ) -> Run:
         """Open a run that exists.
 
         Args:
             path: The run's folder.
             resume: Continue it, under the same id: its status is `training` again, and
                 `manifest["parts"]` gets a new part. Without it, nothing is written.
+            config: The configuration it goes on with; None: it is still the same.
+            seed: The seed.
+            hooks: What to say about each hook; None: they are still the same.
+            device: Where the model is trained.
 
         Raises:
             RunError: It is no run, or cannot be written when it is to be continued.
@@ -128,11 +143,11 @@ class Run:
         manifest = read_manifest(path)
         if not resume:
             return cls(path, manifest, writes=False)
-        part = new_part()
-        manifest["parts"] = [*manifest.get("parts", ()), part]
-        manifest.update(status="training", ended=None, last_error=None)
+        _warn_of_another_writer(path, manifest)
+        facts = Facts(config=config, seed=seed, hooks=hooks, device=device)
         try:
             clean(path)
+            manifest = continued(path, manifest, facts)
             write_manifest(path, manifest)
             return cls(path, manifest, writes=True)
         except OSError as error:
@@ -151,7 +166,7 @@ class Run:
         A scalar may be a number that is still on the device, a `LazyFloat` or a tensor of one
         element: it is read when the buffer is written. The others are made ready at once.
         """
-        journal = self._metrics
+        journal = self.journal
         if journal is None:
             raise RunError(_READ_ONLY.format(self.path))
         if kind != "scalar":
@@ -162,9 +177,9 @@ class Run:
 
     def log_metrics(self, step: int, epoch: int | None, metrics: Mapping[str, Any]) -> None:
         """Record several scalars of one moment, without reading them."""
-        if self._metrics is None:
+        if self.journal is None:
             raise RunError(_READ_ONLY.format(self.path))
-        add, when = self._metrics.add, time.time()
+        add, when = self.journal.add, time.time()
         # The items() of a lazy dict would read them.
         items = dict.items(metrics) if isinstance(metrics, LazyDict) else metrics.items()
         for name, value in items:
@@ -186,7 +201,7 @@ class Run:
 
     def update(self, **fields: Any) -> None:
         """Change fields of the manifest, and write it atomically."""
-        if self._metrics is None:
+        if self.journal is None:
             raise RunError(_READ_ONLY.format(self.path))
         self.manifest.update((name, plain(value)) for name, value in fields.items())
         self.manifest["lost_records"] = self._lost_before + self.lost
@@ -200,14 +215,14 @@ class Run:
     @property
     def lost(self) -> int:
         """How many records this process could not write."""
-        if self._metrics is None or self._events is None:
+        if self.journal is None or self._events is None:
             return 0
-        return self._metrics.file.lost + self._events.lost
+        return self.journal.file.lost + self._events.lost
 
     def flush(self) -> None:
         """Write what is waiting; numbers on a device are read now."""
-        if self._metrics is not None:
-            self._metrics.flush()
+        if self.journal is not None:
+            self.journal.flush()
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
         """End the run: everything is written, and the manifest says when and how it ended.
@@ -216,7 +231,7 @@ class Run:
             status: `completed`, `stopped`, `interrupted`, `preempted` or `error`.
             error: What went wrong, for the manifest's `last_error`.
         """
-        if self._metrics is None or self._events is None:
+        if self.journal is None or self._events is None:
             return
         self.flush()
         ended = now()
@@ -224,9 +239,9 @@ class Run:
         parts[-1].update(ended=ended, status=status)
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         self.update(status=status, ended=ended, last_error=text, parts=parts)
-        self._metrics.file.close()
+        self.journal.file.close()
         self._events.close()
-        self._metrics = self._events = None
+        self.journal = self._events = None
 
     def _prepare(self, step: int, name: str, value: Any, kind: Kind) -> tuple[Any, Kind]:
         """Return a value of another kind than scalar as JSON, and its kind."""
@@ -244,6 +259,25 @@ class Run:
 
 
 _READ_ONLY = "The run {} is closed, or was opened for reading: Run.open(path, resume=True) writes."
+
+
+def _leave(pid: int, journal: Journal, events: LineFile) -> None:
+    """Write what is waiting when nobody has a run any more, or the program ends."""
+    if os.getpid() == pid:  # a fork has a copy of the buffer, which is not its own to write
+        journal.flush()
+        journal.file.close()
+        events.close()
+
+
+def _warn_of_another_writer(path: Path, manifest: Mapping[str, Any]) -> None:
+    part = (manifest.get("parts") or [{}])[-1]
+    if manifest.get("status") == "training" and part.get("pid") != os.getpid() and is_alive(part):
+        log.warning(
+            "The run %s is being written by process %s, which is still alive. Two trainings in one "
+            "run mix their records: end one of them.",
+            path,
+            part["pid"],
+        )
 
 
 def _new_folder(root: Path) -> Path:

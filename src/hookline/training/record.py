@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hookline.dispatch import Summary
 from hookline.errors import TrainingError
-from hookline.runs import Run
-from hookline.runs.run import Kind
+from hookline.runs.recorder import Recorder
 
 if TYPE_CHECKING:
     from hookline.trainer import Trainer
@@ -17,63 +14,30 @@ if TYPE_CHECKING:
 __all__ = ["Record"]
 
 
-class Record:
-    """The record of a run; without a folder it does nothing."""
+class Record(Recorder):
+    """The record of a trainer's run; without a folder it only logs what starts."""
 
     def __init__(self, root: Path | None) -> None:
-        self._root = root
-        self.run: Run | None = None  # None also when the run is over
+        super().__init__(root)
         self._checkpoints: Path | None = None
 
     def start(self, trainer: Trainer, restored: Path | None) -> None:
         """Begin a run; a resumed one goes on in its folder where that is still there."""
-        if self._root is None or not trainer._strategy.is_main:
+        if not trainer._strategy.is_main:
             return
         folder = None if restored is None else restored.parent.parent
-        if folder is not None and (folder / "manifest.json").is_file():
-            self.run = Run.open(folder, resume=True)
-        else:
-            self.run = Run.create(
-                self._root,
-                config=trainer.config.model_dump(mode="json"),
-                seed=trainer.config.seed,
-                hooks=[
-                    {
-                        "name": info.name,
-                        "kind": info.kind,
-                        "class": info.cls,
-                        "enabled": info.enabled,
-                    }
-                    for info in trainer.hooks.describe()
-                ],
-            )
-        self._checkpoints = self.run.checkpoints
-        self.event(
-            "start", step=trainer.step, resumed_from=None if restored is None else str(restored)
+        there = folder is not None and (folder / "manifest.json").is_file()
+        self.begin(
+            config=trainer.config.model_dump(mode="json"),
+            seed=trainer.config.seed,
+            hooks=trainer.hooks.describe(),
+            device=trainer.device,
+            step=trainer.step,
+            goes_on=folder if there and trainer.config.runs is not None else None,
+            restored=restored,
         )
-
-    def value(self, step: int, epoch: int, name: str, value: Any, kind: Kind) -> None:
-        """Record a value that somebody logged."""
         if self.run is not None:
-            self.run.log(step, epoch, name, value, kind)
-
-    def metrics(self, step: int, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Record the metrics of an epoch or a validation."""
-        if self.run is not None:
-            self.run.log_metrics(step, epoch, metrics)
-
-    def epoch(self, step: int, epoch: int, means: Mapping[str, Any]) -> None:
-        """Record the means of an epoch; that of the loss apart from those of its steps."""
-        self.metrics(
-            step,
-            epoch,
-            {"train/loss_epoch" if n == "train/loss" else n: value for n, value in means.items()},
-        )
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Record that something happened."""
-        if self.run is not None:
-            self.run.event(kind, **fields)
+            self._checkpoints = self.run.checkpoints
 
     def checkpoint_folder(self, path: Path | str | None, step: int) -> Path:
         """Where a checkpoint goes."""
@@ -85,12 +49,3 @@ class Record:
                 "`runs` in the configuration."
             )
         return self._checkpoints / f"step_{step:06d}"
-
-    def close(
-        self, status: str, reason: str | None, summary: Summary, error: BaseException | None
-    ) -> None:
-        """End the run; what comes after it is not recorded."""
-        if self.run is not None:
-            self.run.event("end", status=status, reason=reason, hooks=summary.as_dict())
-            self.run.close(status, error)
-            self.run = None

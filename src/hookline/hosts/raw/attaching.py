@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,9 @@ from hookline.dispatch import HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.hosts.raw.session import Session, shown
+
+if TYPE_CHECKING:
+    from hookline.runs.run import Run
 
 __all__ = ["attach"]
 
@@ -25,6 +29,7 @@ def attach(
     config: Any = None,
     tokens: Callable[[Any], int] | None = None,
     settings: HookSettings | None = None,
+    runs: str | os.PathLike[str] | Run | None = None,
 ) -> Session:
     """Let hooks see a training loop that stays as it is.
 
@@ -43,6 +48,9 @@ def attach(
         config: what hooks get that ask for `config`.
         tokens: how many tokens a batch has; by default the size of its `input_ids`.
         settings: how failing and costly hooks are treated.
+        runs: where run folders go: then each step's loss, the means of epochs, validations,
+            checkpoints and toggles are recorded, as by the trainer. Or a run that is open for
+            writing: `Run.open(folder, resume=True)` goes on with one. None: no record.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {shown(scaler)}.")
@@ -55,6 +63,7 @@ def attach(
         config=config,
         tokens=tokens,
         settings=settings,
+        runs=runs,
     )
 
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
-from hookline.events import EVENTS
+from hookline.events import EVENTS, FLOWS
 
 __all__ = ["CALLS", "refusals", "supplied_by", "waiting"]
 
@@ -25,7 +25,7 @@ CALLS = MappingProxyType(
         "count: `attach(…, tokens=lambda batch: …)`.",
         "config": "Give it to attach: `attach(…, config=…)`.",
         "log": "Report it: `session.log('loss', value)` before the batch ends.",
-        "run": "A bare loop has no run folder.",
+        "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
     }
 )
 
@@ -87,7 +87,7 @@ def waiting(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
 
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:
-    for event in EVENTS:
+    for event in (*EVENTS, *FLOWS):
         listeners = hooks.listeners(event)
         if listeners:
             yield event, listeners

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 
@@ -18,6 +19,11 @@ from hookline.hosts.raw.averages import Averages
 from hookline.hosts.raw.moment import Batch, RawMoment
 from hookline.hosts.raw.needs import CALLS, refusals, waiting
 from hookline.hosts.raw.steps import StepWatch
+
+if TYPE_CHECKING:
+    from hookline.hosts.raw.recorded import SessionRecord
+    from hookline.probes.keeper import ProbeKeeper
+    from hookline.runs.run import Run
 
 __all__ = ["Session"]
 
@@ -31,6 +37,10 @@ class Session(HookHolder):
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
     training and detaches. Without `with`, training starts at the first thing that is seen, and
     `detach()` ends it. Hooks get it as `trainer`; they may put attributes of their own on it.
+
+    Attributes:
+        run: the run and its folder; None without `attach(…, runs=…)`, before training starts, and
+            on ranks other than the first.
     """
 
     def __init__(
@@ -44,6 +54,7 @@ class Session(HookHolder):
         config: Any,
         tokens: Callable[[Any], int] | None,
         settings: HookSettings | None,
+        runs: str | os.PathLike[str] | Run | None = None,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -51,9 +62,15 @@ class Session(HookHolder):
         self.scaler = scaler
         self.config = SimpleNamespace(debug=False) if config is None else config
         self.best_accuracy = 0.0
-        self._moment = RawMoment(self, model, optimizers, config)
+        self.run: Run | None = None
+        self._runs = runs
+        self._record: SessionRecord | None = None
+        moment, steps = _parts(recorded=runs is not None)
+        self._moment = moment(self, model, optimizers, config)
         self._count_tokens = tokens
         self._supplied: set[str] = {"config"} if config is not None else set()
+        if runs is not None:
+            self._supplied.add("run")
         self._validation: Averages | None = None
         self._validated: dict[str, Any] = {}
         self._stop_reason: str | None = None
@@ -62,8 +79,10 @@ class Session(HookHolder):
         self.hooks = HookManager(source=self._moment, settings=settings)
         self.hooks.refuses_what_is_not_supplied = True  # until the first step
         self.hooks.register_hooks(hooks)
-        self._steps = StepWatch(self, self._moment, scaler)
-        self.hooks.on_change = self._steps.hooks_changed
+        self._steps = steps(self, self._moment, scaler)
+        self._probes: ProbeKeeper | None = None
+        self.hooks.on_change = self._hooks_changed
+        self._sync_probes()
 
     # -- where training stands --------------------------------------------------------------------
 
@@ -98,8 +117,9 @@ class Session(HookHolder):
     def __enter__(self) -> Self:
         try:
             self.begin()
-        except BaseException:
+        except BaseException as error:
             self._steps.take_off()  # `with` does not leave what it has not entered
+            self._end_record("error", error)
             raise
         return self
 
@@ -131,6 +151,7 @@ class Session(HookHolder):
     def begin(self) -> None:
         """Start training, once; the session does it by itself."""
         if not self.started:
+            self._begin_record()
             self.started = True
             self.hooks.run_started()
             self._moment.known_epoch = self._moment.known_tokens = 0  # so much is certain
@@ -149,8 +170,10 @@ class Session(HookHolder):
             if self.started:
                 self.fire("on_train_end")
         finally:
+            self._sync_probes()
             self._steps.take_off()
             self.hooks.run_ended()
+            self._end_record(self._moment.status, self._moment.exception)
         if self._moment.status in ("completed", "stopped"):
             for line in waiting(self.hooks, self._supplied):
                 log.warning("The loop has ended. %s", line)
@@ -208,8 +231,11 @@ class Session(HookHolder):
         self._validated = {}
         self.fire("on_epoch_start")
         yield epoch
-        self._moment.metrics = Metrics(self._moment.averages.means("train/") | self._validated)
+        means = self._moment.averages.means("train/")
+        self._moment.metrics = Metrics(means | self._validated)
         self.fire("on_epoch_end")
+        if self._record is not None:
+            self._record.end_epoch(self._moment.step, epoch, means)
 
     @contextmanager
     def validation(self) -> Generator[None]:
@@ -227,6 +253,8 @@ class Session(HookHolder):
             self._moment.metrics = metrics = Metrics(averages.means("val/"))
             self.fire("on_validation_end")
             self._validated = dict.copy(metrics)
+            if self._record is not None:
+                self._record.metrics(self._moment.step, self._moment.known_epoch, metrics)
             if "val/accuracy" in metrics:
                 self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         finally:
@@ -284,6 +312,8 @@ class Session(HookHolder):
         self.begin()
         self._supplied.add("checkpoint")
         self._moment.checkpoint_path = path
+        if self._record is not None:
+            self._record.event("checkpoint", path=str(path), step=self._moment.step)
         self.fire("on_checkpoint_save")
 
     def resumed(
@@ -306,17 +336,34 @@ class Session(HookHolder):
             self._moment.known_tokens = tokens_seen
             self._supplied.add("tokens")
         self._moment.checkpoint_path = path
+        if self._record is not None:
+            self._record.event("resumed", path=str(path), step=step)
         self.fire("on_checkpoint_load")
 
-    def log(self, name: str, value: float | torch.Tensor) -> None:
-        """Give hooks a number: in the batch's `metrics`, and as a mean at the end.
+    def log(
+        self,
+        name: str,
+        value: Any,
+        kind: Literal["scalar", "text", "histogram", "image"] = "scalar",
+    ) -> None:
+        """Give hooks and the record a number, or the record alone something else.
 
-        Log before `optimizer.step()`: a batch that completes a step ends there.
+        A number whose name has no slash is in the batch's `metrics`, and its mean in those of the
+        epoch or the validation; a record has it for each step, too. Log it before
+        `optimizer.step()`: a batch that completes a step ends there. A name with a slash, and
+        every other kind than a scalar, goes to the record as it stands.
 
         Args:
             name: its name; at the end of an epoch `train/<name>`, of validation `val/<name>`.
             value: a number, or a tensor with one element, which is not read until looked at.
+            kind: what the value is for the record: a scalar, text, histogram or image.
         """
+        if kind != "scalar" or "/" in name:
+            self.begin()
+            if self._record is not None:
+                moment = self._moment
+                self._record.value(moment.step, moment.known_epoch, name, value, kind)
+            return
         if not _is_number(value):
             raise TypeError(
                 f"session.log('{name}', …) takes a number or a tensor with one element, "
@@ -327,15 +374,68 @@ class Session(HookHolder):
             value = value.detach()
         (self._moment.averages if self._validation is None else self._validation).add(name, value)
         batch = self._moment.known_batch
-        if batch is not None and not batch.ended:
+        late = batch is not None and batch.ended
+        if self._record is not None and self._validation is None:
+            self._log_to_record(name, value, late)
+        if batch is not None and not late:
             batch.logged[name] = LazyFloat(value) if isinstance(value, torch.Tensor) else value
-        elif batch is not None and self.hooks.live.on_train_batch_end and not self._told_late_log:
+        elif late and self.hooks.live.on_train_batch_end and not self._told_late_log:
             self._told_late_log = True
             log.warning(
                 "session.log('%s') came after optimizer.step(), when on_train_batch_end had been "
                 "told: it counts for the epoch only. Log before the step.",
                 name,
             )
+
+    def log_dict(self, values: Mapping[str, Any]) -> None:
+        """Log several numbers."""
+        for name, value in values.items():
+            self.log(name, value)
+
+    # -- the record -------------------------------------------------------------------------------
+
+    def _begin_record(self) -> None:
+        if self._runs is None:
+            return
+        from hookline.hosts.raw.recorded import SessionRecord
+
+        record = SessionRecord(self._runs)
+        record.start(self, self._moment.known_config)
+        if record.run is not None:
+            self._record, self.run = record, record.run
+
+    def _log_to_record(self, name: str, value: Any, late: bool) -> None:
+        record, moment = self._record, self._moment
+        if record is not None and late:  # its step has been written
+            record.value(moment.step, moment.known_epoch, f"train/{name}", value, "scalar")
+        elif record is not None:
+            record.logged(name, value)
+
+    def end_recorded_step(self, loss: LazyFloat | None) -> None:
+        """Write what belongs to the step that has just ended; `loss` is None when not known."""
+        if self._record is not None:
+            self._record.end_step(self._moment.step, self._moment.known_epoch, loss)
+
+    def _end_record(self, status: str, error: BaseException | None) -> None:
+        if self._record is not None:
+            self._record.close(status, self._stop_reason, self.hooks.summary(), error)
+            self._record = None
+
+    def _hooks_changed(self) -> None:
+        self._steps.hooks_changed()
+        self._sync_probes()
+        if self._record is not None:
+            statuses = {info.name: info.status for info in self.hooks.describe()}
+            self._record.event("hooks", step=self._moment.step, hooks=statuses)
+
+    def _sync_probes(self) -> None:
+        """Have the probes that are enabled on the model, until training ends."""
+        if self._probes is None and self.hooks.of_kind("probe"):
+            from hookline.probes.keeper import ProbeKeeper  # most loops have none
+
+            self._probes = ProbeKeeper(self.hooks, self.model, _Standing(self))
+        if self._probes is not None:
+            self._probes.sync(on=not self._ended)
 
     # -- what the watches call --------------------------------------------------------------------
 
@@ -375,6 +475,38 @@ class Session(HookHolder):
         """Name hooks that wait for something which may still come."""
         for line in waiting(self.hooks, self._supplied):
             log.info("%s", line)
+
+
+def _parts(*, recorded: bool) -> tuple[type[RawMoment], type[StepWatch]]:
+    """Of which classes a session is made; a loop without a record does nothing for one."""
+    if not recorded:
+        return RawMoment, StepWatch
+    from hookline.hosts.raw.recorded import RecordedMoment, RecordedSteps
+
+    return RecordedMoment, RecordedSteps
+
+
+class _Standing:
+    """Where the loop stands, as probes ask for it: what it has not told is None."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def trainer(self) -> Session:
+        return self._session
+
+    @property
+    def step(self) -> int:
+        return self._session._moment.step
+
+    @property
+    def epoch(self) -> int | None:
+        return self._session._moment.known_epoch
+
+    @property
+    def evaluating(self) -> bool:
+        return self._session._validation is not None
 
 
 def _is_number(value: object) -> bool:

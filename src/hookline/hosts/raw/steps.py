@@ -28,6 +28,8 @@ from hookline.hosts.raw.losses import Losses
 from hookline.hosts.raw.moment import RawMoment
 from hookline.hosts.raw.needs import CALLS
 from hookline.hosts.raw.scaler import ScalerWatch
+from hookline.observing import Observation
+from hookline.updates import Gradients, NamedParameters
 from hookline.watch import ModelWatch, Tap
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class StepWatch:
         self.optimizers = moment.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self._losses = Losses(moment, scaler)
+        self._named = NamedParameters(moment.model, self.optimizers)
         self._turns: dict[int, bool] = {}
         self._ready: set[int] = set()
         self._versions: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -108,7 +111,8 @@ class StepWatch:
             or live.on_after_backward is not None
             or live.on_gradients_ready is not None
         )
-        calls = live.on_before_forward is not None or live.on_after_forward is not None
+        watching = (live.on_before_forward, live.on_after_forward, live.forward)
+        calls = any(one is not None for one in watching)
         in_place = getattr(self.moment.model, "_compiled_call_impl", None) is not None
         if in_place and (backward or calls):
             raise LoopError(
@@ -130,6 +134,10 @@ class StepWatch:
             self.live.on_before_forward(self.moment)
 
     def _after_forward(self, outputs: Any) -> None:
+        if self.live.forward is not None:
+            self.moment.observation = Observation(outputs, "the model's outputs")
+            self.live.forward(self.moment)
+            self.moment.observation = None
         if self.live.on_after_forward is not None:
             self.moment.outputs = outputs
             self.live.on_after_forward(self.moment)
@@ -197,6 +205,11 @@ class StepWatch:
         if self.live.on_gradients_ready is not None:
             self.moment.optimizer_idx = i
             self.live.on_gradients_ready(self.moment)
+        if self.live.update is not None:
+            self.moment.optimizer_idx = i
+            self.moment.gradients = Gradients(self._named[i])
+            self.live.update(self.moment)
+            self.moment.gradients = None  # or it would keep them alive
 
     def _note_versions(self) -> None:
         self._versions = {i: self._version_of(i) for i in range(len(self.optimizers))}
@@ -239,7 +252,7 @@ class StepWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         live, moment = self.live, self.moment
         if self._ordinary and len(args) == 1 and not kwargs:
-            if live.on_gradients_ready is not None:
+            if live.on_gradients_ready is not None or live.update is not None:
                 self._gradients_ready(0)
             if live.on_before_optimizer_step is not None:
                 live.on_before_optimizer_step(moment)

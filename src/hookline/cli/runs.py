@@ -1,0 +1,200 @@
+"""`hookline runs`: which runs there are, what came of one, what differs between two."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hookline.runs.opened import OpenedRun
+
+__all__ = ["runs_app"]
+
+_WIDEST = 60
+_COLOURS = {
+    "completed": "green",
+    "stopped": "green",
+    "training": "cyan",
+    "interrupted": "yellow",
+    "preempted": "yellow",
+    "error": "red",
+    "lost": "red",
+    "unknown": "red",
+}
+
+runs_app = typer.Typer(
+    name="runs",
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--runs", help="The folder of all runs.", show_default="runs", metavar="FOLDER"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RunId = Annotated[
+    str, typer.Argument(help="A run's id, its beginning or end, or its folder.", metavar="ID")
+]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -> None:
+    """List runs, show one, or compare two.
+
+    Without a command: a table of all runs, the newest first. A commit with a **+** had uncommitted
+    changes; **lost** is a run whose process is gone without having said how it ended.
+
+    Example: **hookline runs --runs /tmp/runs**
+    """
+    context.obj = (folder, as_json)
+    if context.invoked_subcommand is None:
+        _list_runs(folder or Path("runs"), as_json)
+
+
+@runs_app.command()
+def show(context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False) -> None:
+    """Show one run: what it is, its metrics and checkpoints, and what is damaged.
+
+    Example: **hookline runs show 20261115-210655-3f9c7b**
+    """
+    folder, as_json = _options(context, folder, as_json)
+    (opened,) = _open(folder, run)
+    if as_json:
+        _print_json(_all_of(opened))
+    else:
+        _print(str(opened))
+
+
+@runs_app.command()
+def diff(
+    context: typer.Context,
+    a: RunId,
+    b: RunId,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Show what differs between two runs: configuration, code, hooks, versions, results.
+
+    Example: **hookline runs diff 20261115-21 20261115-22**
+    """
+    from hookline.runs.diff import diff_runs
+
+    folder, as_json = _options(context, folder, as_json)
+    one, other = _open(folder, a, b)
+    differences = diff_runs(one, other)
+    if as_json:
+        sides = {"a": one.overview(), "b": other.overview()}
+        _print_json({**sides, "differences": differences})
+    else:
+        _print(_as_text(one.id, other.id, differences))
+
+
+def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tuple[Path, bool]:
+    """Take options from before the command's name, too."""
+    before: tuple[Path | None, bool] = context.obj
+    return folder or before[0] or Path("runs"), as_json or before[1]
+
+
+def _open(folder: Path, *ids: str) -> list[OpenedRun]:
+    from hookline.runs.opened import open_run
+
+    return [open_run(one, runs=folder) for one in ids]
+
+
+def _list_runs(folder: Path, as_json: bool) -> None:
+    from hookline.runs.find import run_folders
+    from hookline.runs.opened import OpenedRun
+
+    found = [OpenedRun(path).overview() for path in run_folders(folder)]
+    if as_json:
+        _print_json(found)
+    elif found:
+        _print(_listing(found), heads=True)
+    else:
+        why = "has no runs yet" if folder.is_dir() else "is not there yet"
+        _print(
+            f"The folder {folder} {why}. A trainer makes one with each run, and so does "
+            "hookline.attach(…, runs=…). To see one at work: hookline demo"
+        )
+
+
+def _listing(overviews: list[dict[str, Any]]) -> str:
+    from hookline.runs.showing import duration, figure, moment, table
+
+    heads = ("id", "started (UTC)", "duration", "status", "steps", "last loss", "config", "git")
+    rows = [
+        (
+            one["id"],
+            moment(one["started"]),
+            duration(one["seconds"]),
+            one["status"],
+            figure(one["steps"]),
+            figure(one["loss"]),
+            str(one["config_hash"] or "?")[:8],
+            _commit(one["git"]),
+        )
+        for one in overviews
+    ]
+    return table(heads, rows)
+
+
+def _commit(git: dict[str, Any]) -> str:
+    commit = git.get("commit")
+    return f"{commit[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
+
+
+def _all_of(run: OpenedRun) -> dict[str, Any]:
+    checkpoints = [asdict(one) for one in run.checkpoints()]
+    return {
+        **run.overview(),
+        "manifest": run.manifest,
+        "results": {name: asdict(result) for name, result in run.results().items()},
+        "checkpoints": checkpoints,
+        "damage": run.damage,
+    }
+
+
+def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> str:
+    from hookline.runs.showing import table
+
+    blocks: list[str] = []
+    for section, pairs in differences.items():
+        rows = [(name, _short(one), _short(other)) for name, (one, other) in pairs.items()]
+        blocks.append(table((section, a, b), rows) if rows else f"{section}  the same")
+    return "\n\n".join(blocks)
+
+
+def _short(value: Any) -> str:
+    from hookline.runs.showing import figure
+
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else figure(value)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _print_json(value: Any) -> None:
+    from hookline.runs.plain import plain
+
+    print(json.dumps(plain(value), indent=1, ensure_ascii=False))
+
+
+def _print(text: str, *, heads: bool = False) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if not console.is_terminal or console.no_color:
+        print(text)
+        return
+    styled = Text(text)
+    if heads:
+        styled.stylize("bold", 0, text.index("\n"))
+        for status, colour in _COLOURS.items():
+            styled.highlight_regex(rf"  {status}(?=  )", colour)
+    console.print(styled, soft_wrap=True)

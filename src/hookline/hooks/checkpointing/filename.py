@@ -1,0 +1,66 @@
+"""Names of checkpoints with epoch, step and metrics in them: `epoch_{epoch}_{val/loss:.2f}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from string import Formatter
+
+from hookline.errors import ConfigError
+
+__all__ = ["Filename"]
+
+_COUNTERS = ("epoch", "step")
+
+
+class Filename:
+    """A pattern for names of checkpoints, checked when it is made.
+
+    Args:
+        pattern: text with fields in braces: `epoch`, `step` and names of metrics, slashes included,
+            each with a format after a colon if wanted.
+        insert_names: `{epoch}` becomes `epoch=3` instead of `3`.
+    """
+
+    def __init__(self, pattern: str, *, insert_names: bool) -> None:
+        self._insert_names = insert_names
+        try:
+            parts = list(Formatter().parse(pattern))
+        except ValueError as error:
+            raise ConfigError(f"filename is {pattern!r}: {error}.") from None
+        if not pattern.strip():
+            raise ConfigError("filename is empty. Such a name is valid: '{epoch}-{step}'.")
+        self._parts = [(text, name, spec or "") for text, name, spec, _ in parts]
+        for _, name, spec, conversion in parts:
+            if name is not None:
+                _check_field(pattern, name, spec or "", conversion)
+
+    def render(self, epoch: int, step: int, value_of: Callable[[str], float]) -> str:
+        """Return the name; `value_of` gives the value of a metric."""
+        counters = {"epoch": epoch, "step": step}
+        name = ""
+        for text, field, spec in self._parts:
+            name += text
+            if field is not None:
+                value = counters[field] if field in counters else value_of(field)
+                name += f"{field}=" if self._insert_names else ""
+                name += format(value, spec)
+        return _as_one_name(name)
+
+
+def _check_field(pattern: str, name: str, spec: str, conversion: str | None) -> None:
+    if not name or conversion:
+        raise ConfigError(
+            f"filename is {pattern!r}: a field is 'epoch', 'step' or the name of a metric, with a "
+            "format after a colon if wanted, as in {val/loss:.2f}."
+        )
+    try:
+        format(1 if name in _COUNTERS else 1.0, spec)
+    except ValueError as error:
+        raise ConfigError(f"filename is {pattern!r}: '{name}' does not fit: {error}.") from None
+
+
+def _as_one_name(text: str) -> str:
+    """Return a text as the name of one folder, beside `last` and `best`; a dot would hide it."""
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text)
+    return f"_{name}" if name.startswith(".") or name in ("last", "best") else name

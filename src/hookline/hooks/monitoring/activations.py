@@ -1,0 +1,79 @@
+"""Statistics of what the model returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+
+from hookline.builtin import BuiltIn
+from hookline.hook import ForwardHook, Rank
+from hookline.nested import tensors_in
+
+__all__ = ["ActivationStats"]
+
+log = logging.getLogger("hookline")
+
+
+class ActivationStats(BuiltIn, ForwardHook):
+    """Records mean and standard deviation of what the model returns.
+
+    Of a tensor as `activations/mean` and `activations/std`; of a mapping with tensors as
+    `activations/<key>/mean` and so on; of other outputs, over all tensors in them by number.
+
+    Args:
+        log_interval: report in each N-th batch, beginning with the first.
+    """
+
+    hookline_rank = Rank.MONITOR
+    cost = "In batches with a report two reductions of each output; nothing waits for the device."
+
+    def __init__(self, log_interval: PositiveInt = 100) -> None:
+        self.log_interval = log_interval
+        self._batches = 0
+
+    def __call__(self, activations: Any, trainer: Any) -> None:
+        """Report, when it is due."""
+        due = self._batches % self.log_interval == 0
+        self._batches += 1
+        if not due:
+            return
+        for name, tensor in _named(activations):
+            if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+                std, mean = torch.std_mean(tensor.float(), correction=0)
+                trainer.log(f"{name}/mean", mean)
+                trainer.log(f"{name}/std", std)
+                log.debug("%s: %s", name, _Later(mean, std))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many batches it has seen."""
+        return {"batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._batches = state["batches"]
+
+
+class _Later:
+    """Mean and deviation as text, read only if somebody shows the message."""
+
+    def __init__(self, mean: torch.Tensor, std: torch.Tensor) -> None:
+        self._mean, self._std = mean, std
+
+    def __str__(self) -> str:
+        return f"mean {self._mean.item():.4g}, std {self._std.item():.4g}"
+
+
+def _named(activations: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(activations, torch.Tensor):
+        yield "activations", activations
+    elif isinstance(activations, Mapping):
+        for key, value in activations.items():
+            if isinstance(value, torch.Tensor):
+                yield f"activations/{key}", value
+    else:
+        for i, tensor in enumerate(tensors_in(activations)):
+            yield f"activations/{i}", tensor

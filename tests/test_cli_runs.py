@@ -1,0 +1,319 @@
+"""`hookline runs` as a user meets it: real processes, what they print and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookline.runs import Run, diff_runs, open_run
+
+COMMAND = [sys.executable, "-m", "hookline.cli.app", "runs"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+
+
+def runs(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env=ENVIRONMENT,
+    )
+
+
+def printed(*arguments: str | Path, cwd: Path | None = None) -> str:
+    done = runs(*arguments, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    return done.stdout
+
+
+def write(
+    root: Path, config: dict[str, Any], losses: list[float], status: str = "completed"
+) -> Run:
+    hooks = [{"name": "ema", "kind": "loop", "options": {"decay": config["decay"]}}]
+    hooks += [{"name": "extra"}] if config["decay"] > 0.9 else []
+    run = Run.create(root, config=config, seed=config["seed"], hooks=hooks)
+    for step, loss in enumerate(losses, 1):
+        run.log(step, 0, "train/loss", loss)
+    run.update(git={"commit": "0123456789abcdef" if status == "completed" else None})
+    if status != "training":
+        run.close(status, "ValueError: no" if status == "error" else None)
+    return run
+
+
+class Three:
+    """A folder of three runs: two that ended, and one that its process has left behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        root = folder / "runs"
+        self.first = write(
+            root, {"seed": 1, "decay": 0.9, "model": {"width": 8}}, [3.0, float("nan"), 1.5]
+        )
+        self.second = write(
+            root, {"seed": 1, "decay": 0.99, "model": {"width": 16}}, [3.0, 1.25, 2.0], "error"
+        )
+        self.third = write(root, {"seed": 1, "decay": 0.9}, [4.0], "training")
+        self.third.flush()
+        part = {**self.third.manifest["parts"][0], "pid": 2**22 + 1}
+        self.third.update(parts=[part], git={"commit": "fedcba9876543210", "dirty": True})
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Three:
+    return Three(tmp_path_factory.mktemp("three"))
+
+
+# -- the list -------------------------------------------------------------------------------------
+
+
+def test_runs_are_listed_the_newest_first(three: Three) -> None:
+    heads, *rows = printed(cwd=three.folder).splitlines()
+    assert re.split(r"  +", heads) == [
+        *("id", "started (UTC)", "duration", "status", "steps", "last loss", "config", "git")
+    ]
+    third, second, first = (re.split(r"  +", row) for row in rows)
+    assert [row[0] for row in (first, second, third)] == [
+        *(three.first.id, three.second.id, three.third.id)
+    ]
+    assert first[3:6] == ["completed", "3", "1.5"]
+    assert second[3:6] == ["error", "3", "2"]
+    assert third[3:6] == ["lost", "1", "4"]
+    assert first[6] == three.first.manifest["config_hash"][:8] != second[6]
+    assert (first[7], second[7], third[7]) == ("01234567", "none", "fedcba98+")
+    assert first[1] == three.first.manifest["started"][:19].replace("T", " ")
+
+
+def test_the_list_as_json(three: Three) -> None:
+    for arguments in (("--json", "--runs", three.folder / "runs"), ("--json",)):
+        found = json.loads(printed(*arguments, cwd=three.folder))
+        assert [one["status"] for one in found] == ["lost", "error", "completed"]
+        assert found[2]["id"] == three.first.id
+        assert (found[2]["steps"], found[2]["loss"]) == (3, 1.5)
+        assert found[0]["git"]["dirty"] is True
+        assert found[1]["last_error"] == "ValueError: no"
+        assert found[1]["seconds"] > 0
+
+
+def test_a_folder_without_runs_is_no_error(tmp_path: Path) -> None:
+    assert "The folder runs is not there yet." in printed(cwd=tmp_path)
+    assert "hookline demo" in printed(cwd=tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "notes.txt").write_text("")
+    (tmp_path / "runs" / "plots").mkdir()
+    assert "The folder runs has no runs yet." in printed(cwd=tmp_path)
+    assert json.loads(printed("--json", cwd=tmp_path)) == []
+
+
+def test_damaged_runs_are_listed_among_the_others(tmp_path: Path) -> None:
+    good = write(tmp_path, {"seed": 1, "decay": 0.9}, [1.0])
+    for name, text in (("20200101-000000-aaaaaa", None), ("20200101-000000-bbbbbb", "{")):
+        (tmp_path / name).mkdir()
+        if text is not None:
+            (tmp_path / name / "manifest.json").write_text(text)
+    lines = printed("--runs", tmp_path).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        *(good.id, "20200101-000000-bbbbbb", "20200101-000000-aaaaaa")
+    ]
+    assert "unknown" in lines[2]
+
+
+# -- one run --------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown(three: Three) -> None:
+    shown = printed("show", three.first.id, cwd=three.folder)
+    assert shown == str(open_run(three.first.path)).replace(f"{three.folder}/", "") + "\n"
+    assert re.search(r"^train/loss +1.5 +1.5 +3 +3$", shown, re.MULTILINE)
+    shown = printed("show", three.second.path)
+    assert re.search(r"^last error +ValueError: no$", shown, re.MULTILINE)
+    assert re.search(r"^hooks +ema, extra$", shown, re.MULTILINE)
+
+
+def test_a_run_as_json(three: Three) -> None:
+    commands: list[tuple[str | Path, ...]] = [
+        ("show", three.first.id, "--json", "--runs", three.folder / "runs"),
+        ("--json", "--runs", three.folder / "runs", "show", three.first.id),
+    ]
+    for command in commands:
+        found = json.loads(printed(*command))
+        assert found["manifest"] == three.first.manifest
+        assert found["results"]["train/loss"]["best"] == 1.5
+        assert found["checkpoints"] == found["damage"] == []
+        assert found["id"] == three.first.id
+
+
+def test_an_unknown_id_is_one_line_with_the_near_ones(three: Three) -> None:
+    near = three.first.id[:-1] + "!"
+    for command in (("show", near), ("diff", near, three.first.id), ("diff", "--json", near, "x")):
+        done = runs(*command, cwd=three.folder)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"hookline: There is no run '{near}' in runs. Near it: ")
+        assert three.first.id in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    done = runs("show", "2", cwd=three.folder)
+    assert done.returncode == 1
+    assert "'2' fits 3 runs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("show",), ["Missing argument 'ID'", "See: hookline runs show --help"]),
+        (("diff", "a"), ["Missing argument", "See: hookline runs diff --help"]),
+        (("shwo", "a"), ["shwo", "See: hookline runs --help"]),
+        (("--jsno",), ["--jsno", "--json", "See: hookline runs --help"]),
+    ],
+)
+def test_bad_input_is_one_line_that_helps(arguments: tuple[str, ...], words: list[str]) -> None:
+    done = runs(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    for word in words:
+        assert word in done.stderr
+
+
+# -- two runs -------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_told_by_section(three: Three) -> None:
+    shown = printed("diff", three.first.id, three.second.id, cwd=three.folder)
+    blocks = {block.split()[0]: block for block in shown.strip().split("\n\n")}
+    assert list(blocks) == ["config", "code", "hooks", "versions", "results"]
+    config = [line.split() for line in blocks["config"].splitlines()]
+    assert config == [
+        ["config", three.first.id, three.second.id],
+        ["decay", "0.9", "0.99"],
+        ["model.width", "8", "16"],
+    ]
+    assert ["commit", "0123456789abcdef", "-"] in map(str.split, blocks["code"].splitlines())
+    hooks = [line.split() for line in blocks["hooks"].splitlines()]
+    assert ["ema.options.decay", "0.9", "0.99"] in hooks
+    assert hooks[1] == ["order", "['ema']", "['ema',", "'extra']"]
+    assert blocks["versions"].split() == ["versions", "the", "same"]
+    results = [re.split(r"  +", line) for line in blocks["results"].splitlines()[1:]]
+    assert results == [["train/loss (last)", "1.5", "2"], ["train/loss (best)", "1.5", "1.25"]]
+
+
+def test_what_differs_as_json(three: Three) -> None:
+    found = json.loads(printed("diff", three.first.id, three.second.id, "--json", cwd=three.folder))
+    assert (found["a"]["id"], found["b"]["id"]) == (three.first.id, three.second.id)
+    assert found["differences"]["config"] == {"decay": [0.9, 0.99], "model.width": [8, 16]}
+    assert found["differences"]["versions"] == {}
+
+
+def test_versions_and_code_that_differ_are_told(tmp_path: Path) -> None:
+    one = write(tmp_path, {"seed": 1, "decay": 0.9}, [float("nan")])
+    other = write(tmp_path, {"seed": 1, "decay": 0.9}, [float("nan")])
+    assert all(not pairs for pairs in diff_runs(open_run(one.path), open_run(other.path)).values())
+    manifest = json.loads((other.path / "manifest.json").read_text())
+    manifest["packages"]["numpy"] = "0.1"
+    del manifest["packages"]["pytest"]
+    manifest["versions"]["python"] = "2.7"
+    manifest["devices"]["threads"] = 99
+    manifest["git"] = {"commit": "0123456789abcdef", "dirty": True, "diff_sha256": "ab"}
+    manifest["config"]["seed"] = True  # which Python takes for 1
+    (other.path / "manifest.json").write_text(json.dumps(manifest))
+    found = diff_runs(open_run(one.path), open_run(other.path))
+    assert found["versions"].keys() == {"numpy", "pytest", "python", "devices.threads"}
+    assert found["versions"]["pytest"] == [pytest.__version__, None]
+    assert found["code"] == {"dirty": [None, True], "diff_sha256": [None, "ab"]}
+    assert found["config"] == {"seed": [1, True]}
+
+
+def test_a_damaged_run_can_be_compared(three: Three, tmp_path: Path) -> None:
+    empty = tmp_path / "20200101-000000-aaaaaa"
+    empty.mkdir()
+    found = diff_runs(open_run(three.first.path), open_run(empty))
+    assert found["config"]["model.width"] == [8, None]
+    assert found["results"]["train/loss (last)"] == [1.5, None]
+
+
+# -- the command itself ---------------------------------------------------------------------------
+
+
+def test_nothing_here_imports_torch(three: Three) -> None:
+    folder = str(three.folder / "runs")
+    commands = [
+        ["--help"],
+        ["show", "--help"],
+        ["--runs", folder],
+        ["show", three.first.id, "--runs", folder],
+        ["diff", three.first.id, three.second.id, "--runs", folder],
+    ]
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        f"for words in {commands!r}:\n"
+        "    sys.argv = ['hookline', 'runs', *words]\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hookline runs --runs /tmp/runs" in done.stdout
+
+
+def test_the_options_are_these() -> None:
+    for words in ((), ("show",), ("diff",)):
+        options = set(re.findall(r"--[a-z]+", printed(*words, "--help")))
+        assert options == {"--runs", "--json", "--help"}
+
+
+def in_a_terminal(three: Three, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        COMMAND,
+        stdout=child,
+        stderr=child,
+        cwd=three.folder,
+        env={**kept, "TERM": "xterm-256color", "COLUMNS": "60", **environment},
+    )
+    os.close(child)
+    seen = b""
+    try:
+        while data := os.read(parent, 65536):
+            seen += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(parent)
+    assert process.wait() == 0
+    return seen.decode()
+
+
+def test_a_terminal_gets_colours_unless_they_are_not_wanted(three: Three) -> None:
+    shown = in_a_terminal(three)
+    assert "\x1b[1m" in shown
+    assert re.search(r"\x1b\[31m *lost", shown)
+    plain = in_a_terminal(three, NO_COLOR="1")
+    assert "\x1b" not in plain
+    assert re.sub(r"\x1b\[\d*m", "", shown) == plain  # nothing is cut to the width
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    for i in range(3000):
+        (tmp_path / f"20200101-000000-{i:06x}").mkdir()
+    command = " ".join([*COMMAND, "--runs", str(tmp_path)])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert done.stdout.startswith("id  ")
+    assert done.stderr == ""

@@ -1,0 +1,359 @@
+"""What DebugHook finds, what it says of it, and what it does then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+
+import pytest
+import torch
+from loops import batches, make, same, weights
+from torch.nn import functional as F
+
+import hookline
+from hookline import Trainer, TrainerConfig, TrainingError
+from hookline.hooks.debugging.debug import DebugHook
+from hookline.hooks.debugging.finite import all_finite, first_bad
+
+NAN, INF = float("nan"), float("inf")
+
+
+def train(*hooks, data=None, model=None, optimizer=None, **fields):
+    if model is None:
+        model, optimizer = make()
+    options = {"runs": None, "progress": "off", "on_nan": "continue"} | fields
+    trainer = Trainer(TrainerConfig(**options), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    trainer.fit(batches(4) if data is None else data)
+    return trainer
+
+
+def bad_batch(value=NAN):
+    x, y = batches(1)[0]
+    x = x.clone()
+    x[2, 3] = value
+    return x, y
+
+
+class Poison(hookline.Hook):
+    """Puts a value into the gradients or the parameters, in one step."""
+
+    def __init__(self, what, at=2, value=NAN):
+        self.what, self.at, self.value = what, at, value
+
+    def on_after_backward(self, model, step):
+        if self.what == "gradients" and step + 1 == self.at:
+            model.first.bias.grad[3] = self.value
+            model.second.weight.grad[:] = self.value
+
+    def on_after_optimizer_step(self, model, step):
+        if self.what == "parameters" and step + 1 == self.at:
+            with torch.no_grad():
+                model.second.bias[0] = self.value
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def test_a_bad_batch_is_named_when_the_loss_is_nan(caplog):
+    trainer = train(DebugHook(action="stop"), data=[*batches(2), bad_batch(), *batches(2)])
+    first = warnings(caplog)[0]
+    assert first == (
+        "Step 3: The loss is nan. The first part of the batch that is not finite is 'batch[0]' "
+        "(1 NaN and 0 Inf of 32)."
+    )
+    assert trainer.status == "stopped"
+
+
+def test_a_bad_parameter_is_named_when_the_loss_is_nan(caplog):
+    model, optimizer = make()
+    with torch.no_grad():
+        model.second.weight[1, 2] = NAN
+    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
+    said = warnings(caplog)[0]
+    assert "The first parameter that is not finite is 'second.weight' (1 NaN and 0 Inf" in said
+
+
+def test_a_bad_buffer_is_named_when_the_loss_is_nan(caplog):
+    model, optimizer = make()
+    model.register_buffer("scale", torch.tensor([INF]))
+    model.register_forward_hook(lambda module, args, out: out * module.scale)
+    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
+    assert "The first buffer that is not finite is 'scale' (0 NaN and 1 Inf of 1)" in caplog.text
+
+
+def test_the_computation_is_blamed_when_all_else_is_finite(caplog):
+    model, optimizer = make()
+    model.register_forward_hook(lambda module, args, out: out / 0)
+    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
+    assert "so it comes from the computation in between" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_the_first_bad_gradient_in_the_models_order_is_named(caplog, value):
+    train(Poison("gradients", value=value), DebugHook(action="stop"))
+    said = warnings(caplog)[0]
+    assert said.startswith("Step 2: The gradient of 'first.bias' (")
+    assert said.endswith("of 16) is not finite.")
+
+
+def test_a_bad_parameter_is_named_after_the_step_that_made_it(caplog):
+    trainer = train(Poison("parameters"), DebugHook(action="stop"))
+    said = warnings(caplog)[0]
+    assert said == "Step 2: The parameter 'second.bias' (1 NaN and 0 Inf of 4) is not finite."
+    assert (trainer.status, trainer.step) == ("stopped", 2)
+
+
+def test_a_finite_training_is_left_alone_and_nothing_is_said(caplog):
+    model, optimizer = make()
+    trainer = train(DebugHook(), model=model, optimizer=optimizer, on_nan="stop")
+    other, its_optimizer = make()
+    train(model=other, optimizer=its_optimizer)
+    assert trainer.status == "completed"
+    assert same(weights(model), weights(other))
+    assert warnings(caplog) == []
+
+
+def test_the_trainers_own_error_comes_after_the_explanation(caplog):
+    with pytest.raises(TrainingError, match="The loss was nan"):
+        train(DebugHook(), data=[bad_batch()], on_nan="stop")
+    assert "batch[0]" in warnings(caplog)[0]
+
+
+def test_a_parameter_that_only_the_optimizer_knows_is_found(caplog):
+    model, _ = make()
+    outside = torch.nn.Parameter(torch.tensor([NAN]))
+    optimizer = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
+    train(DebugHook(action="warn"), model=model, optimizer=optimizer)
+    assert "'parameter 0 outside the model' (1 NaN" in warnings(caplog)[0]
+
+
+def test_gradients_that_overflow_under_a_scaler_are_left_to_it(caplog):
+    class Scaled(hookline.Hook):
+        """Stands for an overflow: gradients are infinite where the scaler looks at them."""
+
+        def on_after_backward(self, model, step):
+            if not step:
+                model.first.bias.grad[0] = INF
+
+    hook = DebugHook(action="stop", check=["gradients"])
+    trainer = train(Scaled(), hook, precision="fp16")
+    assert trainer.status == "completed"
+    assert warnings(caplog) == []
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients", "parameters"])
+def test_only_what_is_asked_for_is_checked(caplog, what):
+    data = [bad_batch(), *batches(2)]
+    train(DebugHook(action="warn", check=[what]), data=data)
+    said = warnings(caplog)
+    expected = {"loss": "The loss", "gradients": "The gradient", "parameters": "The parameter"}
+    assert len(said) == 2
+    assert expected[what] in said[0]
+    assert said[1] == f"In this run the {what} had NaN or Inf in 3 checks."
+
+
+def test_warn_only_warns_and_says_it_once_until_it_was_finite_again(caplog):
+    data = [bad_batch(), bad_batch(), *batches(2)]
+
+    class Skips(hookline.Hook):
+        def on_before_backward(self, trainer, loss):
+            trainer.skip_optimizer_step()
+
+    trainer = train(Skips(), DebugHook(action="warn", check=["loss"]), data=data, max_epochs=2)
+    assert trainer.status == "completed"
+    said = warnings(caplog)
+    assert sum("The loss is nan" in text for text in said) == 2  # once in each epoch
+    assert said[-1] == "In this run the loss had NaN or Inf in 4 checks."
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_stop_ends_training_before_the_step_that_would_spoil_the_weights(what):
+    model, optimizer = make()
+    data = [bad_batch(), *batches(3)] if what == "loss" else batches(4)
+    hooks = [Poison(what, at=1), DebugHook(action="stop", check=[what])]
+    before = weights(model)
+    trainer = train(*hooks, data=data, model=model, optimizer=optimizer)
+    assert (trainer.status, trainer.step) == ("stopped", 0)
+    assert same(weights(model), before)
+
+
+def test_without_break_on_nan_it_only_warns():
+    assert train(DebugHook(break_on_nan=False), data=[bad_batch()]).status == "completed"
+
+
+def test_break_where_there_is_no_terminal_stops():
+    assert train(DebugHook(break_on_nan=True), data=[bad_batch()]).status == "stopped"
+    assert train(DebugHook(action="break"), data=[bad_batch()]).status == "stopped"
+
+
+def test_the_action_goes_before_break_on_nan():
+    hook = DebugHook(break_on_nan=True, action="warn")
+    assert train(hook, data=[bad_batch()]).status == "completed"
+    hook = DebugHook(break_on_nan=False, action="stop")
+    assert train(hook, data=[bad_batch()]).status == "stopped"
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients", "parameters"])
+def test_it_looks_at_every_nth_step_only(caplog, what):
+    """NaN in steps 1 and 2, and from then on, as it stays in the parameters."""
+    hook = DebugHook(action="warn", check=[what], every_n_steps=3)
+    train(hook, data=[bad_batch(), *batches(5)])
+    said = warnings(caplog)
+    assert said[0].startswith("Step 3: ")
+    assert said[1].endswith("in 2 checks.")
+
+
+def test_shapes_are_logged_for_the_first_batch_of_a_loader_and_when_they_change(caplog):
+    caplog.set_level(logging.INFO)
+    (x, y), *_ = batches(1)
+    data = {"a": [(x, y), (x, y), (x[:2], y[:2])], "b": [(x, y)]}
+    train(DebugHook(log_shapes=True), data=data)
+    said = [r.getMessage() for r in caplog.records if "A batch of" in r.getMessage()]
+    whole = "tuple(Tensor[4, 8] of float32, Tensor[4, 4] of float32)"
+    assert said == [
+        f"A batch of 'a' is {whole}",
+        "A batch of 'a' is now tuple(Tensor[2, 8] of float32, Tensor[2, 4] of float32)",
+        f"A batch of 'b' is {whole}",
+    ]
+
+
+def test_shapes_are_printed_where_the_log_is_not_shown(caplog, capsys):
+    caplog.set_level(logging.WARNING)
+    train(DebugHook(log_shapes=True))
+    assert "A batch of 'train' is tuple(Tensor[4, 8]" in capsys.readouterr().out
+
+
+def test_shapes_are_not_logged_unless_asked_for(caplog, capsys):
+    caplog.set_level(logging.INFO)
+    train(DebugHook())
+    assert "A batch of" not in caplog.text + capsys.readouterr().out
+
+
+def test_a_hook_with_nothing_to_do_is_an_error():
+    with pytest.raises(hookline.ConfigError, match="nothing to do"):
+        DebugHook(check=[])
+
+
+def test_its_name():
+    assert hookline.HookManager().add_hook(DebugHook()) == "debug"
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+def test_gradients_are_checked_in_an_unchanged_bare_loop(caplog):
+    model, optimizer = make()
+    hook = DebugHook(action="warn", check=["gradients", "parameters"])
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in [*batches(1), bad_batch(), *batches(1)]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    said = warnings(caplog)
+    assert said[0].startswith("Step 2: The gradient of 'first.weight'")
+    assert said[1].startswith("Step 2: The parameter 'first.weight'")
+
+
+def test_a_bare_loop_that_cannot_be_stopped_is_refused_at_its_first_step():
+    model, optimizer = make()
+    hook = DebugHook(action="stop", check=["gradients"])
+    with (
+        pytest.raises(hookline.NotSuppliedError, match=r"debug .*needs on_train_batch_start"),
+        hookline.attach(model, optimizer, hooks=[hook]),
+    ):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+def test_a_bare_loop_is_stopped(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")]) as session:
+        for x, y in session.batches([*batches(1), bad_batch(), *batches(3)]):
+            optimizer.zero_grad()
+            session.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+    assert (session.status, session.step) == ("stopped", 2)
+    assert "batch[0]" in warnings(caplog)[0]
+
+
+IN_TERMINAL = """
+    import torch, hookline
+    from hookline.hooks.debugging.debug import DebugHook
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = hookline.TrainerConfig(runs=None, progress="off", on_nan="continue")
+    hook = DebugHook(check=["loss"])
+    data = [(torch.full((3, 2), value), torch.ones(3, 1)) for value in (float("nan"), 1.0)]
+    trainer = hookline.Trainer(config, model, optimizer, hooks=[hook]).fit(data)
+    print("status:", trainer.status)
+"""
+
+
+def test_in_a_terminal_it_breaks_into_the_debugger_with_model_and_batch_at_hand(tmp_path):
+    shown = run_in_terminal(
+        IN_TERMINAL, tmp_path, answers=["p 'batch', batch[0].shape, model", "c", "c"]
+    )
+    assert "The loss is nan. The first part of the batch that is not finite is" in shown
+    assert "('batch', torch.Size([3, 2]), Linear(" in shown
+    assert "status: completed" in shown  # `c` goes on
+
+
+def run_in_terminal(code, folder, answers):
+    """Run a program in a real terminal, answer the debugger's prompts, return what was shown."""
+    pty = pytest.importorskip("pty")
+    parent, child = pty.openpty()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    shown, waiting = b"", list(answers)
+    with subprocess.Popen(command, cwd=folder, stdin=child, stdout=child, stderr=child) as process:
+        os.close(child)
+        try:
+            with suppress(OSError):  # how Linux says that the other side is closed
+                while chunk := os.read(parent, 65536):
+                    shown += chunk
+                    if shown.endswith(b"(Pdb) "):
+                        os.write(parent, waiting.pop(0).encode() + b"\n")
+        finally:
+            os.close(parent)  # a debugger that still asks gets no answer, and ends
+    assert process.returncode == 0, shown.decode()
+    return shown.decode()
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+def test_values_so_large_that_norms_overflow_are_finite():
+    assert all_finite([torch.full((10,), 1e30), torch.full((4,), 6e4, dtype=torch.float16)])
+
+
+def test_mixed_kinds_of_tensors_are_looked_at():
+    fine = [
+        torch.zeros(0),
+        torch.tensor([1, 2]),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+    ]
+    assert all_finite(fine)
+    assert all_finite([])
+    for bad in (
+        torch.tensor([1.0, NAN], dtype=torch.bfloat16),
+        torch.tensor([complex(INF, 0)]),
+        torch.tensor([[0.0, INF]]).to_sparse(),
+    ):
+        assert not all_finite([*fine, bad])
+        named = [(str(i), one) for i, one in enumerate([*fine, bad])]
+        assert first_bad(named).startswith("'6' (")
+    assert first_bad([("fine", torch.ones(1))]) is None

@@ -1,0 +1,301 @@
+"""EarlyStopping: when training ends, and with which reason."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
+from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.hooks.optimization.early_stopping import EarlyStopping
+
+
+class Scores(hookline.Hook):
+    """Puts a number of our choice among the metrics of each validation, or of each epoch."""
+
+    def __init__(self, *scores, name="val/loss", at="validation"):
+        self.scores, self.metric, self.at = list(scores), name, at
+
+    def on_validation_end(self, metrics):
+        self.put("validation", metrics)
+
+    def on_epoch_end(self, metrics):
+        self.put("epoch", metrics)
+
+    def put(self, where, metrics):
+        if where == self.at and self.scores:
+            metrics[self.metric] = self.scores.pop(0)
+
+
+def fit(tmp_path, *hooks, resume_from=None, validate=True, **fields) -> Trainer:
+    model, optimizer = make()
+    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 10} | fields
+    trainer = Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    val = batches(1, seed=2) if validate else None
+    return trainer.fit(batches(2), val_loaders=val, resume_from=resume_from)
+
+
+def reason(trainer: Trainer) -> str | None:
+    lines = (trainer.run.path / "events.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["kind"] == "end"][-1]["reason"]
+
+
+def epochs(trainer: Trainer) -> int:
+    return trainer.step // 2
+
+
+IMPROVES_TWICE = (5.0, 4.0, 4.5, 4.2, 4.1, 4.3, 1.0)
+
+
+@pytest.mark.parametrize(("patience", "expected"), [(1, 3), (2, 4), (4, 6)])
+def test_patience_counts_checks_without_an_improvement(tmp_path, patience, expected):
+    hook = EarlyStopping(patience=patience)
+    trainer = fit(tmp_path, Scores(*IMPROVES_TWICE), hook)
+    assert epochs(trainer) == expected
+    assert trainer.status == "stopped"
+    assert hook.best_score == 4.0
+    assert hook.wait_count == patience
+
+
+def test_an_improvement_starts_the_count_again(tmp_path):
+    scores = Scores(5.0, 6.0, 4.0, 6.0, 3.0, 6.0, 6.0)
+    assert epochs(fit(tmp_path, scores, EarlyStopping(patience=2))) == 7
+
+
+def test_the_reason_says_everything(tmp_path):
+    trainer = fit(tmp_path, Scores(1.0, 2.0, 3.0), EarlyStopping(patience=2, min_delta=0.01))
+    assert reason(trainer) == (
+        "EarlyStopping: val/loss has not improved by more than 0.01 in 2 checks. It is 3, and the "
+        "best was 1 (mode 'min')."
+    )
+
+
+def test_monitor_is_the_metric_that_counts(tmp_path):
+    scores = Scores(1.0, 1.0, 1.0, 0.5, name="val/other")
+    trainer = fit(tmp_path, scores, EarlyStopping(monitor="val/other", patience=2))
+    assert epochs(trainer) == 3
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", 3), ("max", 5)])
+def test_mode_says_which_is_better(tmp_path, mode, expected):
+    scores = Scores(1.0, 2.0, 3.0, 2.0, 1.0, 0.5)
+    assert epochs(fit(tmp_path, scores, EarlyStopping(patience=2, mode=mode))) == expected
+
+
+@pytest.mark.parametrize(("min_delta", "expected"), [(0.0, 5), (0.5, 3)])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_min_delta_is_what_counts_as_an_improvement(tmp_path, min_delta, expected, mode):
+    sign = 1 if mode == "min" else -1
+    scores = Scores(*(sign * s for s in (5.0, 4.75, 4.5, 4.5, 4.5, 4.5)))
+    hook = EarlyStopping(patience=2, min_delta=min_delta, mode=mode)
+    assert epochs(fit(tmp_path, scores, hook)) == expected
+
+
+def test_it_checks_after_each_validation(tmp_path):
+    hook = EarlyStopping(patience=2)
+    trainer = fit(tmp_path, Scores(*[1.0] * 9), hook, validate_every_steps=1)
+    assert trainer.step == 3
+
+
+def test_it_checks_at_the_end_of_epochs_when_asked_for(tmp_path):
+    hook = EarlyStopping("train/mine", patience=2, check_on_train_epoch_end=True)
+    scores = Scores(*[1.0] * 9, name="train/mine", at="epoch")
+    trainer = fit(tmp_path, scores, hook, validate_every_steps=1, validate=False)
+    assert epochs(trainer) == 3
+
+
+def test_what_is_missing_is_an_error_that_lists_what_there_is(tmp_path):
+    with pytest.raises(HookFailedError) as error:
+        fit(tmp_path, EarlyStopping("val/los"))
+    assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
+    assert "The metrics are: 'val/loss'" in str(error.value)
+
+
+def test_what_is_missing_is_left_out_when_not_strict(tmp_path, caplog):
+    trainer = fit(tmp_path, EarlyStopping("val/los", strict=False), max_epochs=5)
+    assert trainer.status == "completed"
+    assert [r.getMessage() for r in caplog.records if "'val/los'" in r.getMessage()] == [
+        "EarlyStopping: 'val/los' is not among the metrics."
+    ]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_verbose_logs_every_check(tmp_path, caplog, verbose):
+    caplog.set_level("INFO", "hookline")
+    fit(tmp_path, Scores(2.0, 1.0, 3.0), EarlyStopping(patience=1, verbose=verbose))
+    checks = [r.getMessage() for r in caplog.records if "at step" in r.getMessage()]
+    assert any("ends training at step 6" in line for line in checks)
+    assert len(checks) == (4 if verbose else 1)
+    if verbose:
+        assert checks[1].endswith("the best is 1, 0 of 1 checks without an improvement.")
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "scores"),
+    [("min", 1.5, (2.0, 1.5, 1.4, 1.0)), ("max", 0.9, (0.8, 0.9, 0.95, 0.99))],
+)
+def test_training_ends_when_the_metric_is_good_enough(tmp_path, mode, threshold, scores):
+    hook = EarlyStopping(mode=mode, stopping_threshold=threshold)
+    trainer = fit(tmp_path, Scores(*scores), hook)
+    assert epochs(trainer) == 3
+    assert reason(trainer) == (
+        f"EarlyStopping: val/loss is {scores[2]:g}, which is better than {threshold:g}."
+    )
+    assert hook.best_score == scores[2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "scores"),
+    [("min", 10.0, (2.0, 10.0, 11.0, 1.0)), ("max", 0.1, (0.8, 0.1, 0.05, 0.9))],
+)
+def test_training_ends_when_the_metric_diverges(tmp_path, mode, threshold, scores):
+    hook = EarlyStopping(mode=mode, divergence_threshold=threshold, patience=9)
+    trainer = fit(tmp_path, Scores(*scores), hook)
+    assert epochs(trainer) == 3
+    assert reason(trainer) == (
+        f"EarlyStopping: val/loss is {scores[2]:g}, which is worse than {threshold:g}."
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("check_finite", "expected"), [(True, 2), (False, 4)])
+def test_what_is_not_finite_ends_training_or_is_no_improvement(
+    tmp_path, bad, check_finite, expected
+):
+    hook = EarlyStopping(patience=3, check_finite=check_finite)
+    trainer = fit(tmp_path, Scores(1.0, bad, bad, bad), hook)
+    assert epochs(trainer) == expected
+    assert (reason(trainer) == f"EarlyStopping: val/loss is {bad}.") == check_finite
+    assert hook.best_score == 1.0
+
+
+def test_a_validation_before_training_is_no_check(tmp_path):
+    hook = EarlyStopping(patience=2)
+    trainer = fit(tmp_path, Scores(0.0, 3.0, 2.0, 1.0), hook, sanity=True, max_epochs=3)
+    assert trainer.status == "completed"
+    assert hook.best_score == 1.0
+
+
+def test_a_second_validation_at_the_same_step_is_no_check(tmp_path):
+    hook = EarlyStopping(patience=3)
+    scores = Scores(*[1.0] * 20)  # steps 2, 4 … are validated twice
+    trainer = fit(tmp_path, scores, hook, validate_every_steps=2)
+    assert epochs(trainer) == 4
+
+
+@pytest.mark.parametrize("sanity", [False, True])
+def test_a_resumed_run_ends_where_the_whole_would_have(tmp_path, sanity):
+    def hooks(scores):
+        return Scores(*scores), EarlyStopping(patience=4), CheckpointHook()
+
+    whole = fit(tmp_path / "whole", *hooks(IMPROVES_TWICE))
+    first = fit(tmp_path, *hooks(IMPROVES_TWICE[:4]), max_epochs=4)
+    rest = IMPROVES_TWICE[4:]
+    again = hooks((9.0, *rest) if sanity else rest)
+    trainer = fit(tmp_path, *again, resume_from=first.run.path, sanity=sanity)
+    assert epochs(trainer) == epochs(whole) == 6
+    assert reason(trainer) == reason(whole)
+
+
+def test_a_checkpoint_between_the_step_and_its_validation_loses_no_check(tmp_path):
+    class Saves(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 4:
+                trainer.save_checkpoint(trainer.run.checkpoints / "here")
+
+    first = fit(tmp_path, Saves(), Scores(1.0, 2.0), EarlyStopping(patience=2), max_epochs=2)
+    hook = EarlyStopping(patience=2)
+    trainer = fit(tmp_path, Scores(2.0, 2.0, 2.0), hook, resume_from=first.run.checkpoints / "here")
+    assert epochs(trainer) == 3
+
+
+def test_a_validation_before_a_resumed_training_is_no_check(tmp_path):
+    class Saves(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 3:
+                trainer.save_checkpoint()
+
+    first = fit(tmp_path, Saves(), Scores(5.0), EarlyStopping(), max_steps=3)
+    hook = EarlyStopping()
+    fit(tmp_path, Scores(0.0, 4.0), hook, resume_from=first.run.path, sanity=True, max_epochs=2)
+    assert hook.best_score == 4.0
+
+
+def test_a_validation_after_training_is_no_check(tmp_path):
+    hook = EarlyStopping()
+    trainer = fit(tmp_path, Scores(5.0, 1.0), hook, validate_every_epochs=2, max_epochs=3)
+    trainer.validate()
+    assert hook.best_score == 5.0
+
+
+def test_a_second_fit_counts_from_the_beginning(tmp_path):
+    model, optimizer = make()
+    hook = EarlyStopping(patience=1)
+    trainer = Trainer(
+        TrainerConfig(runs=tmp_path, progress="off", max_epochs=3),
+        model,
+        optimizer,
+        loss_fn=F.mse_loss,
+        hooks=[Scores(0.0, 3.0, 2.0, 1.0, 5.0, 9.0, 8.0, 7.0), hook],
+    )
+    trainer.validate(batches(1))  # before and after training nobody checks
+    trainer.fit(batches(1), val_loaders=batches(1))
+    assert trainer.status == "completed"
+    trainer.validate(batches(1))
+    assert (hook.best_score, hook.wait_count) == (1.0, 0)
+    trainer.fit(batches(1), val_loaders=batches(1))
+    assert trainer.status == "completed"
+    assert hook.best_score == 7.0
+
+
+def test_what_is_not_asked_for_is_not_listened_to(tmp_path):
+    model, optimizer = make()
+    for option, expected in ((False, "on_validation_end"), (True, "on_epoch_end")):
+        hook = EarlyStopping(check_on_train_epoch_end=option)
+        trainer = Trainer(TrainerConfig(runs=None), model, optimizer, hooks=[hook])
+        assert trainer.hooks.describe()[0].events == ("on_train_start", expected, "on_train_end")
+
+
+@pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1.0}, {"mode": "best"}])
+def test_values_that_make_no_sense_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        EarlyStopping(**options)
+
+
+# -- in a bare loop -------------------------------------------------------------------------------
+
+
+def bare(hook, scores, *, through_session=True):
+    model, optimizer = make()
+    done = 0
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        with session.validation():  # before training
+            session.log("loss", 0.0)
+        data = batches(len(scores))
+        for i, (x, y) in enumerate(session.batches(data) if through_session else data):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            done += 1
+            with session.validation(), torch.no_grad():
+                session.log("loss", torch.tensor(scores[i]))
+    return done, session
+
+
+def test_a_bare_loop_is_stopped_too():
+    hook = EarlyStopping(patience=2)
+    done, session = bare(hook, (3.0, 2.0, 4.0, 4.0, 4.0, 4.0))
+    assert done == 4
+    assert session.status == "stopped"
+    assert hook.best_score == 2.0
+
+
+def test_a_bare_loop_that_cannot_be_stopped_says_so():
+    with pytest.raises(HookFailedError, match=r"session\.batches"):
+        bare(EarlyStopping(patience=1), (3.0, 4.0), through_session=False)

@@ -1,0 +1,712 @@
+"""GradientMonitor: the numbers it reports are those of the gradients, at little cost."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loops import Net, batches, make, same, train, weights
+from torch import nn
+from torch.nn import functional as F
+
+import hookline
+from hookline.hooks.monitoring.gradient_statistics import (
+    Parts,
+    histograms,
+    percentiles,
+    statistics,
+)
+from hookline.hooks.monitoring.gradients import GradientMonitor
+from hookline.hooks.monitoring.parameters import chosen_names
+from hookline.runs.journal import read_records
+
+NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
+
+
+def fit(
+    folder: Path,
+    *hooks: hookline.Hook,
+    data: Any = None,
+    parts: Any = None,
+    loss_fn: Any = F.mse_loss,
+    **config: Any,
+) -> dict[tuple[int, str], Any]:
+    """Train, and return what was recorded by step and name."""
+    config = {"runs": folder, "progress": "off"} | config
+    model, optimizer = parts or make()
+    trainer = hookline.Trainer(
+        hookline.TrainerConfig(**config), model, optimizer, loss_fn=loss_fn, hooks=hooks
+    )
+    trainer.fit(batches(4) if data is None else data)
+    assert trainer.hooks.summary().failures == {}
+    records = read_records(trainer.run.path / "metrics.jsonl")
+    return {(one["step"], one["name"]): one["value"] for one in records}
+
+
+class Gradients(hookline.Hook):
+    """Keeps what the gradients were, by step."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_gradients_ready(self, model: nn.Module, step: int) -> None:
+        self.seen.setdefault(step + 1, {}).update(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+
+
+# -- what is reported -----------------------------------------------------------------------------
+
+
+def test_norms_are_those_of_each_parameter_and_of_all(tmp_path: Path) -> None:
+    gradients = Gradients()
+    values = fit(tmp_path, gradients, GradientMonitor(1))
+    for step, seen in gradients.seen.items():
+        for name in NAMES:
+            assert values[step, f"gradients/{name}/norm"] == pytest.approx(seen[name].norm().item())
+        whole = torch.cat([one.flatten() for one in seen.values()])
+        assert values[step, "gradients/total/norm"] == pytest.approx(whole.norm().item())
+    assert len(gradients.seen) == 4
+
+
+def test_by_default_only_norms_are_reported(tmp_path: Path) -> None:
+    values = fit(tmp_path, GradientMonitor(1))
+    measures = {name.split("/")[-1] for _, name in values if name.startswith("gradients")}
+    assert measures == {"norm"}
+
+
+def test_log_frequency_counts_optimizer_steps(tmp_path: Path) -> None:
+    values = fit(tmp_path, GradientMonitor(log_frequency=2), data=batches(10), accumulate=2)
+    assert {step for step, name in values if name == "gradients/total/norm"} == {2, 4}
+
+
+def test_log_norm_off_reports_no_norm(tmp_path: Path) -> None:
+    values = fit(tmp_path, GradientMonitor(1, log_norm=False, log_statistics=True))
+    names = {name for _, name in values}
+    assert "gradients/total/norm" not in names
+    assert "gradients/first.weight/norm" not in names
+    assert "gradients/first.weight/mean" in names
+
+
+def test_a_full_report_is_right(tmp_path: Path) -> None:
+    gradients = Gradients()
+    monitor = GradientMonitor(1, log_histogram=True, percentiles=[10, 50, 90])
+    values = fit(tmp_path, gradients, monitor)
+    everything = torch.cat([one.flatten() for one in gradients.seen[4].values()])
+    for name, grad in {**gradients.seen[4], "total": everything}.items():
+        found = {
+            measure: values[4, f"gradients/{name}/{measure}"]
+            for measure in ("mean", "std", "abs_max", "zeros", "nonfinite")
+        }
+        assert found == pytest.approx(
+            {
+                "mean": grad.mean().item(),
+                "std": grad.std(correction=0).item(),
+                "abs_max": grad.abs().max().item(),
+                "zeros": (grad == 0).double().mean().item(),
+                "nonfinite": 0,
+            },
+            rel=1e-4,
+            abs=1e-8,
+        )
+    for name in NAMES:
+        grad = gradients.seen[4][name]
+        largest = grad.abs().max().item()
+        histogram = values[4, f"gradients/{name}/histogram"]
+        expected = torch.histc(grad, 64, -largest, largest).tolist()
+        assert sum(histogram["counts"]) == grad.numel()
+        # On the edge of a bin, rounding decides.
+        assert sum(abs(a - b) for a, b in zip(histogram["counts"], expected, strict=True)) <= 4
+        assert histogram["edges"][0] == pytest.approx(-largest)
+        assert histogram["edges"][-1] == pytest.approx(largest)
+        for percentile in (10, 50, 90):
+            exact = torch.quantile(grad, percentile / 100).item()
+            assert values[4, f"gradients/{name}/p{percentile}"] == pytest.approx(exact, rel=0.05)
+    assert (4, "gradients/total/histogram") not in values
+
+
+def test_the_number_of_bins_is_an_option(tmp_path: Path) -> None:
+    values = fit(tmp_path, GradientMonitor(1, log_histogram=True, bins=10))
+    histogram = values[1, "gradients/first.weight/histogram"]
+    assert len(histogram["counts"]) == 10
+    assert len(histogram["edges"]) == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"log_histogram": True, "log_statistics": False}, {"norm", "histogram"}),
+        ({"percentiles": [2.5], "log_statistics": False}, {"norm", "p2.5"}),
+        (
+            {"log_statistics": True},
+            {"norm", "mean", "std", "abs_max", "zeros", "nonfinite"},
+        ),
+        (
+            {"percentiles": [25]},
+            {"norm", "mean", "std", "abs_max", "zeros", "nonfinite", "p25"},
+        ),
+    ],
+)
+def test_statistics_can_be_asked_for_and_left_out(
+    tmp_path: Path, options: dict[str, Any], expected: set[str]
+) -> None:
+    values = fit(tmp_path, GradientMonitor(1, **options))
+    assert {
+        name.removeprefix("gradients/first.bias/")
+        for _, name in values
+        if name.startswith("gradients/first.bias/")
+    } == expected
+
+
+def test_a_parameter_that_is_frozen_or_without_gradient_is_named_nowhere(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.unused = nn.Linear(3, 3)
+    model.first.weight.requires_grad_(False)
+    model.first.weight.grad = torch.ones_like(model.first.weight)  # left from before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = GradientMonitor(1, update_ratio=True, log_statistics=True)
+    values = fit(tmp_path, monitor, parts=(model, optimizer))
+    layers = {name.split("/")[1] for _, name in values if name.startswith("gradients")}
+    assert layers == {"first.bias", "second.weight", "second.bias", "total"}
+
+
+def test_values_are_accumulated_unscaled_and_not_clipped(tmp_path: Path) -> None:
+    gradients = Gradients()
+    values = fit(tmp_path, gradients, GradientMonitor(1), accumulate=2, clip_norm=1e-3)
+    norm = values[2, "gradients/total/norm"]
+    assert norm > 1e-2
+    assert norm == pytest.approx(
+        torch.cat([one.flatten() for one in gradients.seen[2].values()]).norm().item()
+    )
+
+
+def test_several_optimizers_are_each_covered_once(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        torch.optim.Adam(model.second.parameters()),
+    ]
+    gradients = Gradients()
+    monitor = GradientMonitor(1, update_ratio=True, log_statistics=True)
+    values = fit(tmp_path, gradients, monitor, parts=(model, optimizers))
+    seen = gradients.seen[4]
+    for name in NAMES:
+        assert values[4, f"gradients/{name}/norm"] == pytest.approx(seen[name].norm().item())
+        assert (4, f"gradients/{name}/update_ratio") in values
+    whole = torch.cat([one.flatten() for one in seen.values()])
+    assert values[4, "gradients/total/norm"] == pytest.approx(whole.norm().item())
+    assert values[4, "gradients/total/mean"] == pytest.approx(whole.mean().item(), abs=1e-7)
+
+
+def test_optimizers_that_are_not_due_are_left_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizers = [
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        torch.optim.SGD(model.second.parameters(), lr=0.1),
+    ]
+    values = fit(tmp_path, GradientMonitor(1), parts=(model, optimizers), optimizer_every=[1, 2])
+    assert {step for step, name in values if name == "gradients/first.bias/norm"} == {1, 2, 3, 4}
+    assert {step for step, name in values if name == "gradients/second.bias/norm"} == {2, 4}
+
+
+# -- the ratio of updates to weights --------------------------------------------------------------
+
+
+class Weights(hookline.Hook):
+    def __init__(self) -> None:
+        self.before: dict[str, torch.Tensor] = {}
+        self.after: dict[str, torch.Tensor] = {}
+
+    def on_before_optimizer_step(self, model: nn.Module) -> None:
+        self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_after_optimizer_step(self, model: nn.Module) -> None:
+        self.after = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_update_ratio_is_what_the_step_changed_over_what_was_there(tmp_path: Path) -> None:
+    seen = Weights()
+    values = fit(tmp_path, seen, GradientMonitor(4, update_ratio=True))
+    for name in NAMES:
+        change = (seen.after[name] - seen.before[name]).norm() / seen.before[name].norm()
+        assert values[4, f"gradients/{name}/update_ratio"] == pytest.approx(change.item(), rel=1e-4)
+    old, new = (
+        torch.cat([one.flatten() for one in them.values()]) for them in (seen.before, seen.after)
+    )
+    ratio = ((new - old).norm() / old.norm()).item()
+    assert values[4, "gradients/total/update_ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+def test_weights_that_are_all_zero_have_no_update_ratio(tmp_path: Path) -> None:
+    model, optimizer = make()
+    nn.init.zeros_(model.second.bias)
+    values = fit(tmp_path, GradientMonitor(1, update_ratio=True), parts=(model, optimizer))
+    assert (1, "gradients/second.bias/update_ratio") not in values
+    assert (2, "gradients/second.bias/update_ratio") in values
+
+
+def test_a_skipped_step_reports_norms_but_no_update_ratio(tmp_path: Path) -> None:
+    class Skip(hookline.Hook):
+        intervenes = True
+
+        def on_gradients_ready(self, trainer: Any) -> None:
+            trainer.skip_optimizer_step()
+
+    values = fit(tmp_path, Skip(), GradientMonitor(1, update_ratio=True))
+    assert (0, "gradients/total/norm") in values
+    assert not any(name.endswith("update_ratio") for _, name in values)
+    only: dict[str, Any] = {"log_norm": False, "vanishing": None, "exploding": None}
+    values = fit(tmp_path, Skip(), GradientMonitor(1, update_ratio=True, **only))
+    assert not any(name.startswith("gradients") for _, name in values)
+
+
+# -- which parameters -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["first"], ["first.weight", "first.bias"]),
+        (["*.bias"], ["first.bias", "second.bias"]),
+        ([r"^sec.*t$"], ["second.weight"]),
+        (["first.bias", "*.weight"], ["first.weight", "first.bias", "second.weight"]),
+    ],
+)
+def test_param_filter_takes_parts_of_names_globs_and_regular_expressions(
+    tmp_path: Path, patterns: list[str], expected: list[str]
+) -> None:
+    values = fit(tmp_path, GradientMonitor(1, param_filter=patterns))
+    layers = {name.split("/")[1] for _, name in values if name.startswith("gradients")}
+    assert layers == {*expected, "total"}
+    norms = [values[1, f"gradients/{name}/norm"] for name in expected]
+    assert values[1, "gradients/total/norm"] == pytest.approx(math.hypot(*norms))
+
+
+def test_a_glob_is_not_read_as_a_regular_expression() -> None:
+    names = ["layer.1.weight", "layer.10.weight", "layer_1.weight"]
+    assert chosen_names(["layer.1.*"], names) == ["layer.1.weight"]
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_near_names() -> None:
+    monitor = GradientMonitor(param_filter=["secnd"])
+    with pytest.raises(hookline.ConfigError) as error:
+        monitor.on_train_start(Net())
+    assert "no parameter matches 'secnd'" in str(error.value)
+    assert "'second'" in str(error.value)
+    assert "'first.weight'" in str(error.value)
+
+
+def test_a_pattern_that_matches_nothing_is_told_when_training_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = hookline.TrainerConfig(runs=None, progress="off")
+    hooks = [GradientMonitor(param_filter=["[secnd"])]
+    trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=hooks)
+    trainer.fit(batches(1))
+    assert trainer.hooks.summary().failures == {"gradient_monitor": 1}
+    assert "no parameter matches '[secnd'" in caplog.text
+
+
+def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
+    model, optimizer = make()
+    compiled = torch.compile(model, backend="eager")
+    values = fit(tmp_path, GradientMonitor(1), parts=(compiled, optimizer))
+    assert (1, "gradients/first.weight/norm") in values
+
+
+# -- warnings -------------------------------------------------------------------------------------
+
+
+class Scale(hookline.Hook):
+    """Makes gradients of the second layer large or small, step by step."""
+
+    intervenes = True
+
+    def __init__(self, *factors: float) -> None:
+        self.factors = factors
+
+    def on_gradients_ready(self, model: Net, step: int) -> None:
+        model.second.weight.grad.mul_(self.factors[step])
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if "gradients" in one.getMessage()]
+
+
+def test_exploding_layers_are_named_once_per_episode(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scale = Scale(1, 1e6, 1e6, 1, 1e6)
+    fit(tmp_path, scale, GradientMonitor(1), data=batches(5), clip_norm=0.1)
+    told = warnings_of(caplog)
+    assert [one.split(":")[0] for one in told] == ["Step 2", "Step 5"]
+    assert "explode, above 1000: 'second.weight' (" in told[0]
+    assert "first" not in told[0]
+
+
+def test_vanishing_layers_are_named_once_per_episode(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, Scale(1e-12, 0, 1, 0), GradientMonitor(1))
+    told = warnings_of(caplog)
+    assert [one.split(":")[0] for one in told] == ["Step 1", "Step 4"]
+    assert "vanish, below 1e-07: 'second.weight' (" in told[0]
+
+
+def test_a_gradient_that_is_not_finite_explodes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monitor = GradientMonitor(1, log_statistics=True)
+    values = fit(tmp_path, Scale(math.nan, 1, 1, 1), monitor, data=batches(1), on_nan="continue")
+    assert "'second.weight' (nan)" in warnings_of(caplog)[0]
+    assert values[1, "gradients/second.weight/norm"] == "NaN"
+    assert values[1, "gradients/second.weight/nonfinite"] == 64
+    assert (1, "gradients/second.weight/mean") not in values  # there is nothing to take it of
+    assert values[1, "gradients/total/nonfinite"] == 64
+    assert math.isfinite(values[1, "gradients/total/mean"])
+
+
+def test_thresholds_are_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, GradientMonitor(1, vanishing=1e5, exploding=1e6), data=batches(1))
+    assert "vanish, below 100000: 'first.weight'" in warnings_of(caplog)[0]
+    caplog.clear()
+    fit(tmp_path, GradientMonitor(1, vanishing=1e-9, exploding=1e-8), data=batches(1))
+    assert "explode, above 1e-08: 'first.weight'" in warnings_of(caplog)[0]
+
+
+def test_warnings_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scale = Scale(0, 1e9, 1, 1)
+    fit(tmp_path, scale, GradientMonitor(1, vanishing=None, exploding=None), clip_norm=0.1)
+    assert warnings_of(caplog) == []
+
+
+def test_warnings_come_without_norms_being_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = fit(tmp_path, Scale(0, 1, 1, 1), GradientMonitor(1, log_norm=False))
+    assert len(warnings_of(caplog)) == 1
+    assert not any(name.startswith("gradients") for _, name in values)
+
+
+def test_many_layers_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookline.attach(model, optimizer, hooks=[GradientMonitor(1, exploding=1e-30)]):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "and 12 more" in warnings_of(caplog)[0]
+
+
+def test_a_monitor_with_nothing_to_do_is_an_error() -> None:
+    with pytest.raises(hookline.ConfigError, match="nothing to report"):
+        GradientMonitor(log_norm=False, vanishing=None, exploding=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"percentiles": [101]}, "'percentiles'"),
+        ({"percentiles": [-1]}, "'percentiles'"),
+        ({"log_frequency": 0}, "'log_frequency'"),
+        ({"bins": 0}, "'bins'"),
+        ({"vanishing": -1.0}, "'vanishing'"),
+        ({"exploding": 0}, "'exploding'"),
+        ({"log_histogramm": True}, "Did you mean 'log_histogram'?"),
+    ],
+)
+def test_wrong_options_are_errors(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(hookline.ConfigError) as error:
+        GradientMonitor(**options)
+    assert expected in str(error.value)
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def told(monitor: GradientMonitor, session: Any, step: int) -> list[str]:
+    """The tensor operations of a step's events."""
+    with Operations() as seen:
+        monitor.on_gradients_ready(step, 0, session.optimizers, session.model)
+        monitor.on_before_optimizer_step(0)
+        monitor.on_after_optimizer_step(0)
+        monitor.on_step_end(session, step + 1)
+    return seen.names
+
+
+FULL: dict[str, Any] = {"log_histogram": True, "percentiles": [10, 50], "update_ratio": True}
+
+
+@pytest.mark.parametrize("options", [{}, FULL])
+def test_values_are_read_once_per_report(options: dict[str, Any]) -> None:
+    """Reading a number (`.item()`, `.tolist()`) is what waits for a device."""
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer)
+    train(model, optimizer, batches(1))
+    monitor = GradientMonitor(1, **options)
+    monitor.on_train_start(model)
+    reads: list[int] = []
+    read = torch.Tensor.tolist
+    try:
+        torch.Tensor.tolist = lambda self: (reads.append(self.numel()), read(self))[1]  # type: ignore[method-assign]
+        operations = told(monitor, session, 0)
+    finally:
+        torch.Tensor.tolist = read  # type: ignore[method-assign]
+    assert len(reads) == 1
+    assert "aten._local_scalar_dense.default" not in operations  # what `.item()` and `if` do
+    if not options:
+        assert operations.count("aten._foreach_norm.Scalar") == 1
+    session.detach()
+
+
+def test_nothing_is_computed_in_other_steps() -> None:
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer)
+    train(model, optimizer, batches(1))
+    monitor = GradientMonitor(3, **FULL)
+    monitor.on_train_start(model)
+    assert told(monitor, session, 0) == told(monitor, session, 1) == []
+    assert told(monitor, session, 2) != []
+    session.detach()
+
+
+def test_training_is_the_same_with_a_monitor(tmp_path: Path) -> None:
+    (alone, optimizer), (watched, other) = make(), make()
+    torch.manual_seed(3)
+    fit(tmp_path, parts=(alone, optimizer))
+    torch.manual_seed(3)
+    fit(tmp_path, GradientMonitor(1, **FULL), parts=(watched, other))
+    assert same(weights(alone), weights(watched))
+
+
+def test_deterministic_algorithms_stay_as_they_were(tmp_path: Path) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        fit(tmp_path, GradientMonitor(1, **FULL))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -- other loops, other gradients -----------------------------------------------------------------
+
+
+def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
+    model, optimizer = make()
+    monitor = GradientMonitor(1, log_histogram=True, update_ratio=True)
+    with hookline.attach(model, optimizer, hooks=[monitor], runs=tmp_path) as session:
+        train(model, optimizer, batches(1))
+    assert session.hooks.summary().failures == {}
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    values = {one["name"]: one["value"] for one in read_records(path) if one["step"] == 1}
+    expected = math.sqrt(sum(p.grad.norm().item() ** 2 for p in model.parameters()))
+    assert values["gradients/total/norm"] == pytest.approx(expected)
+    assert values["gradients/first.weight/update_ratio"] > 0
+    assert sum(values["gradients/first.weight/histogram"]["counts"]) == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(300, 700).mul(3).to(dtype), torch.randn(5).to(dtype)]
+    parts = Parts(tensors)
+    found = statistics(parts)
+    for row, tensor in enumerate(tensors):
+        exact = tensor.double()
+        assert parts.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
+        assert found.std[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
+
+
+def test_types_may_be_mixed() -> None:
+    tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(9), torch.ones(4).double()]
+    assert Parts(tensors).norms().tolist() == [4, 3, 2]
+
+
+def test_a_small_deviation_beside_a_large_mean_is_right() -> None:
+    values = 1000 + 0.01 * torch.randn(200_000, dtype=torch.float64)
+    found = statistics(Parts([values.float()]))
+    exact = values.float().double().std(correction=0).item()
+    assert found.std.item() == pytest.approx(exact, rel=0.01)
+
+
+def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(500_000)
+    values[::7] = 0
+    values[3] = math.inf
+    values[400_000] = math.nan
+    values[450_000] = -9.5
+    finite = values[values.isfinite()]
+    parts = Parts([values, torch.zeros(3)])
+    found = statistics(parts)
+    assert found.finite.tolist() == [499_998, 3]
+    assert found.zeros.tolist() == [int((values == 0).sum()), 3]
+    assert found.largest.tolist() == [9.5, 0]
+    assert found.mean[0].item() == pytest.approx(finite.double().mean().item(), abs=1e-8)
+    assert found.std[0].item() == pytest.approx(finite.double().std(correction=0).item(), rel=1e-5)
+    counts = histograms(parts, found.largest, 8)
+    assert counts.sum(1).tolist() == [499_998, 3]
+    assert counts[0].tolist() == torch.histc(finite, 8, -9.5, 9.5).tolist()
+    assert percentiles(parts, found.finite, found.largest, [50])[1].item() == 0
+
+
+def test_a_sparse_gradient_counts_the_zeros_it_does_not_store() -> None:
+    embedding = nn.Embedding(50, 4, sparse=True)
+    embedding(torch.tensor([1, 1, 7])).square().sum().backward()
+    sparse = embedding.weight.grad
+    assert sparse is not None
+    for one, other in zip(_all_of(sparse), _all_of(sparse.to_dense()), strict=True):
+        torch.testing.assert_close(one, other)
+    assert Parts([sparse]).sizes() == [200]
+
+
+def _all_of(gradient: torch.Tensor) -> list[torch.Tensor]:
+    parts = Parts([gradient])
+    found = statistics(parts)
+    return [
+        parts.norms(),
+        *vars(found).values(),
+        histograms(parts, found.largest, 7),
+        percentiles(parts, found.finite, found.largest, [0, 3, 50, 99, 100]),
+    ]
+
+
+def test_a_complex_gradient_is_measured_by_its_parts() -> None:
+    gradient = torch.complex(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 12.0]))
+    parts = Parts([gradient])
+    found = statistics(parts)
+    assert parts.norms().item() == pytest.approx(13)
+    assert parts.sizes() == [4]
+    assert found.zeros.item() == 1
+    assert found.largest.item() == 12
+
+
+values_of_gradients = st.lists(
+    st.one_of(
+        st.floats(-1e3, 1e3, width=32),
+        st.floats(-(2**-20), 2**-20, width=32, allow_subnormal=False),
+        st.sampled_from([0.0, 1.0, -1.0]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(values=values_of_gradients, wanted=st.floats(0, 100))
+def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], wanted: float) -> None:
+    tensor = torch.tensor(values)
+    parts = Parts([tensor])
+    found = statistics(parts)
+    estimate = percentiles(parts, found.finite, found.largest, [wanted]).item()
+    ordered = sorted(tensor.tolist())
+    position = wanted / 100 * (len(ordered) - 1)
+    low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
+    exact = low + (high - low) * (position - math.floor(position))
+    largest = max(abs(ordered[0]), abs(ordered[-1]))
+    bound = max(max(abs(low), abs(high)) * 0.01, largest * 1e-7)
+    assert abs(estimate - exact) <= bound + 1e-40
+
+
+def test_a_percentile_among_zeros_is_zero() -> None:
+    parts = Parts([torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])])
+    found = statistics(parts)
+    assert percentiles(parts, found.finite, found.largest, [50]).item() == 0
+
+
+def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
+    parts = Parts([torch.full((3,), math.nan)])
+    found = statistics(parts)
+    assert math.isnan(percentiles(parts, found.finite, found.largest, [50]).item())
+    assert found.finite.item() == 0
+
+
+SHARDED = """
+import math, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from hookline.hooks.monitoring.gradients import GradientMonitor
+
+dist.init_process_group(
+    "gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2
+)
+mesh = init_device_mesh("cpu", (2,))
+
+class Record(dict):
+    def log(self, name, value, kind="scalar"):
+        self[name] = value["counts"] if kind == "histogram" else [value]
+
+def run(shard):
+    torch.manual_seed(0)
+    # 1 × 5: the second rank holds nothing of it
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    if shard:
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = GradientMonitor(
+        1, log_histogram=True, bins=5, percentiles=[10, 50, 90], update_ratio=True
+    )
+    monitor.on_train_start(model)
+    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    assert not shard or type(model[0].weight.grad).__name__ == "DTensor"
+    monitor.on_gradients_ready(0, 0, [optimizer], model)
+    monitor.on_before_optimizer_step(0)
+    optimizer.step()
+    monitor.on_after_optimizer_step(0)
+    record = Record()
+    monitor.on_step_end(record, 1)
+    return record
+
+whole, sharded = run(False), run(True)
+assert whole.keys() == sharded.keys() and len(whole) > 30, sharded
+for name, values in whole.items():
+    for a, b in zip(values, sharded[name], strict=True):
+        assert math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7), (name, values, sharded[name])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_gradients_are_measured_whole_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "meeting"), str(rank)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=100)
+            assert rank.returncode == 0, errors[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

@@ -1,0 +1,231 @@
+"""The sign of life that Heartbeat gives, and when it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import Trainer, TrainerConfig
+from hookline.hooks.integration.heartbeat import Heartbeat
+
+ALWAYS = 1e-9  # seconds: due in every batch
+
+
+def train(*hooks, runs=None, val=None, **fields):
+    model, optimizer = make()
+    config = TrainerConfig(runs=runs, progress="off", **fields)
+    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    return trainer.fit(batches(3), val_loaders=val)
+
+
+class Reads(hookline.Hook):
+    """Reads the file whenever something happens. It comes before built-in hooks."""
+
+    def __init__(self, path):
+        self.path, self.seen = path, []
+
+    def look(self):
+        self.seen.append(json.loads(self.path.read_text()))
+
+    def on_epoch_start(self):
+        self.look()
+
+    def on_step_end(self):
+        self.look()
+
+    def on_epoch_end(self):
+        self.look()
+
+
+def test_the_file_follows_training_and_tells_how_it_ended(tmp_path):
+    path = tmp_path / "beat.json"
+    reads = Reads(path)
+    before = time.time()
+    train(reads, Heartbeat(path, every_seconds=ALWAYS), max_epochs=2)
+    assert [(sign["step"], sign["epoch"]) for sign in reads.seen] == [
+        (0, 0),  # at the start
+        *((1, 0), (2, 0), (3, 0), (3, 0)),
+        *((3, 0), (4, 1), (5, 1), (6, 1), (6, 1)),
+    ]
+    assert {sign["status"] for sign in reads.seen} == {"training"}
+    last = json.loads(path.read_text())
+    assert (last["status"], last["step"], last["pid"]) == ("completed", 6, os.getpid())
+    assert before <= last["time"] <= time.time()
+    assert [file.name for file in tmp_path.iterdir()] == ["beat.json"]
+
+
+def test_it_is_not_touched_again_before_its_time(tmp_path):
+    path = tmp_path / "beat.json"
+    reads = Reads(path)
+    train(reads, Heartbeat(path, every_seconds=3600))
+    assert [sign["step"] for sign in reads.seen] == [0] * 5
+
+
+def test_by_default_the_file_is_in_the_run_folder(tmp_path):
+    trainer = train(Heartbeat(), runs=tmp_path)
+    assert json.loads((trainer.run.path / "heartbeat.json").read_text())["status"] == "completed"
+
+
+def test_a_run_that_hangs_does_not_touch_it(tmp_path):
+    """Time passes and no batch ends: the sign stays as old as it is."""
+    path = tmp_path / "beat.json"
+    seen = []
+
+    class Hangs(hookline.Hook):
+        def on_before_forward(self, step):
+            if step == 2:
+                seen.append(path.read_text())
+                time.sleep(0.05)
+                seen.append(path.read_text())
+
+    train(Hangs(), Heartbeat(path, every_seconds=0.001))
+    assert seen[0] == seen[1]
+
+
+def test_a_long_validation_gives_signs_too(tmp_path):
+    path = tmp_path / "beat.json"
+    times = []
+
+    class Watches(hookline.Hook):
+        def on_validation_batch_start(self):
+            times.append(json.loads(path.read_text())["time"])
+
+    train(Watches(), Heartbeat(path, every_seconds=ALWAYS), val=batches(3))
+    assert len(set(times)) == 3
+
+
+def test_a_run_that_fails_says_so(tmp_path):
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_step_end(self):
+            raise ValueError
+
+    path = tmp_path / "beat.json"
+    with pytest.raises(hookline.HookFailedError):
+        train(Fails(), Heartbeat(path))
+    assert json.loads(path.read_text())["status"] == "error"
+
+
+def test_without_a_place_to_write_it_says_so_once_and_training_goes_on(caplog):
+    trainer = train(Heartbeat(every_seconds=ALWAYS))
+    assert trainer.status == "completed"
+    assert "Give path=… or url=…" in caplog.text
+    assert trainer.hooks.describe()[0].failures == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path, caplog):
+    (tmp_path / "taken").write_text("a file")
+    trainer = train(Heartbeat(tmp_path / "taken" / "beat.json", every_seconds=ALWAYS))
+    assert trainer.status == "completed"
+    assert caplog.text.count("Cannot write") == 1
+    assert trainer.hooks.describe()[0].failures == 0
+
+
+def test_a_hook_that_is_added_while_training_gives_signs(tmp_path):
+    class AddsLater(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 2:
+                trainer.add_hook(Heartbeat())
+
+    trainer = train(AddsLater(), runs=tmp_path)
+    assert json.loads((trainer.run.path / "heartbeat.json").read_text())["step"] == 3
+
+
+def test_it_works_in_a_bare_loop(tmp_path):
+    path = tmp_path / "beat.json"
+    model, optimizer = make()
+    hook = Heartbeat(path, every_seconds=ALWAYS)
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for x, y in session.batches(batches(2)):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if session.step == 2:
+                assert json.loads(path.read_text())["step"] == 2
+    assert json.loads(path.read_text())["status"] == "completed"
+
+
+# -- an address ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def server():
+    got = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            got.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/ping/secret", got
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_an_address_is_fetched_and_no_file_is_written(tmp_path):
+    with server() as (url, got):
+        trainer = train(Heartbeat(url=url), runs=tmp_path)
+    assert got == ["/ping/secret"]
+    assert not (trainer.run.path / "heartbeat.json").exists()
+    assert not [t for t in threading.enumerate() if t.name.startswith("hookline")]
+
+
+def test_an_address_is_fetched_again_when_it_is_time():
+    class Waits(hookline.Hook):
+        """Lets each sign arrive: while one is being sent, only the latest one waits."""
+
+        def __init__(self):
+            self.expected = 1
+
+        def on_train_batch_start(self):
+            for _ in range(2000):
+                if len(got) >= self.expected:
+                    break
+                time.sleep(0.005)
+            self.expected = len(got) + 1
+
+    with server() as (url, got):
+        train(Waits(), Heartbeat(url=url, every_seconds=ALWAYS))
+    assert len(got) == 4  # the start, and three batches
+
+
+def test_with_both_the_file_is_written_and_the_address_fetched(tmp_path):
+    path = tmp_path / "beat.json"
+    with server() as (url, got):
+        train(Heartbeat(path, url))
+    assert got
+    assert path.exists()
+
+
+def test_the_address_is_shown_nowhere(caplog):
+    hook = Heartbeat(url="http://127.0.0.1:9/secret")
+    train(hook)
+    assert hook.hookline_options["url"] == "***"
+    assert "could not be sent" in caplog.text
+    assert "secret" not in caplog.text
+    with pytest.raises(hookline.ConfigError, match="no address") as error:
+        Heartbeat(url="secret")
+    assert "'secret'" not in str(error.value)
+
+
+def test_its_name():
+    assert hookline.HookManager().add_hook(Heartbeat()) == "heartbeat"

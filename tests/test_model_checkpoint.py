@@ -1,0 +1,439 @@
+"""ModelCheckpoint and CheckpointHook in real trainings: what is on disk afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.folder import complete_checkpoints
+from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
+
+
+class Scores(hookline.Hook):
+    """Puts a number of our choice among the metrics of each validation."""
+
+    def __init__(self, *scores, name="val/score"):
+        self.scores = list(scores)
+        self.metric = name
+
+    def on_validation_end(self, metrics):
+        if self.scores:
+            metrics[self.metric] = self.scores.pop(0)
+
+
+def trainer_of(tmp_path: Path, *hooks, **fields) -> Trainer:
+    model, optimizer = make()
+    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 4} | fields
+    return Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+
+
+def fit(tmp_path, *hooks, validate=True, resume_from=None, n=3, **fields) -> Trainer:
+    trainer = trainer_of(tmp_path, *hooks, **fields)
+    return trainer.fit(
+        batches(n), val_loaders=batches(1, seed=2) if validate else None, resume_from=resume_from
+    )
+
+
+def names(trainer: Trainer) -> list[str]:
+    return [p.name for p in complete_checkpoints(trainer.run.checkpoints)]
+
+
+def steps(trainer: Trainer) -> list[int]:
+    return [load_checkpoint(p).info["step"] for p in complete_checkpoints(trainer.run.checkpoints)]
+
+
+# -- which are kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("save_top_k", "expected"),
+    [(0, []), (1, [6]), (2, [6, 12]), (3, [3, 6, 12]), (-1, [3, 6, 9, 12])],
+)
+def test_the_best_k_stay(tmp_path, save_top_k, expected):
+    hook = ModelCheckpoint(save_top_k=save_top_k, monitor="val/score", save_on_train_epoch_end=True)
+    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)
+    assert steps(trainer) == expected
+    best = trainer.run.checkpoints / "best"
+    if save_top_k:
+        assert hook.best_model_score == 1.0
+        assert find_checkpoint(best) == hook.best_model_path
+        assert load_checkpoint(best.parent / best.read_text().strip()).info["step"] == 6
+    else:
+        assert hook.best_model_path is None
+        assert hook.best_model_score is None
+        assert not best.exists()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("min", [6]), ("max", [9])])
+def test_mode_says_which_is_better(tmp_path, mode, expected):
+    hook = ModelCheckpoint(monitor="val/score", mode=mode)
+    assert steps(fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)) == expected
+
+
+def test_without_a_metric_the_newest_stays(tmp_path):
+    hook = ModelCheckpoint()
+    trainer = fit(tmp_path, hook)
+    assert steps(trainer) == [12]
+    assert hook.best_model_path is None
+    assert hook.last_model_path == find_checkpoint(trainer.run.path)
+
+
+def test_monitor_is_the_metric_that_ranks(tmp_path):
+    scores = Scores(1.0, 2.0, 3.0, 4.0), Scores(4.0, 3.0, 2.0, 1.0, name="val/other")
+    hook = ModelCheckpoint(monitor="val/other")
+    assert steps(fit(tmp_path, *scores, hook)) == [12]
+    assert hook.best_model_score == 1.0
+
+
+def test_the_last_stays_too_when_asked_for(tmp_path):
+    hook = ModelCheckpoint(monitor="val/score", save_last=True)
+    trainer = fit(tmp_path, Scores(1.0, 2.0, 3.0, 4.0), hook)
+    assert steps(trainer) == [3, 12]
+    assert find_checkpoint(trainer.run.path) == hook.last_model_path
+    assert load_checkpoint(hook.last_model_path).info["step"] == 12
+
+
+def test_only_the_last_stays_with_none_of_the_best(tmp_path):
+    assert steps(fit(tmp_path, ModelCheckpoint(save_top_k=0, save_last=True))) == [12]
+
+
+def test_ties_keep_the_earlier(tmp_path):
+    hook = ModelCheckpoint(monitor="val/score")
+    assert steps(fit(tmp_path, Scores(1.0, 1.0, 1.0, 1.0), hook)) == [3]
+
+
+def test_nan_never_becomes_the_best(tmp_path, caplog):
+    hook = ModelCheckpoint(monitor="val/score")
+    scores = Scores(math.nan, 2.0, math.nan, -math.inf)
+    assert steps(fit(tmp_path, scores, hook)) == [6]
+    assert hook.best_model_score == 2.0
+    assert "'val/score' is nan at step 3: it ranks last." in caplog.text
+
+
+def test_what_users_saved_themselves_is_never_removed(tmp_path):
+    class Saves(hookline.Hook):
+        def on_validation_end(self, trainer):
+            trainer.save_checkpoint()
+
+    trainer = fit(
+        tmp_path, Saves(), Scores(4.0, 3.0, 2.0, 1.0), ModelCheckpoint(monitor="val/score")
+    )
+    assert names(trainer) == [
+        "step_000003",
+        "step_000006",
+        "step_000009",
+        "step_000012",
+        "epoch=3-step=12",
+    ]
+
+
+def test_a_metric_that_is_missing_stops_training_and_lists_those_there_are(tmp_path):
+    with pytest.raises(HookFailedError) as error:
+        fit(tmp_path, ModelCheckpoint(monitor="val/los"))
+    assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
+    assert "The metrics are: 'val/loss'" in str(error.value)
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    with pytest.raises(HookFailedError, match="'val/score', which is 'good' and not a number"):
+        fit(tmp_path, Scores("good"), ModelCheckpoint(monitor="val/score"))
+
+
+def test_two_hooks_with_the_same_names_keep_their_own(tmp_path):
+    one = ModelCheckpoint(monitor="val/score")
+    two = ModelCheckpoint(monitor="val/score", mode="max")
+    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), one, two)
+    assert one.best_model_score == 1.0
+    assert two.best_model_score == 4.0
+    assert load_checkpoint(one.best_model_path).info["step"] == 6
+    assert load_checkpoint(two.best_model_path).info["step"] == 9
+    assert steps(trainer) == [6, 9]
+
+
+# -- when it saves --------------------------------------------------------------------------------
+
+
+def test_after_each_validation_by_default(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1)
+    assert steps(fit(tmp_path, hook, validate_every_steps=2, max_epochs=2)) == [2, 3, 4, 6]
+
+
+def test_at_the_end_of_epochs_when_asked_for(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1, save_on_train_epoch_end=True)
+    assert steps(fit(tmp_path, hook, validate_every_steps=2, max_epochs=2)) == [3, 6]
+
+
+def test_epochs_without_a_validation_are_left_out(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1)
+    assert steps(fit(tmp_path, hook, validate_every_epochs=2)) == [6, 12]
+
+
+@pytest.mark.parametrize("never", [False, True])
+def test_without_any_validation_it_saves_at_the_end_of_epochs(tmp_path, never):
+    hook = ModelCheckpoint(save_top_k=-1, monitor="train/loss")
+    fields = {"validate_every_epochs": None} if never else {}
+    trainer = fit(tmp_path, hook, validate=never, max_epochs=2, **fields)
+    assert steps(trainer) == [3, 6]
+
+
+def test_every_n_epochs(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1, every_n_epochs=2)
+    assert steps(fit(tmp_path, hook, max_epochs=5)) == [6, 12]
+
+
+def test_every_n_steps_with_the_latest_metric_there_is(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1, monitor="val/score", every_n_steps=2, filename="{step}")
+    trainer = fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook, max_epochs=3)
+    assert steps(trainer) == [2, 4, 6, 8]
+    scores = {one.step: one.score for one in hook._retention.written}
+    assert math.isnan(scores[2]), "nothing was known yet"
+    # At step 6 the epoch ends: the validation that follows measures the same weights.
+    assert (scores[4], scores[6], scores[8]) == (5.0, 4.0, 4.0)
+    assert hook.best_model_score == 4.0
+
+
+def test_every_n_steps_takes_the_metric_of_a_validation_at_the_same_step(tmp_path):
+    hook = ModelCheckpoint(1, "val/score", every_n_steps=2, save_last=True, filename="{step}")
+    trainer = fit(
+        tmp_path,
+        Scores(3.0, 1.0, 2.0),
+        hook,
+        max_epochs=1,
+        n=7,
+        validate_every_steps=2,
+        validate_every_epochs=None,
+    )
+    assert names(trainer) == ["step=4", "step=6"]
+    assert hook.best_model_score == 1.0
+    assert find_checkpoint(trainer.run.checkpoints / "best").name == "step=4"
+
+
+def test_every_n_steps_ranks_by_the_loss_of_the_step(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1, monitor="train/loss", every_n_steps=1)
+    trainer = fit(tmp_path, hook, max_epochs=1)
+    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    losses = [r["value"] for r in map(json.loads, lines) if r["name"] == "train/loss"]
+    assert [one.score for one in hook._retention.written] == losses
+
+
+def test_every_n_steps_saves_a_skipped_step_only_once(tmp_path):
+    class Skips(hookline.Hook):
+        def on_before_optimizer_step(self, trainer, step):
+            if step == 2 and not getattr(self, "skipped", False):
+                self.skipped = True
+                trainer.skip_optimizer_step()
+
+    hook = ModelCheckpoint(save_top_k=-1, every_n_steps=2)
+    assert steps(fit(tmp_path, Skips(), hook, n=5, max_epochs=1)) == [2, 4]
+
+
+def test_every_n_steps_and_a_metric_that_never_comes_is_an_error_after_an_epoch(tmp_path):
+    hook = ModelCheckpoint(monitor="val/nothing", every_n_steps=2)
+    with pytest.raises(HookFailedError, match="'val/nothing', which is not there"):
+        fit(tmp_path, hook)
+
+
+def test_without_every_n_steps_nothing_is_called_per_step(tmp_path):
+    trainer = trainer_of(tmp_path, ModelCheckpoint())
+    assert "on_step_end" not in trainer.hooks.describe()[0].events
+
+
+def test_a_validation_before_training_is_not_saved(tmp_path):
+    hook = ModelCheckpoint(save_top_k=-1, monitor="val/score")
+    trainer = trainer_of(
+        tmp_path, Scores(0.0, 3.0, 2.0), hook, sanity=True, validate_every_epochs=2, max_epochs=3
+    )
+    trainer.fit(batches(3), val_loaders=batches(1, seed=2))
+    assert steps(trainer) == [6]
+    trainer.validate()  # nor one after it
+    assert steps(trainer) == [6]
+    assert hook.best_model_score == 3.0
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "epoch=0-step=3"),
+        ({"auto_insert_metric_name": False}, "0-3"),
+        (
+            {"filename": "epoch_{epoch}_loss_{val/score:.2f}", "auto_insert_metric_name": False},
+            "epoch_0_loss_0.12",
+        ),
+        ({"filename": "{step:04d} {val/score:.1e}"}, "step=0003 val_score=1.2e-01"),
+        ({"filename": "a/b/{epoch:/>3}", "auto_insert_metric_name": False}, "a_b___0"),
+        ({"filename": "../{epoch}"}, "_.._epoch=0"),
+        ({"filename": "last"}, "_last"),
+        ({"filename": "{eval/score:.0f}{{x}}", "auto_insert_metric_name": False}, "0{x}"),
+    ],
+)
+def test_names_hold_counters_and_metrics_and_are_one_folder(tmp_path, options, expected):
+    hook = ModelCheckpoint(**options)
+    trainer = fit(tmp_path, Scores(0.123), hook, max_epochs=1)
+    assert names(trainer) == [expected]
+    assert find_checkpoint(trainer.run.path).name == expected
+
+
+def test_equal_names_never_overwrite_one_another(tmp_path):
+    trainer = fit(tmp_path, ModelCheckpoint(save_top_k=-1, filename="same"))
+    assert names(trainer) == ["same", "same_2", "same_3", "same_4"]
+    assert steps(trainer) == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("filename", ["{", "{}", "{epoch!r}", "{val/loss:d}", "{epoch:q}", " "])
+def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
+    with pytest.raises(ConfigError, match="filename is"):
+        ModelCheckpoint(filename=filename)
+
+
+def test_a_metric_in_the_filename_that_is_missing_is_named(tmp_path):
+    with pytest.raises(HookFailedError, match="'val/x', which is not there"):
+        fit(tmp_path, ModelCheckpoint(filename="{val/x}"))
+
+
+def test_a_folder_of_ones_own(tmp_path):
+    hook = ModelCheckpoint(monitor="val/score", folder=tmp_path / "mine")
+    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook, runs=None)
+    assert trainer.run is None
+    assert [p.name for p in complete_checkpoints(tmp_path / "mine")] == ["epoch=1-step=6"]
+    assert find_checkpoint(tmp_path / "mine" / "best") == hook.best_model_path
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [{"every_n_epochs": 2}, {"save_on_train_epoch_end": True}])
+def test_two_answers_to_when_are_refused(other):
+    with pytest.raises(ConfigError, match=f"every_n_steps and {next(iter(other))}"):
+        ModelCheckpoint(every_n_steps=2, **other)
+
+
+def test_less_than_all_is_refused():
+    with pytest.raises(ConfigError, match="save_top_k"):
+        ModelCheckpoint(save_top_k=-2)
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, CheckpointHook])
+def test_without_a_run_folder_the_error_says_what_to_do(tmp_path, kind):
+    with pytest.raises(HookFailedError, match="give the hook a folder"):
+        fit(tmp_path, kind(), runs=None)
+
+
+def test_in_a_bare_loop_the_error_says_what_to_do():
+    model, optimizer = make()
+    hook = ModelCheckpoint()
+    with (
+        pytest.raises(HookFailedError, match=r"session\.checkpoint\(path\)"),
+        hookline.attach(model, optimizer, hooks=[hook]),
+    ):
+        pass
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_knows_its_checkpoints_and_scores(tmp_path):
+    whole = fit(tmp_path / "whole", Scores(4.0, 3.0, 2.0, 5.0), ModelCheckpoint(2, "val/score"))
+    first = fit(tmp_path, Scores(4.0, 3.0, 2.0), ModelCheckpoint(2, "val/score"), max_epochs=3)
+    hook = ModelCheckpoint(2, "val/score")
+    trainer = fit(tmp_path, Scores(5.0), hook, resume_from=first.run.path)
+    assert trainer.run.path == first.run.path
+    assert steps(trainer) == steps(whole) == [6, 9]
+    assert hook.best_model_score == 2.0, "that of the checkpoint resumed from, the newest"
+    assert [one.score for one in hook._retention.written] == [3.0, 2.0]
+
+
+def test_a_resumed_run_prunes_what_it_wrote_before(tmp_path):
+    first = fit(tmp_path, Scores(4.0, 3.0), ModelCheckpoint(2, "val/score"), max_epochs=2)
+    assert steps(first) == [3, 6]
+    trainer = fit(
+        tmp_path, Scores(2.0, 1.0), ModelCheckpoint(2, "val/score"), resume_from=first.run.path
+    )
+    assert steps(trainer) == [9, 12]
+
+
+def test_a_resumed_run_with_steps_goes_on_with_the_latest_metrics(tmp_path):
+    def hook():
+        return ModelCheckpoint(-1, "val/score", every_n_steps=4, filename="{step}")
+
+    first = fit(tmp_path, Scores(5.0, 4.0), hook(), max_steps=4)
+    again = hook()
+    trainer = fit(tmp_path, again, resume_from=first.run.path, max_epochs=3, validate=False)
+    assert steps(trainer) == [4, 8]
+    assert [one.score for one in again._retention.written] == [5.0, 5.0]
+
+
+def test_another_metric_than_before_starts_afresh_and_leaves_the_old_ones(tmp_path, caplog):
+    first = fit(tmp_path, Scores(4.0), ModelCheckpoint(1, "val/score"), max_epochs=1)
+    hook = ModelCheckpoint(1, "val/loss")
+    trainer = fit(tmp_path, hook, resume_from=first.run.path, max_epochs=3)
+    assert "starts afresh" in caplog.text
+    assert steps(trainer)[0] == 3
+    assert len(steps(trainer)) == 2
+
+
+def test_a_second_fit_is_a_run_of_its_own(tmp_path):
+    hook = ModelCheckpoint(monitor="val/score")
+    trainer = trainer_of(tmp_path, Scores(1.0, 2.0, 4.0, 3.0), hook, max_epochs=2)
+    trainer.fit(batches(3), val_loaders=batches(1))
+    first = trainer.run
+    trainer.fit(batches(3), val_loaders=batches(1))
+    assert [p.name for p in complete_checkpoints(first.checkpoints)] == ["epoch=0-step=3"]
+    assert names(trainer) == ["epoch=1-step=6"]
+    assert hook.best_model_score == 3.0
+
+
+def test_training_is_the_same_with_it(tmp_path):
+    with_it = fit(tmp_path / "a", ModelCheckpoint(monitor="val/loss"), CheckpointHook())
+    without = fit(tmp_path / "b")
+    for one, other in zip(with_it.model.parameters(), without.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# -- CheckpointHook -------------------------------------------------------------------------------
+
+
+def test_checkpoint_hook_saves_every_epoch_by_default(tmp_path):
+    trainer = fit(tmp_path, CheckpointHook())
+    assert names(trainer) == ["epoch_0000", "epoch_0001", "epoch_0002", "epoch_0003"]
+    assert trainer.hooks.list_hooks() == ["checkpoint"]
+
+
+def test_checkpoint_hook_every_n_epochs(tmp_path):
+    assert steps(fit(tmp_path, CheckpointHook(save_every_n_epochs=3), max_epochs=7)) == [9, 18]
+
+
+def test_checkpoint_hook_keeps_the_newest(tmp_path):
+    first = fit(tmp_path, CheckpointHook(keep=2), max_epochs=3)
+    assert names(first) == ["epoch_0001", "epoch_0002"]
+    trainer = fit(tmp_path, CheckpointHook(keep=2), max_epochs=5, resume_from=first.run.path)
+    assert names(trainer) == ["epoch_0003", "epoch_0004"]
+
+
+def test_both_hooks_together_keep_their_own(tmp_path):
+    trainer = fit(
+        tmp_path,
+        CheckpointHook(keep=1),
+        ModelCheckpoint(monitor="val/score"),
+        Scores(3.0, 1.0, 4.0, 2.0),
+    )
+    assert names(trainer) == ["epoch=1-step=6", "epoch_0003"]
+
+
+def test_the_saved_state_is_that_of_the_end_of_the_epoch(tmp_path):
+    trainer = fit(tmp_path, CheckpointHook(), max_epochs=1)
+    saved = load_checkpoint(find_checkpoint(trainer.run.path))
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(saved.model[name], weight)

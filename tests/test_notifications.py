@@ -1,0 +1,448 @@
+"""What NotificationHook sends, and that neither servers nor secrets get in the way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import Trainer, TrainerConfig
+from hookline.hooks.integration.http import Sender
+from hookline.hooks.integration.notifications import NotificationHook
+
+SECRET = "T0000-very-secret"
+
+
+class Server(ThreadingHTTPServer):
+    """A webhook that records what it gets, and answers as it is told, then with 200."""
+
+    daemon_threads = True
+
+    def __init__(self, answers=()):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers = list(answers)
+        self.requests = []
+        self.go_on = threading.Event()  # who hangs waits for it
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/services/{SECRET}"
+
+    @property
+    def texts(self):
+        return [json.loads(body)["text"] for _, _, body in self.requests]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.requests.append((self.path, dict(self.headers), body))
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        if answer == "hang":
+            self.server.go_on.wait(30)
+            return
+        self.send_response(answer)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def webhook(*answers):
+    with Server(answers) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.go_on.set()
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("hookline"):
+            thread.join(10)  # one that hangs ends with its time-out
+            assert not thread.is_alive()
+
+
+def train(*hooks, val=None, resume_from=None, runs=None, data=None, **fields):
+    model, optimizer = make()
+    config = TrainerConfig(runs=runs, progress="off", **fields)
+    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    return trainer.fit(
+        batches(3) if data is None else data, val_loaders=val, resume_from=resume_from
+    )
+
+
+class Validates(hookline.Hook):
+    """Replaces the metrics of validations by given ones."""
+
+    def __init__(self, name, *values):
+        self.name, self.values = name, list(values)
+
+    def on_validation_end(self, metrics):
+        metrics[self.name] = self.values.pop(0)
+
+    def on_epoch_end(self, metrics):
+        if not self.name.startswith("val/"):
+            metrics[self.name] = self.values.pop(0)
+
+
+class Fails(hookline.Hook):
+    critical = True
+
+    def on_step_end(self):
+        raise ValueError("a < b & c")
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def test_the_end_is_told_as_slack_wants_it():
+    with webhook() as server:
+        train(NotificationHook(server.url))
+    ((path, headers, body),) = server.requests
+    assert path == f"/services/{SECRET}"
+    assert headers["Content-Type"] == "application/json"
+    assert json.loads(body) == {"text": "Training completed at step 3."}
+
+
+def test_an_exception_is_told_with_type_and_text_and_then_no_end():
+    with webhook() as server, pytest.raises(hookline.HookFailedError):
+        train(Fails(), NotificationHook(server.url))
+    (text,) = server.texts
+    assert text.startswith("Training failed at step 1: HookFailedError: ")
+    assert text.endswith("ValueError: a &lt; b &amp; c")  # Slack's own signs are escaped
+
+
+def test_an_exception_is_not_told_unless_asked_for_but_the_end_is():
+    with webhook() as server, pytest.raises(hookline.HookFailedError):
+        train(Fails(), NotificationHook(server.url, notify_on=["training_end"]))
+    assert server.texts == ["Training failed at step 1."]
+
+
+@pytest.mark.parametrize(
+    ("occasion", "expected"),
+    [
+        ("training_start", ["Training starts: Net, run "]),
+        ("training_end", ["Training completed at step 6. Best val/loss: "]),
+        ("validation", ["Validation at step 3: val/loss ", "Validation at step 6: val/loss "]),
+        ("checkpoint", ["Checkpoint of step 3: ", "Checkpoint of step 6: "]),
+        ("exception", []),
+    ],
+)
+def test_only_what_was_asked_for_is_told(tmp_path, occasion, expected):
+    class Saves(hookline.Hook):
+        def on_epoch_end(self, trainer):
+            trainer.save_checkpoint()
+
+    with webhook() as server:
+        hook = NotificationHook(server.url, notify_on=[occasion])
+        train(Saves(), hook, val=batches(1), max_epochs=2, runs=tmp_path)
+    assert len(server.texts) == len(expected)
+    for text, beginning in zip(server.texts, expected, strict=True):
+        assert text.startswith(beginning)
+
+
+def best(values, monitor="val/loss", **options):
+    with webhook() as server:
+        hook = NotificationHook(server.url, notify_on=["best_model"], monitor=monitor, **options)
+        metrics = Validates(monitor, *values)
+        train(metrics, hook, val=batches(1), max_epochs=len(values))
+    return server.texts
+
+
+def test_a_new_best_model_is_told_and_nan_is_none():
+    assert best([float("nan"), 3.0, 3.0, 4.0, 2.0]) == [
+        "New best model at step 6: val/loss 3.0000.",
+        "New best model at step 15: val/loss 2.0000.",
+    ]
+
+
+def test_with_mode_max_the_largest_is_the_best():
+    assert best([1.0, 3.0, 2.0], mode="max") == [
+        "New best model at step 3: val/loss 1.0000.",
+        "New best model at step 6: val/loss 3.0000.",
+    ]
+
+
+def test_another_metric_can_be_monitored():
+    assert best([1.0], monitor="val/f1") == ["New best model at step 3: val/f1 1.0000."]
+
+
+def test_a_metric_of_epochs_can_be_monitored():
+    with webhook() as server:
+        hook = NotificationHook(server.url, notify_on=["best_model"], monitor="train/loss")
+        train(hook)
+    (text,) = server.texts
+    assert text.startswith("New best model at step 3: train/loss ")
+
+
+def test_a_metric_that_is_not_there_is_said_once_with_those_there_are(caplog):
+    with webhook() as server:
+        hook = NotificationHook(server.url, notify_on=["best_model"], monitor="val/accuracy")
+        train(hook, val=batches(1), max_epochs=2)
+    assert server.texts == []
+    assert caplog.text.count("there is no 'val/accuracy' to tell the best model by") == 1
+    assert "'val/loss'" in caplog.text
+
+
+def test_the_end_tells_the_best_value_though_each_best_model_is_not():
+    with webhook() as server:
+        train(
+            Validates("val/loss", 2.0, 1.0, 5.0),
+            NotificationHook(server.url),
+            val=batches(1),
+            max_epochs=3,
+        )
+    assert server.texts == ["Training completed at step 9. Best val/loss: 1.0000, at step 6."]
+
+
+def test_a_resumed_run_tells_only_what_is_better_than_before(tmp_path):
+    class Saves(hookline.Hook):
+        def on_epoch_end(self, trainer):
+            trainer.save_checkpoint()
+
+    with webhook() as server:
+        options = {"notify_on": ["best_model"]}
+        first = train(
+            Validates("val/loss", 1.0),
+            Saves(),
+            NotificationHook(server.url, **options),
+            val=batches(1),
+            runs=tmp_path,
+        )
+        train(
+            Validates("val/loss", 2.0, 0.5),
+            NotificationHook(server.url, **options),
+            val=batches(1),
+            runs=tmp_path,
+            max_epochs=3,
+            resume_from=first.run.path,
+        )
+    assert server.texts == [
+        "New best model at step 3: val/loss 1.0000.",
+        "New best model at step 9: val/loss 0.5000.",
+    ]
+
+
+def test_messages_begin_with_the_prefix():
+    with webhook() as server:
+        train(NotificationHook(server.url, prefix="[node 7] "))
+    assert server.texts == ["[node 7] Training completed at step 3."]
+
+
+def test_an_endless_message_is_cut():
+    with webhook() as server:
+        hook = NotificationHook(server.url, prefix="x" * 5000)
+        train(hook)
+    assert len(server.texts[0]) < 2100
+
+
+def test_it_works_in_a_bare_loop():
+    model, optimizer = make()
+    with (
+        webhook() as server,
+        hookline.attach(model, optimizer, hooks=[NotificationHook(server.url)]),
+    ):
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert server.texts == ["Training completed at step 2."]
+
+
+# -- servers ---------------------------------------------------------------------------------------
+
+
+def test_a_message_that_fails_is_sent_again():
+    with webhook(500, 429, 200) as server:
+        train(NotificationHook(server.url))
+    assert len(server.requests) == 3
+    assert len(set(server.texts)) == 1
+
+
+def test_it_is_sent_again_as_often_as_wished(caplog):
+    with webhook(500, 500, 500) as server:
+        train(NotificationHook(server.url, retries=1))
+    assert len(server.requests) == 2
+    assert "A notification could not be sent: the server answered 500." in caplog.text
+
+
+def test_what_the_server_refuses_is_not_sent_again(caplog):
+    with webhook(404) as server:
+        train(NotificationHook(server.url))
+    assert len(server.requests) == 1
+    assert "A notification could not be sent: the server answered 404." in caplog.text
+
+
+def test_training_goes_on_when_there_is_no_server(caplog):
+    hook = NotificationHook(f"http://127.0.0.1:{free_port()}/{SECRET}", retries=0)
+    trainer = train(hook)
+    assert trainer.status == "completed"
+    assert trainer.hooks.describe()[0].failures == 0
+    assert "ConnectionRefusedError, Connection refused" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def free_port():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
+def test_training_does_not_wait_for_a_server_that_hangs(caplog):
+    """The server hangs until training has ended: had training waited for it, it never would."""
+    with webhook("hang") as server:
+        hook = NotificationHook(
+            server.url, notify_on=["training_start", "validation", "training_end"], wait_at_end=0
+        )
+        trainer = train(hook, val=batches(1))
+        assert trainer.status == "completed"
+        assert not server.go_on.is_set()
+        assert "3 notification(s) could not be sent." in caplog.text
+
+
+def test_at_the_end_it_waits_no_longer_than_wished():
+    """The message is still under way when training has ended."""
+    with webhook("hang") as server:
+        train(NotificationHook(server.url, wait_at_end=0.1, timeout=4, retries=0))
+        assert [t for t in threading.enumerate() if t.name == "hookline notification"]
+
+
+def test_at_the_end_the_last_messages_are_waited_for():
+    class Releases(hookline.Hook):
+        def on_train_end(self):
+            timer = threading.Timer(0.2, server.go_on.set)
+            timer.start()
+
+    with webhook("hang") as server:  # which then closes the connection, so that it is sent again
+        train(Releases(), NotificationHook(server.url, wait_at_end=30))
+        assert len(server.requests) == 2
+
+
+def test_an_answer_that_does_not_come_in_time_is_given_up(caplog):
+    with webhook("hang") as server:
+        train(NotificationHook(server.url, timeout=0.1, retries=0))
+        assert "A notification could not be sent: no answer in 0.1 seconds." in caplog.text
+        assert not server.go_on.is_set()
+
+
+def test_messages_that_wait_are_limited_and_the_oldest_are_dropped():
+    with webhook("hang") as server:
+        sender = Sender("test", timeout=30, retries=0, most=2)
+        sender.send(server.url, b"0")
+        while not server.requests:
+            pass  # until it hangs
+        for i in range(1, 6):
+            sender.send(server.url, str(i).encode())
+        assert sender.lost == 3
+        server.go_on.set()
+        sender.close(30)
+    assert [body for _, _, body in server.requests] == [b"0", b"4", b"5"]
+
+
+def test_each_message_that_is_given_up_is_counted_once():
+    with webhook(*["hang"] * 20) as server:
+        for _ in range(20):  # whether the thread has taken the message yet, or not
+            sender = Sender("test", timeout=30, retries=0)
+            sender.send(server.url, b"{}")
+            sender.close(0)
+            assert sender.lost == 1
+
+
+def test_a_server_that_stays_down_is_logged_once(caplog):
+    sender = Sender("test", timeout=5, retries=0)
+    url = f"http://127.0.0.1:{free_port()}/"
+    for _ in range(5):
+        sender.send(url, b"{}")
+    sender.close(30)
+    assert caplog.text.count("A test could not be sent") == 1
+    assert "5 test(s) could not be sent" in caplog.text
+
+
+# -- the secret ------------------------------------------------------------------------------------
+
+
+def test_the_address_is_shown_nowhere(tmp_path, caplog):
+    caplog.set_level(0)
+    with webhook(500, 404) as server:
+        hook = NotificationHook(webhook_url=server.url)
+        trainer = train(hook, runs=tmp_path)
+        assert hook.hookline_options["webhook_url"] == "***"
+        assert trainer.hooks.describe()[0].options["webhook_url"] == "***"
+        assert SECRET not in repr(hook) + str(trainer.hooks.describe())
+    assert "could not be sent" in caplog.text
+    assert SECRET not in caplog.text
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https//hooks.slack.com/{SECRET}",
+        f"ftp://hooks.slack.com/{SECRET}",
+        f"file:///{SECRET}",
+        f"https://[hooks/{SECRET}",
+        f"https://hooks.slack.com:{SECRET}/",
+        f"https:///{SECRET}",
+        f"https://hooks.slack.com/{SECRET}\n",
+        f"https://hooks.slack.com/ {SECRET}",
+        SECRET.encode(),
+        [SECRET],
+        "",
+    ],
+)
+def test_an_address_that_cannot_be_used_is_an_error_that_does_not_show_it(url):
+    with pytest.raises(hookline.ConfigError, match="is no address that can be used") as error:
+        NotificationHook(url)
+    assert SECRET not in str(error.value)
+    assert error.value.__cause__ is None
+    assert error.value.__context__ is None
+
+
+def test_the_address_may_stand_in_the_environment(monkeypatch):
+    with webhook() as server:
+        monkeypatch.setenv("HOOKLINE_WEBHOOK_URL", server.url)
+        train(NotificationHook())
+    assert len(server.requests) == 1
+
+
+def test_without_an_address_it_is_an_error(monkeypatch):
+    monkeypatch.delenv("HOOKLINE_WEBHOOK_URL", raising=False)
+    with pytest.raises(hookline.ConfigError, match="give webhook_url"):
+        NotificationHook()
+
+
+def test_an_unknown_occasion_is_an_error():
+    with pytest.raises(hookline.ConfigError, match="'notify_on' is"):
+        NotificationHook("http://localhost/", notify_on=["lunch"])
+
+
+def test_it_can_be_copied_and_pickled_and_keeps_its_mask():
+    hook = NotificationHook("http://localhost/", retries=7)
+    for other in (copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert other.hookline_options["webhook_url"] == "***"
+        assert other.hookline_options["retries"] == 7
+
+
+def test_its_name():
+    hook = NotificationHook("http://localhost/")
+    assert hookline.HookManager().add_hook(hook) == "notification"

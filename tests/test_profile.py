@@ -1,0 +1,397 @@
+"""RuntimeProfile and TorchProfiler: where time goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline.hooks.monitoring.profile import DeviceClock, HostClock, RuntimeProfile, clock_for
+from hookline.hooks.monitoring.torch_profiler import TorchProfiler
+from hookline.runs.journal import read_records
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def trained(folder: Path | None, *hooks: hookline.Hook, data: Any = None, **options: Any) -> Any:
+    val = options.pop("val_loaders", None)
+    loss_fn = options.pop("loss_fn", F.mse_loss)
+    given = {name: options.pop(name) for name in ("step_fn", "tokens_fn") if name in options}
+    config = hookline.TrainerConfig(**{"runs": folder, "progress": "off"} | options)
+    trainer = hookline.Trainer(config, *make(), loss_fn=loss_fn, hooks=hooks, **given)
+    return trainer.fit(batches(6) if data is None else data, val_loaders=val)
+
+
+def recorded(trainer: Any) -> dict[tuple[int, str], float]:
+    assert trainer.hooks.summary().failures == {}
+    return {
+        (one["step"], one["name"]): one["value"]
+        for one in read_records(trainer.run.path / "metrics.jsonl")
+        if one["name"].startswith("profile/")
+    }
+
+
+class Slow:
+    """Batches that each take a while to come."""
+
+    def __init__(self, seconds: float, number: int = 4) -> None:
+        self.seconds = seconds
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in batches(self.number):
+            time.sleep(self.seconds)
+            yield batch
+
+
+# -- RuntimeProfile -------------------------------------------------------------------------------
+
+
+def test_every_phase_of_every_loader_is_timed(tmp_path: Path) -> None:
+    loaders = {"web": batches(4), "code": batches(4)}
+    values = recorded(
+        trained(tmp_path, RuntimeProfile(2), data=loaders, loaders={"order": "round_robin"})
+    )
+    for step in (2, 4, 6, 8):
+        for name in loaders:
+            for phase in PHASES:
+                assert values[step, f"profile/train/dl_{name}/time_{phase}_ms"] > 0
+
+
+def test_log_frequency_counts_optimizer_steps(tmp_path: Path) -> None:
+    values = recorded(trained(tmp_path, RuntimeProfile(log_frequency=3), accumulate=2))
+    assert {step for step, _ in values} == {3}
+
+
+def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path) -> None:
+    class InOptimizer(hookline.Hook):
+        def on_gradients_ready(self) -> None:
+            time.sleep(0.04)
+
+    class InBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            time.sleep(0.03)
+            return grad
+
+    def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return F.mse_loss(InBackward.apply(outputs), targets)
+
+    values = recorded(
+        trained(tmp_path, RuntimeProfile(4), InOptimizer(), data=Slow(0.05), loss_fn=loss_fn)
+    )
+    found = {phase: values[4, f"profile/train/dl_train/time_{phase}_ms"] for phase in PHASES}
+    # At least the time slept; of the others' sleep there is nothing in the least of them.
+    assert found["data"] >= 50
+    assert found["forward"] >= 20
+    assert found["backward"] >= 30
+    assert found["optimizer"] >= 40
+    assert values[4, "profile/train/samples_per_second"] <= 4 / 0.14
+
+
+def test_only_batches_that_complete_a_step_have_an_optimizer_phase(tmp_path: Path) -> None:
+    class InOptimizer(hookline.Hook):
+        def on_before_optimizer_step(self) -> None:
+            time.sleep(0.02)
+
+    profile = RuntimeProfile(1)
+    values = recorded(trained(tmp_path, profile, InOptimizer(), data=batches(3), accumulate=3))
+    # A mean over all three batches would be a third of it.
+    assert values[1, "profile/train/dl_train/time_optimizer_ms"] >= 20
+
+
+class Sleep(hookline.Hook):
+    """Sleeps at the end of the second step, and may save then."""
+
+    def __init__(self, *, saves: bool) -> None:
+        self.saves = saves
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if step == 2:
+            time.sleep(0.4)
+            if self.saves:
+                trainer.save_checkpoint()
+
+    def on_checkpoint_save(self) -> None:
+        time.sleep(0.4)
+
+
+@pytest.mark.parametrize(
+    ("saves", "options"),
+    [(False, {}), (True, {}), (False, {"val_loaders": Slow(0.2, 2), "validate_every_steps": 2})],
+)
+def test_hooks_checkpoints_and_validation_are_no_waiting_for_data(
+    tmp_path: Path, saves: bool, options: dict[str, Any]
+) -> None:
+    trainer = trained(tmp_path, RuntimeProfile(4), Sleep(saves=saves), data=batches(4), **options)
+    assert recorded(trainer)[4, "profile/train/dl_train/time_data_ms"] < 400 / 4
+
+
+def test_each_report_is_of_the_time_since_the_last(tmp_path: Path) -> None:
+    class SlowFirst:
+        def __iter__(self) -> Iterator[Any]:
+            yield from Slow(0.1, 2)
+            yield from batches(2)
+
+    values = recorded(trained(tmp_path, RuntimeProfile(2), data=SlowFirst()))
+    name = "profile/train/dl_train/time_data_ms"
+    assert values[2, name] >= 100
+    assert values[4, name] < 200 / 4  # what it would be over all four
+
+
+def test_samples_and_tokens_per_second_are_in_proportion(tmp_path: Path) -> None:
+    values = recorded(
+        trained(tmp_path, RuntimeProfile(3), tokens_fn=lambda batch: batch[0].numel())
+    )
+    for step in (3, 6):
+        samples = values[step, "profile/train/samples_per_second"]
+        tokens = values[step, "profile/train/tokens_per_second"]
+        assert tokens == pytest.approx(8 * samples)
+
+
+def test_without_tokens_there_is_no_rate_of_them(tmp_path: Path) -> None:
+    names = {name for _, name in recorded(trained(tmp_path, RuntimeProfile(3)))}
+    assert "profile/train/samples_per_second" in names
+    assert "profile/train/tokens_per_second" not in names
+
+
+def test_memory_is_what_the_process_holds(tmp_path: Path) -> None:
+    class Hold(hookline.Hook):
+        def on_step_end(self, step: int) -> None:
+            if step == 2:
+                self.held = torch.ones(25_000_000)  # 100 MB
+
+    values = recorded(trained(tmp_path, RuntimeProfile(1), Hold(), data=batches(3)))
+    before, after = (values[step, "profile/memory_resident_mb"] for step in (1, 3))
+    assert 90 < after - before < 200
+
+
+def test_a_hook_that_is_added_while_training_starts_with_the_next_batch(tmp_path: Path) -> None:
+    class Add(hookline.Hook):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                trainer.add_hook(RuntimeProfile(2))
+
+    made = time.perf_counter()
+    values = recorded(trained(tmp_path, Add()))
+    assert values[4, "profile/train/dl_train/time_forward_ms"] > 0
+    spent = (time.perf_counter() - made) * 1e3
+    assert values[4, "profile/train/dl_train/time_data_ms"] < spent
+
+
+def test_a_bare_loop_is_told_what_to_call() -> None:
+    model, optimizer = make()
+    with (
+        pytest.raises(hookline.NotSuppliedError) as error,
+        hookline.attach(model, optimizer, hooks=[RuntimeProfile()]) as session,
+    ):
+        F.mse_loss(model(torch.ones(4, 8)), torch.ones(4, 4)).backward()
+        optimizer.step()
+        session.detach()
+    assert "session.batches(loader)" in str(error.value)
+    assert "session.backward(loss)" in str(error.value)
+
+
+def test_a_bare_loop_that_tells_its_batches_is_profiled(tmp_path: Path) -> None:
+    model, optimizer = make()
+    data = [{"input_ids": x, "y": y} for x, y in batches(4)]
+    session = hookline.attach(model, optimizer, hooks=[RuntimeProfile(4)], runs=tmp_path)
+    with session:
+        for batch in session.batches(data, name="web"):
+            optimizer.zero_grad()
+            session.backward(F.mse_loss(model(batch["input_ids"]), batch["y"]))
+            optimizer.step()
+    assert session.hooks.summary().failures == {}
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    names = {one["name"] for one in read_records(path) if one["step"] == 4}
+    assert {f"profile/train/dl_web/time_{phase}_ms" for phase in PHASES} <= names
+    assert "profile/train/tokens_per_second" in names
+
+
+def test_a_cpu_is_timed_by_the_wall_clock() -> None:
+    assert isinstance(clock_for(torch.device("cpu")), HostClock)
+
+
+def test_a_device_without_timed_events_is_timed_by_the_wall_clock() -> None:
+    assert isinstance(clock_for(torch.device("meta")), HostClock)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
+def test_an_accelerator_is_timed_by_its_own_clock(tmp_path: Path) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    assert isinstance(clock_for(device), DeviceClock)
+    values = recorded(trained(tmp_path, RuntimeProfile(2), device=str(device)))
+    assert values[6, "profile/train/dl_train/time_forward_ms"] > 0
+    assert values[6, "profile/memory_peak_mb"] > 0
+
+
+# -- TorchProfiler --------------------------------------------------------------------------------
+
+
+def traces(folder: Path) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}
+
+
+def names_in(trace: Any) -> set[str]:
+    return {event["name"] for event in trace["traceEvents"] if "name" in event}
+
+
+def steps_in(trace: Any) -> int:
+    return len({name for name in names_in(trace) if name.startswith("ProfilerStep#")})
+
+
+def test_a_trace_is_written_into_the_runs_folder(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, TorchProfiler(wait=1, warmup=1, active=2))
+    assert trainer.hooks.summary().failures == {}
+    ((name, trace),) = traces(trainer.run.path / "profile").items()
+    assert name == "trace_step_000004.json"
+    assert "aten::addmm" in names_in(trace)
+    assert steps_in(trace) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"wait": 0, "warmup": 1, "active": 1, "repeat": 1}, [2]),
+        ({"wait": 2, "warmup": 1, "active": 1, "repeat": 1}, [4]),
+        ({"wait": 0, "warmup": 2, "active": 1, "repeat": 1}, [3]),
+        ({"wait": 0, "warmup": 1, "active": 1, "repeat": 2}, [2, 4]),
+        ({"wait": 0, "warmup": 1, "active": 1, "repeat": 0}, [2, 4, 6]),
+    ],
+)
+def test_the_schedule_is_kept(tmp_path: Path, options: dict[str, Any], expected: list[int]) -> None:
+    trained(None, TorchProfiler(**options, folder=tmp_path))
+    assert list(traces(tmp_path)) == [f"trace_step_{step:06d}.json" for step in expected]
+
+
+def test_after_the_last_cycle_nothing_is_profiled(tmp_path: Path) -> None:
+    class Look(hookline.Hook):
+        seen: tuple[bool, ...] = ()
+
+        def on_train_batch_end(self) -> None:
+            self.seen += (torch.autograd.profiler._is_profiler_enabled,)
+
+    look = Look()
+    trained(None, TorchProfiler(0, 1, 1, folder=tmp_path), look)
+    assert look.seen == (False, True, False, False, False, False)
+
+
+def test_shapes_are_recorded_when_asked_for(tmp_path: Path) -> None:
+    for shapes in (True, False):
+        folder = tmp_path / str(shapes)
+        trained(None, TorchProfiler(0, 1, 1, folder=folder, record_shapes=shapes))
+        assert ("Input Dims" in json.dumps(traces(folder))) is shapes
+
+
+def test_memory_is_recorded_when_asked_for(tmp_path: Path) -> None:
+    for memory in (True, False):
+        folder = tmp_path / str(memory)
+        trained(None, TorchProfiler(0, 1, 1, folder=folder, profile_memory=memory))
+        ((_, trace),) = traces(folder).items()
+        assert ("[memory]" in names_in(trace)) is memory
+
+
+def test_lines_of_code_are_recorded_when_asked_for(tmp_path: Path) -> None:
+    for stack in (True, False):
+        folder = tmp_path / str(stack)
+        trained(None, TorchProfiler(0, 1, 1, folder=folder, with_stack=stack))
+        ((_, trace),) = traces(folder).items()
+        assert any("loops.py" in name for name in names_in(trace)) is stack
+
+
+def test_training_that_stops_early_leaves_what_was_recorded(tmp_path: Path) -> None:
+    class Stop(hookline.Hook):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 3:
+                trainer.stop("enough")
+
+    trained(None, Stop(), TorchProfiler(0, 1, 50, folder=tmp_path))
+    ((name, trace),) = traces(tmp_path).items()
+    assert name == "trace_step_000003.json"
+    assert "aten::addmm" in names_in(trace)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_exception_ends_profiling_cleanly(tmp_path: Path, at: int) -> None:
+    def data() -> Iterator[Any]:
+        yield from batches(at)
+        raise ValueError("the loader broke")
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            return data()
+
+    with pytest.raises(ValueError, match="the loader broke"):
+        trained(None, TorchProfiler(1, 1, 5, folder=tmp_path / "first"), data=Loader())
+    assert not torch.autograd.profiler._is_profiler_enabled
+    trained(None, TorchProfiler(0, 1, 1, folder=tmp_path / "second"))  # another can start
+    assert len(traces(tmp_path / "second")) == 1
+
+
+def test_a_trace_is_never_overwritten(tmp_path: Path) -> None:
+    for _ in range(2):
+        trained(None, TorchProfiler(0, 1, 1, folder=tmp_path))
+    assert list(traces(tmp_path)) == ["trace_step_000002.json", "trace_step_000002_2.json"]
+
+
+def test_without_a_folder_and_a_run_there_is_a_clear_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = trained(None, TorchProfiler())
+    assert trainer.status == "completed"
+    assert "nowhere to write: this training has no run folder" in caplog.text
+    assert "TorchProfiler(folder='…')" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    trained(None, TorchProfiler(folder=tmp_path / "file" / "traces"))
+    assert "TorchProfiler cannot write into" in caplog.text
+
+
+def test_a_trace_that_cannot_be_written_does_not_stop_profiling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Remove(hookline.Hook):
+        def on_step_end(self, step: int) -> None:
+            if step == 2:
+                tmp_path.joinpath("traces").rmdir()
+            if step == 3:
+                tmp_path.joinpath("traces").mkdir()
+
+    hooks = (Remove(), TorchProfiler(0, 1, 1, repeat=2, folder=tmp_path / "traces"))
+    trainer = trained(None, *hooks)
+    assert trainer.hooks.summary().failures == {}
+    assert "TorchProfiler could not write" in caplog.text
+    assert list(traces(tmp_path / "traces")) == ["trace_step_000004.json"]
+
+
+def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
+    model, optimizer = make()
+    hooks = [TorchProfiler(0, 1, 2, folder=tmp_path)]
+    with hookline.attach(model, optimizer, hooks=hooks) as session:
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert session.hooks.summary().failures == {}
+    assert list(traces(tmp_path)) == ["trace_step_000003.json"]

@@ -1,0 +1,385 @@
+"""The record of a bare loop: the same folder as the trainer's, and nothing without one."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from loops import Net, batches, make, recorder, same, train, weights
+from torch.nn import functional as F
+
+import hookline
+from hookline.errors import NotSuppliedError, RunError
+from hookline.runs import OpenedRun, Run, open_run
+
+
+def only(folder: Path) -> OpenedRun:
+    (path,) = folder.iterdir()
+    return open_run(path)
+
+
+def rows(run: OpenedRun, *names: str) -> list[Any]:
+    return [(row["step"], row["epoch"], row["value"]) for row in run.metrics(*names, frame=False)]
+
+
+def test_an_unchanged_loop_leaves_a_run_with_the_loss_of_each_step(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        assert session.run is not None
+        assert open_run(session.run.path).status == "training"
+        losses = train(model, optimizer, batches(5))
+    run = only(tmp_path)
+    assert rows(run, "train/loss") == [(i + 1, None, loss) for i, loss in enumerate(losses)]
+    assert (run.status, run.damage) == ("completed", [])
+    assert session.run.id == run.id
+    assert session.run.journal is None  # it is closed
+    assert [event["kind"] for event in run.events()] == ["start", "end"]
+    assert run.manifest["devices"]["used"] == "cpu"
+
+
+def test_the_record_changes_nothing_in_training(tmp_path: Path) -> None:
+    found = []
+    for runs in (None, tmp_path):
+        model, optimizer = make()
+        with hookline.attach(model, optimizer, runs=runs):
+            losses = train(model, optimizer, batches(5))
+        found.append((losses, weights(model)))
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+def test_without_a_folder_nothing_of_the_record_is_loaded_or_put_on_the_model() -> None:
+    script = (
+        "import logging, sys, hookline; logging.basicConfig(level=10)\n"
+        "from loops import make, train, batches\n"
+        "model, optimizer = make()\n"
+        "with hookline.attach(model, optimizer) as session:\n"
+        "    assert not model._forward_hooks and not model._forward_pre_hooks\n"
+        "    train(model, optimizer, batches(2))\n"
+        "    session.log('gradients/norm', 1.0); session.log('a', [1], kind='histogram')\n"
+        "assert session.run is None\n"
+        "assert not [name for name in sys.modules if name.startswith('hookline.runs')]\n"
+        "print('done')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_everything_a_loop_tells_is_recorded(tmp_path: Path) -> None:
+    model, optimizer = make()
+    watch = recorder("on_step_end")
+    with hookline.attach(model, optimizer, [watch], runs=tmp_path, config={"seed": 5}) as session:
+        for _ in range(2):
+            with session.epoch() as epoch:
+                for x, y in session.batches(batches(2)):
+                    optimizer.zero_grad()
+                    loss = F.mse_loss(model(x), y)
+                    loss.backward()
+                    session.log("size", 4.0)
+                    optimizer.step()
+                with session.validation():
+                    for value in (1.0, 3.0):
+                        session.log("loss", value)
+                        session.log("right", value)
+            session.checkpoint(tmp_path / f"{epoch}.pt")
+            if epoch == 0:
+                session.disable_hook("recorder")
+    run = only(tmp_path)
+    assert rows(run, "train/size") == [(1, 0, 4.0), (2, 0, 4.0), (3, 1, 4.0), (4, 1, 4.0)]
+    losses = rows(run, "train/loss")
+    assert [(step, epoch) for step, epoch, _ in losses] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    first, second = rows(run, "train/loss_epoch")
+    assert first == (2, 0, pytest.approx((losses[0][2] + losses[1][2]) / 2))
+    assert second == (4, 1, pytest.approx((losses[2][2] + losses[3][2]) / 2))
+    assert rows(run, "train/size_epoch") == [(2, 0, 4.0), (4, 1, 4.0)]
+    assert rows(run, "val/loss") == [(2, 0, 2.0), (4, 1, 2.0)]
+    assert rows(run, "val/right") == rows(run, "val/loss")
+    assert len(run.metrics(frame=False)) == 4 + 4 + 2 + 2 + 2 + 2
+    kinds = [event["kind"] for event in run.events()]
+    assert kinds == ["start", "checkpoint", "hooks", "checkpoint", "end"]
+    assert run.events("checkpoint")[1]["path"] == str(tmp_path / "1.pt")
+    assert run.events("hooks")[0]["hooks"] == {"recorder": "disabled"}
+    (hook,) = run.events("end")[0]["hooks"]["hooks"]
+    assert (hook["name"], hook["calls"]) == ("recorder", 2)
+    assert run.manifest["hooks"][0]["enabled"] is True
+    assert run.manifest["config"] == {"seed": 5}
+    assert run.manifest["seed"] == 5
+
+
+def test_a_name_with_a_slash_and_other_kinds_go_to_the_record_as_they_stand(
+    tmp_path: Path,
+) -> None:
+    class Measures(hookline.Hook):
+        def on_step_end(self, trainer: Any, model: Any, metrics: Any = None) -> None:
+            trainer.log("norm/first", model.first.weight.norm())
+            trainer.log("weights", model.first.weight, kind="histogram")
+            trainer.log_dict({"lr/a": 0.1, "lr/b": 0.2})
+
+    ends = recorder(on_epoch_end=("metrics",), on_train_batch_end=("metrics",))
+    model, optimizer = make()
+    with (
+        hookline.attach(model, optimizer, [Measures(), ends], runs=tmp_path) as session,
+        session.epoch(),
+    ):
+        for x, y in session.batches(batches(2)):
+            F.mse_loss(model(x), y).backward()
+            session.log("own/number", 7)
+            optimizer.step()
+        session.log("note", "so far", kind="text")
+    run = only(tmp_path)
+    names = [row["name"] for row in run.metrics("norm/*", "lr/*", "own/*", frame=False)]
+    assert names == ["own/number", "norm/first", "lr/a", "lr/b"] * 2
+    assert [row["kind"] for row in run.metrics("weights", frame=False)] == ["histogram"] * 2
+    assert rows(run, "note") == [(2, 0, "so far")]
+    # They are no metrics of the batch or the epoch.
+    assert all(set(told["metrics"]) <= {"loss", "train/loss"} for _, told in ends.told)
+
+
+def test_a_value_that_is_logged_after_its_step_belongs_to_it(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for i, (x, y) in enumerate(session.batches(batches(2))):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            session.log("late", i)
+    assert rows(only(tmp_path), "train/late") == [(1, None, 0), (2, None, 1)]
+
+
+def test_with_accumulation_a_step_has_the_mean_of_what_was_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path / "untold"):
+        for i, (x, y) in enumerate(batches(4)):
+            (F.mse_loss(model(x), y) / 2).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    run = only(tmp_path / "untold")
+    assert rows(run, "train/*") == []  # whether it was divided cannot be seen
+    assert caplog.text.count("The run's record has no train/loss") == 1
+    with hookline.attach(model, optimizer, runs=tmp_path / "told") as session:
+        for i, (x, y) in enumerate(batches(4)):
+            (F.mse_loss(model(x), y) / 2).backward()
+            session.log("loss", float(i))
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert rows(only(tmp_path / "told"), "train/loss") == [(1, None, 0.5), (2, None, 2.5)]
+    with hookline.attach(model, optimizer, runs=tmp_path / "backward") as session:
+        losses = []
+        for i, (x, y) in enumerate(batches(4)):
+            loss = F.mse_loss(model(x), y)
+            session.backward(loss, accumulate=2)
+            losses.append(loss.item())
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [value for _, _, value in rows(only(tmp_path / "backward"), "train/loss")]
+    means = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
+    assert found == pytest.approx(means)
+    assert caplog.text.count("no train/loss") == 1
+
+
+def test_a_step_whose_loss_cannot_be_seen_has_none_in_the_record(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path):
+        for backwards in (1, 2, 1):
+            optimizer.zero_grad()
+            for x, y in batches(backwards):
+                F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert [step for step, _, _ in rows(only(tmp_path), "train/loss")] == [1, 3]
+
+
+def test_hooks_get_the_run_and_only_where_there_is_one(tmp_path: Path) -> None:
+    hook = recorder(on_train_start=("run",), on_step_end=("run",))
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, [hook], runs=str(tmp_path)) as session:
+        train(model, optimizer, batches(1))
+    assert [told["run"] for _, told in hook.told] == [session.run] * 2
+    with (
+        pytest.raises(NotSuppliedError, match="'run'"),
+        hookline.attach(model, optimizer, [recorder(on_step_end=("run",))]),
+    ):
+        train(model, optimizer, batches(1))
+
+
+def test_hooks_that_watch_the_model_see_the_same_with_a_record(tmp_path: Path) -> None:
+    told = []
+    for runs in (None, tmp_path):
+        hook = recorder(
+            "on_train_start",
+            "on_before_forward",
+            "on_after_forward",
+            "on_after_backward",
+            "on_gradients_ready",
+            on_step_end=("step", "loss"),
+        )
+        model, optimizer = make()
+        session = hookline.attach(model, optimizer, [hook], runs=runs)  # without `with`
+        train(model, optimizer, batches(3))
+        session.detach()
+        told.append([e if isinstance(e, str) else (e[0], float(e[1]["loss"])) for e in hook.told])
+    assert told[0] == told[1]
+    assert len(rows(only(tmp_path), "train/loss")) == 3
+
+
+def test_hooks_may_come_and_go_and_the_losses_stay(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        train(model, optimizer, batches(1))
+        session.add_hook(recorder("on_after_forward"), "one")
+        train(model, optimizer, batches(1))
+        session.remove_hook("one")
+        train(model, optimizer, batches(1))
+    run = only(tmp_path)
+    assert [step for step, _, _ in rows(run, "train/loss")] == [1, 2, 3]
+    assert [event["hooks"] for event in run.events("hooks")] == [{"one": "enabled"}, {}]
+
+
+def test_how_it_ended_is_in_the_manifest(tmp_path: Path) -> None:
+    def ends(name: str, error: BaseException | None = None, stop: bool = False) -> OpenedRun:
+        model, optimizer = make()
+        try:
+            with hookline.attach(model, optimizer, runs=tmp_path / name) as session:
+                for x, y in session.batches(batches(3)):
+                    F.mse_loss(model(x), y).backward()
+                    optimizer.step()
+                    if stop:
+                        session.stop("enough")
+                    if error is not None:
+                        raise error
+        except (ValueError, KeyboardInterrupt) as raised:
+            if raised is not error:
+                raise
+        return only(tmp_path / name)
+
+    stopped = ends("stopped", stop=True)
+    assert stopped.status == "stopped"
+    assert stopped.events("end")[0]["reason"] == "enough"
+    failed = ends("failed", ValueError("no"))
+    assert (failed.status, failed.manifest["last_error"]) == ("error", "ValueError: no")
+    assert len(rows(failed, "train/loss")) == 1
+    assert ends("interrupted", KeyboardInterrupt()).status == "interrupted"
+
+
+def test_a_start_that_fails_closes_the_run(tmp_path: Path) -> None:
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_train_start(self) -> None:
+            raise ValueError("not today")
+
+    with (
+        pytest.raises(hookline.HookFailedError),
+        hookline.attach(*make(), [Fails()], runs=tmp_path),
+    ):
+        pass
+    run = only(tmp_path)
+    assert run.status == "error"
+    assert "not today" in run.manifest["last_error"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model, optimizer = make()
+    with (
+        pytest.raises(RunError, match="No run can be recorded"),
+        hookline.attach(model, optimizer, runs=tmp_path / "file"),
+    ):
+        pass
+    assert not model._forward_hooks
+
+
+def test_a_run_goes_on_in_another_process_under_its_id(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        train(model, optimizer, batches(3))
+    assert session.run is not None
+    run = Run.open(session.run.path, resume=True)
+    with hookline.attach(model, optimizer, runs=run) as again:
+        again.resumed("somewhere.pt", step=2)
+        train(model, optimizer, batches(2))
+    found = only(tmp_path)
+    assert again.run is run
+    assert (found.id, found.status, len(found.manifest["parts"])) == (run.id, "completed", 2)
+    assert [step for step, _, _ in rows(found, "train/loss")] == [1, 2, 3, 4]
+    assert found.events("resumed")[0]["path"] == "somewhere.pt"
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, {}),
+        (SimpleNamespace(lr=0.1), {"lr": 0.1}),
+        ("fast", {"config": "fast"}),
+        (hookline.HooksConfig(), hookline.HooksConfig().model_dump(mode="json")),
+    ],
+)
+def test_any_configuration_is_recorded(tmp_path: Path, config: Any, expected: Any) -> None:
+    with hookline.attach(*make(), runs=tmp_path, config=config):
+        pass
+    assert only(tmp_path).manifest["config"] == expected
+
+
+def test_the_line_at_the_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "hookline"),
+        hookline.attach(*make(), [recorder("on_step_end")], runs=tmp_path) as session,
+    ):
+        pass
+    assert session.run is not None
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Run ")]
+    assert session.run.id in line
+    assert line.endswith("hooks: recorder (enabled)")
+
+
+def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    hook = recorder(on_step_end=("run",))
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, [hook], runs=tmp_path) as session:
+        train(model, optimizer, batches(1))
+        session.log("a", 1.0)
+        session.log("a/b", 1.0)
+    assert session.run is None
+    assert hook.told == [("on_step_end", {"run": None})]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_was_compiled_in_place_is_recorded_without_losses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookline.attach(model, optimizer, runs=tmp_path):
+        train(model, optimizer, batches(2))
+    run = only(tmp_path)
+    assert (run.status, rows(run)) == ("completed", [])
+    assert caplog.text.count("no train/loss") == 1
+
+
+def test_what_is_logged_when_training_is_over_is_dropped(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        train(model, optimizer, batches(1))
+    session.log("a/b", 1.0)
+    session.log("a", 1.0)
+    assert rows(only(tmp_path), "a*", "train/a") == []

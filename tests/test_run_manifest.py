@@ -1,0 +1,479 @@
+"""What a manifest says of a run: the code, the configuration, the hooks, the surroundings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline.runs import Run, open_run
+from hookline.runs.confighash import canonical, config_hash
+from hookline.runs.environment import packages
+from hookline.runs.git import git_facts
+
+
+def git(folder: Path, *words: str) -> str:
+    options = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
+    done = subprocess.run(
+        ["git", *options, *words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "train.py").write_text("lr = 0.1\n")
+    (folder / ".gitignore").write_text("*.pyc\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+def test_a_clean_repository_has_commit_and_branch_and_no_diff(repository: Path) -> None:
+    (repository / "cache.pyc").write_text("ignored")
+    facts = git_facts(repository)
+    assert facts == {
+        "commit": git(repository, "rev-parse", "HEAD"),
+        "branch": "main",
+        "dirty": False,
+        "diff_sha256": None,
+        "untracked": 0,
+        "folder": str(repository),
+        "problem": None,
+    }
+
+
+def test_changed_files_make_it_dirty_and_the_hash_tells_changes_apart(repository: Path) -> None:
+    hashes = []
+    for text in ("lr = 0.2\n", "lr = 0.3\n", "lr = 0.2\n"):
+        (repository / "train.py").write_text(text)
+        facts = git_facts(repository)
+        assert facts["dirty"] is True
+        hashes.append(facts["diff_sha256"])
+    git(repository, "add", ".")  # staged or not is the same
+    hashes.append(git_facts(repository)["diff_sha256"])
+    assert hashes[0] == hashes[2] == hashes[3] != hashes[1]
+    assert len(hashes[0]) == 64
+
+
+def test_the_hash_of_the_diff_does_not_depend_on_how_the_user_likes_diffs(
+    repository: Path,
+) -> None:
+    (repository / "train.py").write_text("lr = 0.2\n")
+    before = git_facts(repository)["diff_sha256"]
+    settings = {
+        "diff.noprefix": "true",
+        "color.ui": "always",
+        "diff.context": "0",
+        "diff.algorithm": "patience",
+        "diff.external": "false",
+        "diff.mnemonicPrefix": "true",
+    }
+    for name, value in settings.items():
+        git(repository, "config", name, value)
+    assert git_facts(repository)["diff_sha256"] == before
+
+
+def test_untracked_files_are_counted_and_do_not_make_it_dirty(repository: Path) -> None:
+    (repository / "new file.py").write_text("")
+    (repository / "runs").mkdir()
+    for name in ("a", "b"):
+        (repository / "runs" / name).write_text("")
+    facts = git_facts(repository)
+    assert (facts["dirty"], facts["untracked"]) == (False, 2)  # a file and a folder
+
+
+def test_a_folder_within_a_repository_a_detached_head_and_a_git_hook(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = repository / "inner"
+    inner.mkdir()
+    git(repository, "checkout", "-q", "--detach")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as git sets it for its hooks
+    facts = git_facts(inner)
+    assert facts["commit"] is not None
+    assert facts["branch"] is None
+
+
+def test_without_a_commit_a_placeholder_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = {"commit": None, "branch": None, "dirty": None, "diff_sha256": None, "untracked": None}
+    outside = git_facts(tmp_path)
+    assert outside == {**empty, "folder": str(tmp_path), "problem": "not in a git repository"}
+    new = tmp_path / "new"
+    new.mkdir()
+    git(new, "init", "-q")
+    assert git_facts(new)["problem"] == "the repository has no commit yet"
+    assert "NotADirectoryError" in git_facts(Path(__file__))["problem"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_facts(new) == {**empty, "folder": str(new), "problem": "git is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("exec sleep 30", "git took more than"),
+        ("echo 'fatal: detected dubious ownership' >&2; exit 128", "detected dubious ownership"),
+        ("exit 3", "git ended with 3"),
+        ("echo nonsense", "KeyError"),
+    ],
+)
+def test_a_git_that_hangs_fails_or_talks_nonsense_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
+) -> None:
+    from hookline.runs import git as module
+
+    (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(module, "_SECONDS", 0.3)
+    run = Run.create(tmp_path / "runs", config={}, seed=0, hooks=[])
+    assert problem in run.manifest["git"]["problem"]
+    run.close()
+
+
+WRITES = """
+import sys
+from hookline.runs import Run
+run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])
+print(run.manifest["git"]["commit"], run.manifest["git"]["folder"])
+"""
+
+
+def test_the_commit_is_that_of_the_program_and_else_of_the_working_folder(
+    repository: Path, tmp_path: Path
+) -> None:
+    commit = git(repository, "rev-parse", "HEAD")
+    (repository / "train.py").write_text(WRITES)
+    (tmp_path / "loose.py").write_text(WRITES)
+
+    def said(*command: str | Path, cwd: Path) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, *map(str, command), str(tmp_path / "runs")],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.split()
+
+    assert said(repository / "train.py", cwd=tmp_path) == [commit, str(repository)]
+    assert said(tmp_path / "loose.py", cwd=repository) == [commit, str(repository)]
+    assert said("-c", WRITES, cwd=repository) == [commit, str(repository)]
+    assert said(tmp_path / "loose.py", cwd=tmp_path) == ["None", str(tmp_path)]
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+numbers = st.integers() | st.floats(allow_nan=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+configs = st.dictionaries(st.text(), values, max_size=6)
+
+
+def shuffled(value: Any) -> Any:
+    """The same meaning, written in another way."""
+    if isinstance(value, dict):
+        return {key: shuffled(inner) for key, inner in reversed(value.items())}
+    if isinstance(value, list):
+        return tuple(shuffled(inner) for inner in value)
+    if type(value) is int and abs(value) < 2**53:
+        return float(value)
+    return value
+
+
+@given(configs)
+def test_the_same_meaning_has_the_same_hash_whatever_the_order_of_keys(config: Any) -> None:
+    assert config_hash(config) == config_hash(shuffled(config))
+
+
+@given(configs, st.text(), values)
+def test_another_value_has_another_hash(config: Any, key: str, value: Any) -> None:
+    other = {**config, key: value}
+    assert (canonical(config) == canonical(other)) == (config_hash(config) == config_hash(other))
+    assert config_hash({**config, key: [value]}) != config_hash(other)
+
+
+def test_the_hash_stays_what_it_is_from_version_to_version() -> None:
+    config = {"b": [1, 2.5, True, None], "a": {"é": "x"}}
+    assert canonical(config) == '{"a":{"é":"x"},"b":[1,2.5,true,null]}'
+    assert config_hash(config).startswith("9b7698d168ab")
+
+
+def test_booleans_numbers_and_words_are_told_apart() -> None:
+    assert len({config_hash({"a": value}) for value in (1, True, "1", None, [1], 1.5)}) == 6
+
+
+def test_an_object_has_the_same_hash_in_every_process() -> None:
+    assert config_hash({"f": object()}) == config_hash({"f": object()})
+
+
+@dataclass
+class Options:
+    lr: float = 0.1
+    layers: int = 2
+
+
+@pytest.mark.parametrize(
+    "config", [Options(), SimpleNamespace(layers=2, lr=0.1), argparse.Namespace(layers=2, lr=0.1)]
+)
+def test_a_configuration_of_another_class_has_the_hash_of_its_fields(config: Any) -> None:
+    assert config_hash(config) == config_hash({"lr": 0.1, "layers": 2})
+
+
+# -- surroundings ---------------------------------------------------------------------------------
+
+
+def test_versions_packages_platform_devices_and_process_are_told(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[], device="cpu")
+    found = json.loads((run.path / "manifest.json").read_text())
+    run.close()
+    assert found["packages"]["pytest"] == pytest.__version__
+    assert found["packages"] == packages()
+    assert list(found["packages"]) == sorted(found["packages"])
+    assert len(found["packages_sha256"]) == 64
+    devices = found["devices"]
+    assert (devices["used"], devices["cpus"]) == ("cpu", os.cpu_count())
+    assert devices["threads"] == torch.get_num_threads()
+    assert devices["cuda"] == torch.cuda.device_count()
+    (part,) = found["parts"]
+    assert part["pid"] == os.getpid()
+    assert part["git"] == found["git"]
+    assert "packages" not in part
+
+
+def test_a_manifest_tells_the_seed_that_torch_was_given(tmp_path: Path) -> None:
+    torch.manual_seed(77)
+    run = Run.create(tmp_path, config={}, seed=None, hooks=[])
+    run.close()
+    assert (run.manifest["seed"], run.manifest["torch_seed"]) == (None, 77)
+
+
+# -- the trainer's manifest -----------------------------------------------------------------------
+
+
+class Watch(hookline.Hook):
+    def on_step_end(self, step: int) -> None:
+        pass
+
+
+class Stops(hookline.Hook):
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if step == self.after:
+            trainer.save_checkpoint()
+            trainer.stop("enough")
+
+
+def trainer(runs: Path | None, *hooks: hookline.Hook, **options: Any) -> hookline.Trainer:
+    config = hookline.TrainerConfig(runs=runs, progress="off", seed=3, **options)
+    return hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=hooks)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("Run ")]
+
+
+def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) -> None:
+    from hookline.builtin import BuiltIn
+    from hookline.hook import Rank
+
+    class Reports(BuiltIn):
+        """Says something.
+
+        Args:
+            frequency: how often.
+        """
+
+        hookline_rank = Rank.MONITOR
+
+        def __init__(self, frequency: int = 10) -> None:
+            self.frequency = frequency
+
+        def on_step_end(self) -> None:
+            pass
+
+    one = trainer(tmp_path, Reports(frequency=5))
+    one.add_hook(Watch(), "eyes", every=2, enabled=False)
+    one.fit(batches(1))
+    first, second = one.run.manifest["hooks"]
+    assert first["name"] == "eyes"
+    assert first["class"] == f"{__name__}.Watch"
+    assert (first["kind"], first["enabled"], first["options"]) == ("loop", False, {})
+    assert "2" in first["schedule"]
+    assert (second["name"], second["enabled"]) == ("reports", True)
+    assert second["options"]["frequency"] == 5
+    assert one.run.manifest["devices"]["used"] == "cpu"
+    assert one.run.manifest["config_hash"] == config_hash(one.config.model_dump(mode="json"))
+
+
+def test_one_line_at_the_start_says_what_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hookline"):
+        one = trainer(tmp_path, Watch())
+        one.add_hook(Watch(), "off", enabled=False)
+        one.fit(batches(2))
+    (line,) = told(caplog)
+    manifest = one.run.manifest
+    assert line.startswith(f"Run {one.run.id} starts: ")
+    assert manifest["git"]["commit"] in line  # the tests' own repository
+    assert f"config hash {manifest['config_hash']}" in line
+    assert line.endswith("hooks: watch (enabled), off (disabled)")
+
+
+def test_the_line_comes_once_when_steps_are_driven_by_hand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "hookline"):
+        one = trainer(tmp_path)
+        for batch in batches(3):
+            one.training_step(batch)
+        one.finish()
+    (line,) = told(caplog)
+    assert one.run.id in line
+    assert line.endswith("hooks: none")
+
+
+def test_without_a_run_folder_the_line_is_there_with_an_id_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # outside of any repository
+    with caplog.at_level(logging.INFO, "hookline"):
+        for _ in range(2):
+            one = trainer(None, Watch()).fit(batches(1))
+    first, second = told(caplog)
+    assert first.split()[1] != second.split()[1]
+    assert "git commit none (not in a git repository), config hash " in first
+    assert config_hash(one.config.model_dump(mode="json")) in first
+    assert one.run is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_asks_git_when_nothing_is_recorded_or_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {asked}\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    trainer(None).fit(batches(1))
+    assert not asked.exists()
+    trainer(tmp_path / "runs").fit(batches(1))
+    assert asked.exists()
+
+
+def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:
+    first = trainer(tmp_path, Stops(2), max_epochs=1).fit(batches(4))
+    again = trainer(tmp_path, Stops(99), Watch(), max_epochs=2)
+    again.fit(batches(4), resume_from=first.run.path)
+    manifest = open_run(first.run.path).manifest
+    assert again.run.id == first.run.id == manifest["run_id"]
+    assert manifest["config"]["max_epochs"] == 2  # what it went on with
+    assert [hook["name"] for hook in manifest["hooks"]] == ["stops", "watch"]
+    before, after = manifest["parts"]
+    assert before["config"]["max_epochs"] == 1
+    assert [hook["name"] for hook in before["hooks"]] == ["stops"]
+    assert before["config_hash"] != after["config_hash"] == manifest["config_hash"]
+    assert "packages" not in before  # they were the same
+    assert (before["status"], after["status"]) == ("stopped", "completed")
+    assert manifest["created"] == before["started"] < after["started"]
+
+
+def test_a_part_that_was_killed_is_told_as_lost_when_the_run_goes_on(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from hookline.runs import Run
+        run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])
+        run.log(1, 0, "x", 1.0)
+        run.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
+    (path,) = tmp_path.iterdir()
+    assert open_run(path).status == "lost"
+    run = Run.open(path, resume=True)
+    first, second = run.manifest["parts"]
+    run.close()
+    assert (first["status"], second["status"]) == ("lost", "training")
+    assert first["started"] < first["ended"] <= second["started"]
+
+
+def test_a_run_that_another_process_still_writes_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = (
+        "import sys; from hookline.runs import Run\n"
+        "run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])\n"
+        "print(run.path, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        path = writer.stdout.readline().strip()
+        assert open_run(path).status == "training"
+        Run.open(path, resume=True).close()
+        assert f"process {writer.pid}, which is still alive" in caplog.text
+        caplog.clear()
+        writer.communicate()
+    Run.open(path, resume=True).close()
+    assert "alive" not in caplog.text
+
+
+def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
+    caplog.set_level("INFO", "hookline")
+    url = "http://127.0.0.1:9/services/T0/B0/verysecret"
+    hooks = {
+        "hook_classes": ["notification"],
+        "hook_configs": {"notification": {"webhook_url": url, "notify_on": ["validation"]}},
+    }
+    config = hookline.TrainerConfig(runs=tmp_path, progress="off", hooks=hooks)
+    trainer = hookline.Trainer(config, *make()).fit(batches(1))
+    written = "".join(p.read_text() for p in trainer.run.path.rglob("*") if p.is_file())
+    assert "verysecret" not in written + caplog.text
+    found = trainer.run.manifest["config"]["hooks"]["hook_configs"]["notification"]
+    assert found == {"webhook_url": "***", "notify_on": ["validation"]}
+    assert config.hooks.hook_configs["notification"]["webhook_url"] == url
+
+
+def test_what_only_sounds_like_a_secret_stays():
+    from hookline.runs.masking import masked
+
+    config = {
+        "tokens_seen": 3,
+        "tokenizer": "gpt2",
+        "max_tokens": 5,
+        "api_key": "x",
+        "a": [{"token": "t"}],
+    }
+    assert masked(config) == config | {"api_key": "***", "a": [{"token": "***"}]}

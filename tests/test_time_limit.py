@@ -1,0 +1,215 @@
+"""When TimeLimit ends training, and what it leaves behind."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import Trainer, TrainerConfig
+from hookline.hooks.optimization.time_limit import TimeLimit
+
+SHORT = 0.02  # seconds
+
+
+def train(*hooks, runs=None, val=None, data=None, resume_from=None, **fields):
+    model, optimizer = make()
+    config = TrainerConfig(runs=runs, progress="off", **fields)
+    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    return trainer.fit(
+        batches(6) if data is None else data, val_loaders=val, resume_from=resume_from
+    )
+
+
+class Sleeps(hookline.Hook):
+    """Sleeps before the first step is over, so that the limit is reached in it."""
+
+    def on_before_forward(self):
+        time.sleep(2 * SHORT)
+
+
+def ends(trainer):
+    return trainer.status, trainer.step
+
+
+def test_training_ends_with_the_step_in_which_the_time_is_up():
+    assert ends(train(Sleeps(), TimeLimit(SHORT))) == ("stopped", 1)
+
+
+def test_a_step_of_several_batches_is_completed():
+    assert ends(train(Sleeps(), TimeLimit(SHORT), accumulate=3)) == ("stopped", 1)
+
+
+def test_a_training_that_is_done_in_time_is_left_alone():
+    assert ends(train(TimeLimit("1h"))) == ("completed", 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (90, 90),
+        (1.5, 1.5),
+        ("90", 90),
+        ("30s", 30),
+        ("30m", 1800),
+        ("1h30m", 5400),
+        ("1h 30m", 5400),
+        ("1.5d", 129600),
+        ("2d 1h 1m 1s", 176461),
+        ("12:00:00", 43200),
+        ("0:00:30", 30),
+        ("2-12:00:01", 216001),
+        ("01:02:03:04", 93784),
+        (timedelta(minutes=5), 300),
+    ],
+)
+def test_a_time_may_be_written_in_many_ways(given, seconds):
+    """Half a second before the limit there is time left, and half a second after it none."""
+    TimeLimit(given, margin=seconds - 0.5)
+    TimeLimit(seconds + 0.5, margin=given)
+    with pytest.raises(hookline.ConfigError, match="leaves no time to train"):
+        TimeLimit(given, margin=seconds + 0.5)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "soon",
+        "12:00",
+        "1:60:00",
+        "30 parsecs",
+        "5m and more",
+        "-5",
+        "nan",
+        "inf",
+        -1,
+        float("inf"),
+        True,
+    ],
+)
+def test_a_time_that_cannot_be_read_is_an_error_with_what_can(given):
+    with pytest.raises(hookline.ConfigError) as error:
+        TimeLimit(given)
+    assert f"'limit' is {given!r}" in str(error.value)
+    assert "'12:00:00'" in str(error.value)
+
+
+def test_a_limit_of_nothing_is_an_error():
+    with pytest.raises(hookline.ConfigError, match="no time to train"):
+        TimeLimit(0)
+
+
+def test_the_margin_ends_training_earlier():
+    assert ends(train(Sleeps(), TimeLimit(3600, margin=3600 - SHORT))) == ("stopped", 1)
+
+
+def test_the_time_of_validation_counts_and_no_step_follows():
+    limit = TimeLimit("1h")
+
+    class TakesAnHour(hookline.Hook):
+        def on_validation_start(self):
+            limit._end -= 3600
+
+    trainer = train(TakesAnHour(), limit, val=batches(1), validate_every_steps=2)
+    assert ends(trainer) == ("stopped", 2)
+
+
+def test_a_checkpoint_is_saved_at_the_end(tmp_path):
+    trainer = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path)
+    (saved,) = trainer.run.checkpoints.glob("step_*")
+    assert saved.name == "step_000001"
+    assert ends(train(TimeLimit("1h"), runs=tmp_path, resume_from=trainer.run.path)) == (
+        "completed",
+        6,
+    )
+
+
+def test_a_checkpoint_is_not_saved_when_it_is_not_wanted(tmp_path):
+    trainer = train(Sleeps(), TimeLimit(SHORT, checkpoint=False), runs=tmp_path)
+    assert trainer.status == "stopped"
+    assert not trainer.run.checkpoints.exists()
+
+
+def test_a_training_without_a_run_folder_ends_without_a_checkpoint(caplog):
+    trainer = train(Sleeps(), TimeLimit(SHORT, checkpoint=True))
+    assert ends(trainer) == ("stopped", 1)
+    assert trainer.hooks.describe()[1].failures == 0
+
+
+def test_time_before_a_resume_counts_when_the_limit_is_a_total(tmp_path):
+    first = train(Sleeps(), TimeLimit(SHORT, total=True), runs=tmp_path)
+    assert ends(first) == ("stopped", 1)
+    again = train(TimeLimit(SHORT, total=True), runs=tmp_path, resume_from=first.run.path)
+    assert ends(again) == ("stopped", 1)  # nothing is left for another step
+    more = train(TimeLimit("1h", total=True), runs=tmp_path, resume_from=first.run.path)
+    assert ends(more) == ("completed", 6)
+
+
+def test_time_before_a_resume_does_not_count_otherwise(tmp_path):
+    first = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path)
+    again = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path, resume_from=first.run.path)
+    assert ends(again) == ("stopped", 2)
+
+
+def test_time_adds_up_over_several_resumes(tmp_path):
+    hooks = [TimeLimit("1h", total=True) for _ in range(3)]
+    hooks[0].load_state_dict({"seconds": 1000.0})
+    path = None
+    for i, hook in enumerate(hooks):
+        trainer = train(
+            Sleeps(), hook, SavesLast(), max_steps=i + 1, runs=tmp_path, resume_from=path
+        )
+        path = trainer.run.path
+    for part, hook in enumerate(hooks, start=1):  # each had slept before its checkpoint was saved
+        assert hook.state_dict()["seconds"] >= 1000 + part * 2 * SHORT
+
+
+class SavesLast(hookline.Hook):
+    def on_step_end(self, trainer):
+        trainer.save_checkpoint()
+
+
+def test_a_hook_that_is_added_while_training_counts_from_then_on():
+    class AddsLater(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 2:
+                trainer.add_hook(TimeLimit(SHORT))
+
+    class SleepsLater(hookline.Hook):
+        def on_before_forward(self, step):
+            if step == 3:
+                time.sleep(2 * SHORT)
+
+    assert ends(train(AddsLater(), SleepsLater())) == ("stopped", 4)
+
+
+def test_it_works_in_a_bare_loop():
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[TimeLimit(SHORT)]) as session:
+        for x, y in session.batches(batches(4)):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            time.sleep(2 * SHORT)
+            optimizer.step()
+    assert (session.status, session.step) == ("stopped", 1)
+
+
+def test_a_bare_loop_that_cannot_be_stopped_is_refused_at_its_first_step():
+    model, optimizer = make()
+    with (
+        pytest.raises(hookline.NotSuppliedError, match="time_limit"),
+        hookline.attach(model, optimizer, hooks=[TimeLimit("1h")]),
+    ):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+def test_its_name_and_that_it_means_to_change_training():
+    assert hookline.HookManager().add_hook(TimeLimit(1)) == "time_limit"
+    assert TimeLimit.intervenes

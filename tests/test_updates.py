@@ -1,0 +1,500 @@
+"""Updates transform gradients between backward and step: the contract, and each built-in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loops import Net, batches, make, recorder, same, weights
+from torch import nn
+
+import hookline
+import hookline.updates
+from hookline import HookFailedError, Trainer, TrainerConfig, UpdateHook
+from hookline.updates import (
+    AGC,
+    Centralize,
+    ClipNorm,
+    ClipValue,
+    EMAFilter,
+    Identity,
+    Mask,
+    Noise,
+    Scale,
+    SkipNonfinite,
+)
+
+
+def config(**fields):
+    return TrainerConfig(**{"runs": None, "progress": "off", **fields})
+
+
+def fit(*hooks, data=None, optimizer=None, model=None, functions=(), **fields):
+    if model is None:
+        model, optimizer = make()
+    trainer = Trainer(config(**fields), model, optimizer, hooks=hooks)
+    for function in functions:
+        trainer.add_hook(function, kind="update")
+    torch.manual_seed(5)
+    trainer.fit(batches(4) if data is None else data)
+    return trainer
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+def test_an_update_gets_every_gradient_by_name_and_what_it_returns_is_used():
+    class Zero(UpdateHook):
+        names: list[str]
+
+        def __call__(self, gradients):
+            self.names = list(gradients)
+            return {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+
+    hook = Zero()
+    before = weights(make()[0])
+    trainer = fit(hook)
+    assert hook.names == ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert same(weights(trainer.model), before)
+
+
+def test_what_is_left_out_keeps_its_gradient_and_none_changes_nothing():
+    plain = fit()
+    left_out = fit(functions=[lambda gradients: {}, lambda gradients: None])
+    assert same(weights(plain.model), weights(left_out.model))
+
+
+def test_a_part_may_be_replaced():
+    def freeze_first(gradients):
+        return {"first.weight": torch.zeros_like(gradients["first.weight"])}
+
+    before = make()[0].state_dict()
+    after = fit(functions=[freeze_first]).model.state_dict()
+    assert torch.equal(after["first.weight"], before["first.weight"])
+    assert not torch.equal(after["second.weight"], before["second.weight"])
+
+
+def test_updates_are_chained_in_the_order_of_their_registration():
+    seen = []
+
+    def double(gradients):
+        seen.append(("double", gradients["first.bias"].clone()))
+        return {name: 2 * gradient for name, gradient in gradients.items()}
+
+    def add_one(gradients):
+        seen.append(("add", gradients["first.bias"].clone()))
+        gradients["first.bias"] = gradients["first.bias"] + 1  # put into it, not returned
+
+    def look(gradients):
+        seen.append(("look", gradients["first.bias"].clone()))
+
+    fit(functions=[double, add_one, look], data=batches(1))
+    assert [name for name, _ in seen] == ["double", "add", "look"]
+    assert torch.equal(seen[1][1], 2 * seen[0][1])
+    assert torch.equal(seen[2][1], 2 * seen[0][1] + 1)
+
+
+def test_gradients_are_accumulated_before_and_clipped_after_updates():
+    norms = []
+
+    class Norms(hookline.Hook):
+        def on_gradients_ready(self, model):
+            norms.append(("ready", model.first.bias.grad.clone()))
+
+        def on_gradient_clip(self, grad_norm):
+            norms.append(("clip", float(grad_norm)))
+
+    def look(gradients):
+        norms.append(("update", gradients["first.bias"].clone()))
+        return {name: 3 * gradient for name, gradient in gradients.items()}
+
+    model, optimizer = make()
+    trainer = Trainer(config(accumulate=2, clip_norm=0.001), model, optimizer, hooks=[Norms()])
+    trainer.add_hook(look, kind="update")
+    trainer.fit(batches(2))
+    assert [what for what, _ in norms] == ["ready", "update", "clip"]
+    assert torch.equal(norms[0][1], norms[1][1])
+    model, optimizer = make()
+    total = next(norm for what, norm in norms if what == "clip")
+    norms.clear()
+    unscaled = Trainer(config(accumulate=2, clip_norm=0.001), model, optimizer, hooks=[Norms()])
+    unscaled.fit(batches(2))
+    assert total == pytest.approx(3 * norms[-1][1], rel=1e-5)  # the norm is that of the updated
+
+
+def test_each_optimizer_that_is_due_has_its_own_gradients():
+    model = Net()
+    optimizers = [
+        torch.optim.SGD(model.first.parameters(), lr=0.1),
+        torch.optim.SGD(model.second.parameters(), lr=0.1),
+    ]
+    seen = []
+
+    def look(gradients, optimizer_idx, step):
+        seen.append((step, optimizer_idx, sorted(gradients)))
+
+    fit(
+        functions=[look], model=model, optimizer=optimizers, data=batches(2), optimizer_every=[1, 2]
+    )
+    first, second = ["first.bias", "first.weight"], ["second.bias", "second.weight"]
+    assert seen == [(0, 0, first), (1, 0, first), (1, 1, second)]
+
+
+def test_parameters_without_a_gradient_are_not_in_it():
+    class Half(Net):
+        def forward(self, x):
+            return self.first(x)[:, :4]
+
+    seen = []
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fit(
+        functions=[lambda gradients: seen.append(list(gradients))],
+        model=model,
+        optimizer=optimizer,
+        data=batches(1),
+    )
+    assert seen == [["first.weight", "first.bias"]]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda g: {"first.wieght": g["first.weight"]}, "Did you mean 'first.weight'"),
+        (lambda g: {"first.bias": g["first.bias"][:3]}, "has shape [3]; expected [16]"),
+        (lambda g: {"first.bias": g["first.bias"].double()}, "has dtype torch.float64; expected"),
+        (lambda g: {"first.bias": g["first.bias"].to("meta")}, "has device meta; expected cpu"),
+        (lambda g: {"first.bias": 1.0}, "is a float; expected a tensor"),
+        (lambda g: [1.0], "returns a mapping from names to gradients, or None, not a list"),
+        (lambda g: 1 / 0, "division by zero"),
+    ],
+)
+def test_what_does_not_fit_stops_training_with_the_hooks_name(returned, message):
+    def faulty(gradients):
+        return returned(gradients)
+
+    with pytest.raises(HookFailedError) as error:
+        fit(functions=[faulty])
+    assert "'faulty'" in str(error.value)
+    assert message in str(error.value)
+
+
+def test_an_update_can_be_toggled_scheduled_and_is_described_like_every_hook():
+    calls = []
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(lambda gradients, step: calls.append(step), "odd", kind="update", every=2)
+    trainer.add_hook(Scale(0.5))
+    trainer.disable_hook("scale")
+    trainer.fit(batches(4))
+    assert calls == [1, 3]
+    infos = {info.name: info for info in trainer.hooks.describe()}
+    assert infos["odd"].kind == infos["scale"].kind == "update"
+    assert (infos["odd"].calls, infos["scale"].calls) == (2, 0)
+    assert infos["scale"].options == {"factor": 0.5}
+
+
+def test_a_function_needs_its_kind_and_a_hook_has_one():
+    manager = hookline.HookManager()
+    with pytest.raises(hookline.NotAHookError, match="kind='update'"):
+        manager.add_hook(lambda gradients: None)
+    with pytest.raises(
+        hookline.RegistrationError, match="'scale' is of kind 'update', not 'forward'"
+    ):
+        manager.add_hook(Scale(1.0), kind="forward")
+    with pytest.raises(hookline.SignatureError, match="Did you mean 'gradients'"):
+        manager.add_hook(lambda gradient: None, kind="update")
+
+
+def test_a_class_without_a_call_fails_with_its_name():
+    class Empty(UpdateHook):
+        pass
+
+    with pytest.raises(HookFailedError, match=r"Empty has no __call__\(self, gradients\)"):
+        fit(Empty())
+
+
+def test_updates_see_unscaled_gradients_under_a_scaler():
+    plain, scaled = [], []
+    fit(
+        functions=[lambda gradients: plain.append(gradients["second.bias"].clone())],
+        data=batches(1),
+        precision="bf16",
+    )
+    fit(
+        functions=[lambda gradients: scaled.append(gradients["second.bias"].clone())],
+        data=batches(1),
+        precision="fp16",
+    )
+    assert torch.allclose(plain[0], scaled[0], rtol=0.1, atol=1e-3)
+
+
+# -- the built-ins, each against its definition ---------------------------------------------------
+
+
+def gradients_after(*updates, steps=1, model=None, seed=3, scale=1.0):
+    """Gradients before and after these updates, for a model with a matrix, a vector, a filter."""
+    model = model or Layers()
+    generator = torch.Generator().manual_seed(seed)
+    manager = hookline.HookManager(updates)
+    results = []
+    for _ in range(steps):
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
+            parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+        before = {name: p.grad.clone() for name, p in parameters.items()}
+        gradients = hookline.updates.Gradients(parameters)
+        source = Source(model, gradients)
+        manager.live.update(source)
+        results.append((before, {name: p.grad for name, p in parameters.items()}))
+    return results if steps > 1 else results[0]
+
+
+class Source:
+    optimizer_idx = 0
+
+    def __init__(self, model, gradients):
+        self.model, self.gradients, self.trainer = model, gradients, None
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(5, 3)
+        self.conv = nn.Conv1d(2, 4, 3)
+
+
+def test_identity_copies_nothing_and_changes_no_bit():
+    model, optimizer = make()
+    plain, optimizer_2 = make()
+    trainer = Trainer(config(), model, optimizer, hooks=[Identity()])
+    grads = []
+
+    class Keeps(hookline.Hook):
+        def on_gradients_ready(self, model):
+            grads.append([id(p.grad) for p in model.parameters()])
+
+        def on_before_optimizer_step(self, model):
+            grads.append([id(p.grad) for p in model.parameters()])
+
+    trainer.add_hook(Keeps())
+    torch.manual_seed(0)
+    trainer.fit(batches(3))
+    torch.manual_seed(0)
+    Trainer(config(), plain, optimizer_2).fit(batches(3))
+    assert same(weights(model), weights(plain))
+    assert grads[::2] == grads[1::2]
+
+
+def test_scale_multiplies_all_or_by_pattern():
+    before, after = gradients_after(Scale(0.25))
+    assert all(torch.equal(after[name], 0.25 * before[name]) for name in before)
+    before, after = gradients_after(Scale({"linear": 2.0, "*.bias": 0.5}))
+    assert torch.equal(after["linear.weight"], 2 * before["linear.weight"])
+    assert torch.equal(after["linear.bias"], before["linear.bias"])  # 2.0 · 0.5
+    assert torch.equal(after["conv.bias"], 0.5 * before["conv.bias"])
+    assert torch.equal(after["conv.weight"], before["conv.weight"])
+
+
+def test_mask_zeroes_what_matches():
+    before, after = gradients_after(Mask(["conv"]))
+    assert not after["conv.weight"].any()
+    assert not after["conv.bias"].any()
+    assert torch.equal(after["linear.weight"], before["linear.weight"])
+
+
+def test_a_pattern_that_matches_nothing_stops_training_with_near_names():
+    with pytest.raises(HookFailedError, match=r"'fist', neither as a part .* Near it: 'first"):
+        fit(Mask(["fist"]))
+
+
+@settings(deadline=None, max_examples=30)
+@given(limit=st.floats(0.01, 100), scale=st.floats(1e-3, 1e3))
+def test_clip_norm_is_what_torch_does(limit, scale):
+    before, after = gradients_after(ClipNorm(limit), scale=scale)
+    twins = [torch.zeros_like(g, requires_grad=True) for g in before.values()]
+    for twin, gradient in zip(twins, before.values(), strict=True):
+        twin.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(twins, limit)
+    for twin, gradient in zip(twins, after.values(), strict=True):
+        assert torch.allclose(twin.grad, gradient, rtol=1e-6)
+
+
+def test_clip_value_limits_each_number():
+    before, after = gradients_after(ClipValue(0.5))
+    assert any((gradient.abs() > 0.5).any() for gradient in before.values())
+    assert all(torch.equal(after[name], before[name].clamp(-0.5, 0.5)) for name in before)
+
+
+def test_agc_limits_each_unit_by_its_weights():
+    model = Layers()
+    with torch.no_grad():
+        model.linear.weight[0] = 0.0  # below eps
+    update = AGC(clipping=0.1, eps=1e-2, skip=["conv.bias"])
+    before, after = gradients_after(update, model=model)
+    for name, parameter in model.named_parameters():
+        if name == "conv.bias":
+            assert torch.equal(after[name], before[name])
+            continue
+        units = parameter.detach().reshape(parameter.shape[0], -1) if parameter.ndim > 1 else None
+        rows = [parameter.detach()] if units is None else list(units)
+        gradients = [before[name]] if units is None else list(before[name].reshape(units.shape))
+        results = [after[name]] if units is None else list(after[name].reshape(units.shape))
+        for weight, gradient, result in zip(rows, gradients, results, strict=True):
+            limit = 0.1 * max(weight.norm().item(), 1e-2)
+            norm = gradient.norm().item()
+            expected = gradient * (limit / norm) if norm > limit else gradient
+            assert torch.allclose(result, expected, rtol=1e-5)
+
+
+def test_centralize_makes_the_mean_of_each_unit_zero():
+    before, after = gradients_after(Centralize())
+    weight, conv = before["linear.weight"], before["conv.weight"]
+    assert torch.allclose(after["linear.weight"], weight - weight.mean(1, keepdim=True))
+    assert torch.allclose(after["conv.weight"], conv - conv.mean((1, 2), keepdim=True))
+    assert torch.equal(after["linear.bias"], before["linear.bias"])
+
+
+def test_noise_has_the_annealed_variance_and_leaves_trainings_random_numbers_alone():
+    model = nn.Linear(300, 300)
+    state = torch.get_rng_state()
+    results = gradients_after(Noise(eta=0.04, gamma=0.5), steps=9, model=model)
+    assert torch.equal(torch.get_rng_state(), state)
+    for step in (0, 8):
+        before, after = results[step]
+        std = (after["weight"] - before["weight"]).std().item()
+        assert std == pytest.approx(math.sqrt(0.04 / (1 + step) ** 0.5), rel=0.02)
+    same_seed = gradients_after(Noise(eta=0.04, gamma=0.5), steps=2, model=model)
+    assert torch.equal(
+        same_seed[1][1]["weight"] - same_seed[1][0]["weight"],
+        results[1][1]["weight"] - results[1][0]["weight"],
+    )
+    other_seed = gradients_after(Noise(eta=0.04, gamma=0.5, seed=1), steps=2, model=model)
+    assert not torch.equal(other_seed[1][1]["weight"], same_seed[1][1]["weight"])
+
+
+def test_ema_filter_amplifies_slow_gradients():
+    results = gradients_after(EMAFilter(alpha=0.9, strength=2.0), steps=4)
+    average = None
+    for before, after in results:
+        gradient = before["linear.weight"]
+        average = gradient if average is None else 0.9 * average + 0.1 * gradient
+        assert torch.allclose(after["linear.weight"], gradient + 2.0 * average, atol=1e-6)
+
+
+def test_skip_nonfinite_leaves_out_the_step_and_nothing_moves():
+    hook = recorder(on_step_skipped=("reason", "optimizer_idx"))
+    data = batches(3)
+    data[1][0][0, 0] = math.inf
+    model, optimizer = make(momentum=0.9)
+    trainer = Trainer(config(on_nan="continue"), model, optimizer, hooks=[SkipNonfinite(), hook])
+    trainer.fit(data)
+    reason = {"reason": "non-finite gradients", "optimizer_idx": 0}
+    assert hook.told == [("on_step_skipped", reason)]
+    assert trainer.step == 2
+    assert all(torch.isfinite(weight).all() for weight in weights(model))
+
+
+def test_skip_nonfinite_lets_large_half_precision_gradients_pass():
+    model = nn.Linear(64, 64).half()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 60000.0)
+    source = Source(model, hookline.updates.Gradients(dict(model.named_parameters())))
+    skips = []
+    source.trainer = type("T", (), {"skip_optimizer_step": lambda self, *a: skips.append(a)})()
+    hookline.HookManager([SkipNonfinite()]).live.update(source)
+    assert skips == []
+
+
+@pytest.mark.parametrize("update", [Noise, EMAFilter])
+def test_what_an_update_remembers_survives_a_resume_bit_for_bit(tmp_path, update):
+    def trainer(steps):
+        model, optimizer = make()
+        fields = {"runs": tmp_path, "seed": 1, "max_steps": steps}
+        return Trainer(config(**fields), model, optimizer, hooks=[update()])
+
+    whole = trainer(6).fit(batches(6))
+    half = trainer(3)
+    half.fit(batches(6))
+    path = half.save_checkpoint(tmp_path / "half")
+    resumed = trainer(6).fit(batches(6), resume_from=path)
+    assert resumed.step == 6
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+@pytest.mark.parametrize(
+    "update", [Scale(1.0), Mask(["first"]), AGC(), Centralize(), ClipNorm(1.0)]
+)
+def test_updates_run_in_a_trainer_with_bf16_parameters(update):
+    model = Net().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(2)]
+    trainer = fit(update, model=model, optimizer=optimizer, data=data)
+    assert trainer.step == 2
+
+
+# -- in a bare loop -------------------------------------------------------------------------------
+
+
+def loop(hooks=(), functions=(), prepare=None, clip=None, data=None):
+    model, optimizer = make()
+    torch.manual_seed(5)
+    with hookline.attach(model, optimizer, hooks=hooks) as session:
+        for function in functions:
+            session.hooks.add_hook(function, kind="update")
+        for x, y in data or batches(4):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            if prepare is not None:
+                prepare(session)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model
+
+
+def test_in_a_bare_loop_updates_run_before_the_optimizer_steps():
+    doubled = loop([Scale(2.0)])
+    by_hand = loop(functions=[lambda gradients: {n: g * 2 for n, g in gradients.items()}])
+    plain = loop()
+    assert same(weights(doubled), weights(by_hand))
+    assert not same(weights(doubled), weights(plain))
+    assert same(weights(loop([Identity()])), weights(plain))
+
+
+def test_in_a_bare_loop_updates_come_after_the_loops_own_clipping_unless_it_says_when():
+    norms = {}
+
+    def look(name):
+        def note(gradients):
+            norms.setdefault(name, math.sqrt(sum(float(g.norm()) ** 2 for g in gradients.values())))
+
+        return note
+
+    loop(functions=[look("after")], clip=1e-3)
+    loop(functions=[look("before")], clip=1e-3, prepare=lambda session: session.updates())
+    assert norms["after"] == pytest.approx(1e-3, rel=1e-2)
+    assert norms["before"] > 1e-2
+
+
+def test_in_a_bare_loop_forward_hooks_observe():
+    seen = []
+    model, optimizer = make()
+    with hookline.attach(model, optimizer) as session:
+        session.hooks.add_hook(lambda activations: seen.append(activations.shape), kind="forward")
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert seen == [(4, 4)] * 2
+
+
+def test_skip_nonfinite_says_that_a_bare_loop_cannot_skip():
+    data = batches(1)
+    data[0][0][0, 0] = math.inf
+    with pytest.raises(HookFailedError, match="this loop cannot be told to leave out a step"):
+        loop([SkipNonfinite()], data=data)

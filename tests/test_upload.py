@@ -1,0 +1,400 @@
+"""UploadHook: copies that are whole or not there, and training that never waits for them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from loops import batches, make
+from torch.nn import functional as F
+
+import hookline
+from hookline import ConfigError, Trainer, TrainerConfig
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.folder import complete_checkpoints
+from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
+from hookline.hooks.checkpointing.upload import UploadHook
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "hookline-upload"]
+
+
+@pytest.fixture
+def memory():
+    fs = MemoryFileSystem()
+    fs.store.clear()
+    yield fs
+    fs.store.clear()
+
+
+class Flaky(MemoryFileSystem):
+    """A memory filesystem on which a call fails as often as it is told."""
+
+    protocol = "flaky"
+    cachable = False
+    fails: dict[str, int] = {}  # noqa: RUF012 - set by each test
+    calls: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("flaky://", "memory://"))
+
+    def _count(self, call, path):
+        self.calls.append(f"{call} {path.rpartition('/')[2]}")
+        if self.fails.get(self.calls[-1], 0):
+            self.fails[self.calls[-1]] -= 1
+            raise ConnectionError("the network is down")
+
+    def open(self, path, mode="rb", **kwargs):
+        if mode == "wb":
+            self._count("write", path)
+        return super().open(path, mode, **kwargs)
+
+    def mv(self, path1, path2, **kwargs):
+        self._count("move", path1)
+        super().mv(path1, path2, **kwargs)
+
+
+@pytest.fixture
+def flaky(memory):
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    Flaky.fails, Flaky.calls = {}, []
+    return Flaky
+
+
+def trainer_of(tmp_path: Path, *hooks, **fields) -> Trainer:
+    model, optimizer = make()
+    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 3} | fields
+    return Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+
+
+def fit(tmp_path, *hooks, **fields) -> Trainer:
+    return trainer_of(tmp_path, CheckpointHook(), *hooks, **fields).fit(batches(2))
+
+
+def names(folder: Path) -> list[str]:
+    return [p.name for p in complete_checkpoints(folder)]
+
+
+EPOCHS = ["epoch_0000", "epoch_0001", "epoch_0002"]
+
+
+# -- a folder -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_every_checkpoint_is_in_the_folder_when_training_ends(tmp_path, kind):
+    hook = UploadHook(kind(tmp_path / "far" / "away"))
+    trainer = fit(tmp_path, hook)
+    there = tmp_path / "far" / "away" / trainer.run.id
+    assert names(there) == EPOCHS
+    assert sorted(p.name for p in there.iterdir()) == EPOCHS, "nothing else"
+    copy, own = load_checkpoint(find_checkpoint(there)), trainer.model.state_dict()
+    assert all(torch.equal(copy.model[name], own[name]) for name in own)
+    assert names(trainer.run.checkpoints) == EPOCHS
+    assert list(hook.uploaded.values()) == [str(there / name) for name in EPOCHS]
+    assert hook.failed == hook.skipped == []
+    assert trainer.hooks.list_hooks() == ["checkpoint", "upload"]
+
+
+def test_training_can_be_resumed_from_a_copy(tmp_path):
+    first = fit(tmp_path, UploadHook(tmp_path / "copies"), max_epochs=1)
+    shutil.rmtree(tmp_path / "runs")
+    trainer = trainer_of(tmp_path)
+    trainer.fit(batches(2), resume_from=tmp_path / "copies" / first.run.id)
+    assert trainer.step == 6
+
+
+def test_a_copy_that_is_there_already_is_not_made_again(tmp_path):
+    hook = UploadHook(tmp_path / "copies")
+    first = fit(tmp_path, hook, max_epochs=1)
+    here = next(iter(hook.uploaded))
+    hook.on_train_start()
+    hook.on_checkpoint_save(first, here)
+    hook.on_train_end()
+    assert names(tmp_path / "copies" / first.run.id) == ["epoch_0000"]
+    assert list(hook.uploaded) == [here]
+
+
+def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path):
+    hook = UploadHook(tmp_path / "copies")
+    first = fit(tmp_path, hook, max_epochs=1)
+    there = tmp_path / "copies" / first.run.id
+    before = load_checkpoint(there / "epoch_0000").info
+    other = fit(tmp_path / "other", max_epochs=1)
+    hook.on_train_start()
+    hook.on_checkpoint_save(first, find_checkpoint(other.run.path))
+    hook.on_train_end()
+    assert names(there) == ["epoch_0000", "epoch_0000_2"]
+    assert load_checkpoint(there / "epoch_0000").info == before
+
+
+def test_what_an_upload_that_was_killed_left_behind_is_cleaned_up(tmp_path):
+    hook = UploadHook(tmp_path / "copies")
+    trainer = trainer_of(tmp_path, CheckpointHook(), hook)
+
+    class Leaves(hookline.Hook):
+        def on_epoch_start(self, trainer):
+            left = tmp_path / "copies" / trainer.run.id / ".tmp-epoch_0000-1234"
+            left.mkdir(parents=True, exist_ok=True)
+            (left / "model.safetensors").write_bytes(b"half")
+
+    trainer.add_hook(Leaves())
+    trainer.fit(batches(2))
+    assert sorted(p.name for p in (tmp_path / "copies" / trainer.run.id).iterdir()) == EPOCHS
+
+
+# -- what fails -----------------------------------------------------------------------------------
+
+
+def test_a_destination_that_fails_never_stops_training_and_is_counted(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    hook = UploadHook(tmp_path / "file" / "below", retries=2, backoff=0)
+    trainer = fit(tmp_path, hook)
+    assert trainer.status == "completed"
+    assert [p.name for p in hook.failed] == EPOCHS
+    assert hook.uploaded == {}
+    records = [r for r in caplog.records if "could not be copied" in r.getMessage()]
+    assert [r.levelname for r in records] == ["WARNING", "WARNING", "ERROR"] * 3
+    assert "epoch_0000 could not be copied" in records[0].getMessage()
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_destination_that_comes_back_gets_its_copy(tmp_path):
+    way = tmp_path / "copies"
+    way.write_text("in the way")
+
+    class ClearTheWay(logging.Handler):
+        def emit(self, record):
+            if "it will be tried again" in record.getMessage():
+                way.unlink()
+
+    hook, handler = UploadHook(way, backoff=0), ClearTheWay()
+    logging.getLogger("hookline").addHandler(handler)
+    try:
+        trainer = fit(tmp_path, hook, max_epochs=1)
+    finally:
+        logging.getLogger("hookline").removeHandler(handler)
+    assert names(way / trainer.run.id) == ["epoch_0000"]
+    assert hook.failed == []
+
+
+def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, caplog):
+    class Damages(hookline.Hook):
+        def on_checkpoint_save(self, path):
+            file = path / "model.safetensors"
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+
+    hook = UploadHook(tmp_path / "copies", retries=0)
+    trainer = fit(tmp_path, Damages(), hook, max_epochs=1)
+    assert len(hook.failed) == 1
+    assert "has other bytes than" in caplog.text
+    assert list((tmp_path / "copies" / trainer.run.id).iterdir()) == []
+
+
+def test_a_damaged_manifest_is_not_tried_again(tmp_path, caplog):
+    class Damages(hookline.Hook):
+        def on_checkpoint_save(self, path):
+            (path / "manifest.json").write_text("{")
+
+    hook = UploadHook(tmp_path / "copies", retries=3)
+    fit(tmp_path, Damages(), hook, max_epochs=1)
+    assert len(hook.failed) == 1
+    assert "will be tried again" not in caplog.text
+
+
+def test_what_was_removed_before_its_turn_is_left_out(tmp_path, caplog):
+    class Removes(hookline.Hook):
+        def on_checkpoint_save(self, path, epoch):
+            if epoch == 0:
+                shutil.rmtree(path)
+
+    caplog.set_level("INFO", "hookline")
+    hook = UploadHook(tmp_path / "copies")
+    trainer = fit(tmp_path, Removes(), hook)
+    assert names(tmp_path / "copies" / trainer.run.id) == EPOCHS[1:]
+    assert [p.name for p in hook.skipped] == EPOCHS[:1]
+    assert hook.failed == []
+    assert "epoch_0000 was removed before it was copied" in caplog.text
+
+
+def test_the_wait_at_the_end_has_a_limit_and_is_logged(tmp_path, caplog):
+    caplog.set_level("INFO", "hookline")
+    (tmp_path / "file").write_text("in the way")
+    hook = UploadHook(tmp_path / "file", backoff=600, timeout=0.05)
+    trainer = fit(tmp_path, hook)
+    assert trainer.status == "completed"
+    assert sorted(p.name for p in hook.failed) == EPOCHS
+    assert "Waiting for 3 checkpoints to be copied, for 0.05 seconds." in caplog.text
+    assert "were not copied in 0.05 seconds" in caplog.text
+    assert "epoch_0000 was not copied: there was no more time." in caplog.text
+
+
+def test_only_so_many_wait_and_the_oldest_is_left_out(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    hook = UploadHook(tmp_path / "file", backoff=600, timeout=0.05, max_waiting=2)
+    fit(tmp_path, hook, max_epochs=8)
+    left_out = [p.name for p in hook.skipped]
+    assert len(left_out) in (5, 6), "the first one may have had its turn already"
+    assert left_out[-1] == "epoch_0005"
+    assert len(hook.failed) == 8 - len(left_out)
+    assert "Too many checkpoints wait" in caplog.text
+
+
+def test_after_an_exception_the_rest_is_still_copied(tmp_path):
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_epoch_start(self, epoch):
+            if epoch == 2:
+                raise RuntimeError("no")
+
+    hook = UploadHook(tmp_path / "copies")
+    with pytest.raises(hookline.HookFailedError):
+        fit(tmp_path, Fails(), hook)
+    assert [p.name for p in hook.uploaded] == EPOCHS[:2]
+
+
+# -- the local checkpoint -------------------------------------------------------------------------
+
+
+def test_the_local_checkpoint_goes_when_asked_for_except_the_last_and_the_best(tmp_path):
+    class Scores(hookline.Hook):
+        def on_epoch_end(self, metrics, epoch):
+            metrics["score"] = (2.0, 1.0, 3.0, 4.0)[epoch]
+
+    hook = UploadHook(tmp_path / "copies", keep_local=False)
+    trainer = trainer_of(
+        tmp_path,
+        Scores(),
+        ModelCheckpoint(-1, "score", save_on_train_epoch_end=True, filename="{epoch}"),
+        hook,
+        max_epochs=4,
+    ).fit(batches(2))
+    assert names(trainer.run.checkpoints) == ["epoch=1", "epoch=3"]
+    assert len(names(tmp_path / "copies" / trainer.run.id)) == 4
+
+
+def test_what_could_not_be_copied_stays(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    hook = UploadHook(tmp_path / "file", retries=0, keep_local=False)
+    assert names(fit(tmp_path, hook).run.checkpoints) == EPOCHS
+
+
+# -- fsspec ---------------------------------------------------------------------------------------
+
+
+def test_a_url_gets_the_same_copies(tmp_path, memory):
+    hook = UploadHook("memory://bucket/runs")
+    trainer = fit(tmp_path, hook)
+    there = f"/bucket/runs/{trainer.run.id}"
+    assert sorted(Path(p).name for p in memory.ls(there, detail=False)) == EPOCHS
+    assert list(hook.uploaded.values()) == [f"memory:/{there}/{name}" for name in EPOCHS], (
+        "as it was given"
+    )
+    memory.get(f"{there}/epoch_0002", str(tmp_path / "back"), recursive=True)
+    copy, own = load_checkpoint(tmp_path / "back"), trainer.model.state_dict()
+    assert all(torch.equal(copy.model[name], own[name]) for name in own)
+
+
+def test_a_copy_at_a_url_is_neither_repeated_nor_overwritten(tmp_path, memory):
+    hook = UploadHook("memory://bucket")
+    first = fit(tmp_path, hook, max_epochs=1)
+    other = fit(tmp_path / "other", max_epochs=1)
+    hook.on_train_start()
+    for path in (first.run.path, other.run.path):
+        hook.on_checkpoint_save(first, find_checkpoint(path))
+    hook.on_train_end()
+    found = memory.ls(f"/bucket/{first.run.id}", detail=False)
+    assert sorted(Path(p).name for p in found) == ["epoch_0000", "epoch_0000_2"]
+
+
+@pytest.mark.parametrize(
+    "call", ["write model.safetensors", "move state.json", "move manifest.json"]
+)
+def test_a_network_that_fails_is_tried_again_until_the_copy_is_whole(tmp_path, flaky, call):
+    flaky.fails = {call: 2}
+    hook = UploadHook("flaky://bucket", retries=2, backoff=0)
+    trainer = fit(tmp_path, hook, max_epochs=1)
+    assert hook.failed == []
+    assert flaky.calls.count(call) == 3
+    assert flaky.calls[-1] == "move manifest.json", "the last of all"
+    found = flaky().find(f"/bucket/{trainer.run.id}")
+    assert {str(Path(p).parent) for p in found} == {f"/bucket/{trainer.run.id}/epoch_0000"}
+    flaky().get(f"/bucket/{trainer.run.id}/epoch_0000", str(tmp_path / "back"), recursive=True)
+    load_checkpoint(tmp_path / "back")
+
+
+def test_retries_are_counted_and_half_a_copy_is_no_checkpoint(tmp_path, flaky):
+    flaky.fails = {"move manifest.json": 99}
+    hook = UploadHook("flaky://bucket", retries=1, backoff=0)
+    trainer = fit(tmp_path, hook, max_epochs=1)
+    assert len(hook.failed) == 1
+    assert flaky.calls.count("move manifest.json") == 2
+    found = flaky().find(f"/bucket/{trainer.run.id}")
+    assert not [p for p in found if p.endswith("manifest.json")]
+    assert not [p for p in found if ".tmp-" in p]
+
+
+def test_without_fsspec_the_error_names_it_and_a_folder_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match="pip install fsspec"):
+        UploadHook("memory://bucket")
+    hook = UploadHook(tmp_path / "copies")
+    assert fit(tmp_path, hook, max_epochs=1).status == "completed"
+    assert len(hook.uploaded) == 1
+
+
+@pytest.mark.parametrize("url", ["nothing://bucket", "dask://bucket"])
+def test_a_protocol_that_cannot_be_used_is_an_error_at_once(url):
+    with pytest.raises(ConfigError, match=f"are to be copied to {url}"):
+        UploadHook(url)
+
+
+# -- a bare loop ----------------------------------------------------------------------------------
+
+
+def test_a_bare_loops_own_files_and_folders_are_copied_too(tmp_path):
+    model, optimizer = make()
+    hook = UploadHook(tmp_path / "copies")
+    folder = tmp_path / "parts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "a.bin").write_bytes(b"a")
+    (folder / "b.bin").write_bytes(b"b")
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        session.checkpoint(tmp_path / "model.pt")
+        session.checkpoint(folder)
+    assert hook.failed == []
+    copies = tmp_path / "copies"
+    assert (copies / "model.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()
+    assert (copies / "parts" / "deep" / "a.bin").read_bytes() == b"a"
+    assert sorted(p.name for p in copies.iterdir()) == ["model.pt", "parts"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"retries": -1}, {"timeout": 0}, {"max_waiting": 0}, {"backoff": -1}]
+)
+def test_values_that_make_no_sense_are_refused(tmp_path, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        UploadHook(tmp_path, **options)
+
+
+def test_a_hook_that_was_made_and_never_used_starts_no_thread(tmp_path):
+    before = threading.active_count()
+    fit(tmp_path, UploadHook(tmp_path / "copies"), max_epochs=0)
+    assert threading.active_count() == before
+    assert not (tmp_path / "copies").exists()
