@@ -25,7 +25,7 @@ from hookline.hooks.monitoring.gradient_statistics import (
     statistics,
 )
 from hookline.hooks.monitoring.gradients import GradientMonitor
-from hookline.hooks.monitoring.parameters import chosen_names
+from hookline.parameters import chosen_names
 from hookline.runs.journal import read_records
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
@@ -302,7 +302,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_near_names() -> None:
     monitor = GradientMonitor(param_filter=["secnd"])
     with pytest.raises(hookline.ConfigError) as error:
         monitor.on_train_start(Net())
-    assert "no parameter matches 'secnd'" in str(error.value)
+    assert "No parameter matches 'secnd'" in str(error.value)
     assert "'second'" in str(error.value)
     assert "'first.weight'" in str(error.value)
 
@@ -315,7 +315,7 @@ def test_a_pattern_that_matches_nothing_is_told_when_training_starts(
     trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=hooks)
     trainer.fit(batches(1))
     assert trainer.hooks.summary().failures == {"gradient_monitor": 1}
-    assert "no parameter matches '[secnd'" in caplog.text
+    assert "No parameter matches '[secnd'" in caplog.text
 
 
 def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:

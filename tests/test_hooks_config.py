@@ -193,6 +193,10 @@ def test_built_ins_get_the_names_they_are_listed_under():
         "notification": {"webhook_url": "http://127.0.0.1:9"},
         "upload": {"destination": "/nowhere"},
         "time_limit": {"limit": 60},
+        "scale": {"factor": 0.5},
+        "mask": {"patterns": ["first"]},
+        "clip_norm": {"max_norm": 1.0},
+        "clip_value": {"max_value": 1.0},
     }
     manager = hookline.HookManager()
     for name in BUILT_INS:

@@ -71,6 +71,17 @@ NAMES = {
     "UpdateHook",
     "UploadHook",
     "open_run",
+    "ActivationStats",
+    "AGC",
+    "Centralize",
+    "ClipNorm",
+    "ClipValue",
+    "EMAFilter",
+    "Identity",
+    "Mask",
+    "Noise",
+    "Scale",
+    "SkipNonfinite",
 }
 
 

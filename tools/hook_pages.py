@@ -11,7 +11,7 @@ import textwrap
 from typing import Any
 
 from hookline.dispatch.binding import bind
-from hookline.events import EVENTS
+from hookline.events import EVENTS, FLOWS
 from hookline.hook import Rank
 from hookline.options import Option, options_of
 from hookline.registry import BUILT_INS, load_hook_class
@@ -22,13 +22,19 @@ GROUPS = {
     "checkpointing": "Keep what training made",
     "debugging": "Find out what goes wrong",
     "integration": "Tell others",
+    "updates": "Transform gradients",
 }
 SAMPLES = {  # values for what has no default
     "webhook_url": '"https://…"',
     "destination": '"s3://bucket/runs"',
     "limit": '"11:30:00"',
+    "factor": "0.5",
+    "patterns": '["embedding"]',
+    "max_norm": "1.0",
+    "max_value": "0.1",
 }
 RANKS = {
+    Rank.USER: "in the order of its registration",
     Rank.MONITOR: "with the monitors, before what decides",
     Rank.CONTROL: "after the monitors, before what saves",
     Rank.CHECKPOINT: "after what decides, before the writers",
@@ -66,13 +72,11 @@ def page(name: str) -> str:
         "",
         "## Options",
         "",
-        "| option | type | default | meaning |",
-        "|---|---|---|---|",
-        *(_row(one) for one in options_of(kind).values()),
+        *_options(kind),
         "",
         "## What it does, when",
         "",
-        "| event | asks for |",
+        "| when | asks for |",
         "|---|---|",
         *_events(kind),
         "",
@@ -92,7 +96,7 @@ def overview() -> str:
     for group, title in GROUPS.items():
         lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
         for name, path in BUILT_INS.items():
-            if f".hooks.{group}." in path:
+            if path.split(".")[-3] == group:
                 kind = load_hook_class(name)
                 purpose = _prose(inspect.getdoc(kind) or "")[0]
                 lines.append(f"| [{kind.__name__}](built_in/{name}.md) | `{name}` | {purpose} |")
@@ -112,6 +116,14 @@ def _needed(option: Option) -> bool:
     return option.required or option.name in ("webhook_url", "destination", "limit")
 
 
+def _options(kind: Any) -> list[str]:
+    options = options_of(kind).values()
+    if not options:
+        return ["It has none."]
+    head = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    return [*head, *(_row(one) for one in options)]
+
+
 def _row(one: Option) -> str:
     default = "" if one.required else f"`{one.default!r}`"
     kind = _plain(one.type).replace("|", "\\|")
@@ -129,7 +141,12 @@ def _plain(annotation: str) -> str:
 
 def _events(kind: Any) -> list[str]:
     bindings = bind(kind.__new__(kind))
-    asks = {event: sorted(bindings[event].asks) for event in EVENTS if event in bindings}
+    carriers = {"observation"}  # how it is called, nothing that it asks for
+    asks = {
+        event: sorted(bindings[event].asks - carriers)
+        for event in (*EVENTS, *FLOWS)
+        if event in bindings
+    }
     return [
         f"| `{event}` | {', '.join(f'`{ask}`' for ask in names) or 'nothing'} |"
         for event, names in asks.items()

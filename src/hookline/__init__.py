@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from hookline.hooks.debugging.debug import DebugHook as DebugHook
     from hookline.hooks.integration.heartbeat import Heartbeat as Heartbeat
     from hookline.hooks.integration.notifications import NotificationHook as NotificationHook
+    from hookline.hooks.monitoring.activations import ActivationStats as ActivationStats
     from hookline.hooks.monitoring.console import ConsoleLogHook as ConsoleLogHook
     from hookline.hooks.monitoring.gradients import GradientMonitor as GradientMonitor
     from hookline.hooks.monitoring.json_log import JSONLogHook as JSONLogHook
@@ -76,6 +77,16 @@ if TYPE_CHECKING:
     from hookline.runs import open_run as open_run
     from hookline.trainer import Trainer as Trainer
     from hookline.trainer import get_trainer as get_trainer
+    from hookline.updates import AGC as AGC
+    from hookline.updates import Centralize as Centralize
+    from hookline.updates import ClipNorm as ClipNorm
+    from hookline.updates import ClipValue as ClipValue
+    from hookline.updates import EMAFilter as EMAFilter
+    from hookline.updates import Identity as Identity
+    from hookline.updates import Mask as Mask
+    from hookline.updates import Noise as Noise
+    from hookline.updates import Scale as Scale
+    from hookline.updates import SkipNonfinite as SkipNonfinite
 
     TrainerHooks = Hook
     TrainingHook = Hook
@@ -136,6 +147,19 @@ _WHERE = {
     "hookline.hosts.raw": ("Session", "attach"),
     "hookline.runs": ("open_run",),
     "hookline.trainer": ("Trainer", "get_trainer"),
+    "hookline.updates": (
+        "AGC",
+        "Centralize",
+        "ClipNorm",
+        "ClipValue",
+        "EMAFilter",
+        "Identity",
+        "Mask",
+        "Noise",
+        "Scale",
+        "SkipNonfinite",
+    ),
+    "hookline.hooks.monitoring.activations": ("ActivationStats",),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}
 _SAME = {  # the same object under another name

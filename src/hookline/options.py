@@ -55,7 +55,9 @@ class Option:
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
     """Return a hook class's options by name."""
-    texts, hints = _texts(inspect.getdoc(kind) or ""), _hints(kind)
+    writer = next(one for one in kind.__mro__ if "__init__" in one.__dict__)
+    texts = _texts(inspect.getdoc(writer) or "") | _texts(inspect.getdoc(kind) or "")
+    hints = _hints(kind)
     return {
         one.name: Option(
             name=one.name,

@@ -15,6 +15,7 @@ __all__ = ["BUILT_INS", "load_class", "load_hook_class", "make_hook"]
 BUILT_INS: Mapping[str, str] = {
     "gradient_monitor": "hookline.hooks.monitoring.gradients.GradientMonitor",
     "lr_monitor": "hookline.hooks.monitoring.learning_rate.LRMonitor",
+    "activation_stats": "hookline.hooks.monitoring.activations.ActivationStats",
     "runtime_profile": "hookline.hooks.monitoring.profile.RuntimeProfile",
     "torch_profiler": "hookline.hooks.monitoring.torch_profiler.TorchProfiler",
     "logging": "hookline.hooks.monitoring.logging.LoggingHook",
@@ -29,6 +30,16 @@ BUILT_INS: Mapping[str, str] = {
     "debug": "hookline.hooks.debugging.debug.DebugHook",
     "notification": "hookline.hooks.integration.notifications.NotificationHook",
     "heartbeat": "hookline.hooks.integration.heartbeat.Heartbeat",
+    "identity": "hookline.updates.shaping.Identity",
+    "scale": "hookline.updates.shaping.Scale",
+    "mask": "hookline.updates.shaping.Mask",
+    "clip_norm": "hookline.updates.shaping.ClipNorm",
+    "clip_value": "hookline.updates.shaping.ClipValue",
+    "agc": "hookline.updates.shaping.AGC",
+    "centralize": "hookline.updates.shaping.Centralize",
+    "noise": "hookline.updates.stateful.Noise",
+    "ema_filter": "hookline.updates.stateful.EMAFilter",
+    "skip_nonfinite": "hookline.updates.skipping.SkipNonfinite",
 }
 """Hookline's own hooks: the name that each gets in a run, and where its class is."""
 

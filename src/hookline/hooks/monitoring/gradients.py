@@ -14,7 +14,7 @@ from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.monitoring.gradient_report import Report, Turn, histogram, read, total
 from hookline.hooks.monitoring.gradient_statistics import histograms, percentiles, statistics
-from hookline.hooks.monitoring.parameters import named_parameters
+from hookline.parameters import named_parameters
 
 __all__ = ["GradientMonitor"]
 
