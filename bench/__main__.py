@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, monitors, probe_monitor, raw, trainer
+from bench import dispatch, imports, monitors, probe_monitor, probes, raw, trainer
 from bench.harness import Row, table
 
 PARTS = {
@@ -25,6 +25,7 @@ PARTS = {
     "raw": raw.run,
     "trainer": trainer.run,
     "monitors": monitors.run,
+    "probes": probes.run,
     "probe_monitor": probe_monitor.run,
     "imports": imports.run,
 }

@@ -21,6 +21,7 @@ from torch import nn
 import hookline
 from bench.harness import Candidate, Rounds, Row, Spread, interleave
 from hookline.hooks.monitoring.gradients import GradientMonitor
+from hookline.registry import BUILT_INS, make_hook
 
 __all__ = ["run"]
 
@@ -118,7 +119,7 @@ def _timed(work: Callable[[], Any], times: int) -> float:
 def _training(folder: Path, *, quick: bool) -> Row:
     """Several trainings take turns, some steps each; a report's share is in the whole time."""
     rounds, steps = (10, 5) if quick else (20, 10)
-    hooks = _all_built_ins()
+    hooks = _all_built_ins(folder)
     trainers = {
         "with": _trainer(folder, hooks),
         "without": _trainer(folder, []),
@@ -153,12 +154,15 @@ def _whole_ratio(measured: Rounds, name: str) -> Spread:
     return Spread(whole, rounds.low, rounds.high)
 
 
-def _all_built_ins() -> list[hookline.Hook]:
-    from hookline.hooks.monitoring.learning_rate import LRMonitor
-    from hookline.hooks.monitoring.profile import RuntimeProfile
-    from hookline.hooks.monitoring.torch_profiler import TorchProfiler
-
-    return [GradientMonitor(), LRMonitor(), RuntimeProfile(), TorchProfiler()]
+def _all_built_ins(folder: Path) -> list[hookline.Hook]:
+    """Every hook that is built in, as it comes; what needs an address gets one where nobody is."""
+    needs: dict[str, dict[str, Any]] = {
+        "notification": {"webhook_url": "http://127.0.0.1:9/"},
+        "upload": {"destination": str(folder / "uploaded")},
+        "time_limit": {"limit": 3600},
+    }
+    updates = {name for name, path in BUILT_INS.items() if ".updates." in path}
+    return [make_hook(name, needs.get(name, {})) for name in BUILT_INS if name not in updates]
 
 
 # -- the model ------------------------------------------------------------------------------------

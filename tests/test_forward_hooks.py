@@ -59,7 +59,7 @@ def test_a_plain_function_is_one_with_its_kind():
 
     trainer = fit(function=look)
     assert len(seen) == 4
-    info = trainer.hooks.describe()[-1]
+    info = trainer.hooks.describe()[0]
     assert (info.name, info.kind, info.calls) == ("look", "forward", 4)
     assert info.cls.endswith("look")
 

@@ -70,9 +70,9 @@ def trainer_with(tmp_path, **fields):
 )
 def test_a_field_adds_its_hook_with_its_options(tmp_path, field, options_field, options, name):
     fields = {options_field: options} if options_field else {}
-    assert trainer_with(tmp_path, **fields).hooks.list_hooks() == []
+    assert trainer_with(tmp_path, **fields).hooks.list_hooks() == ["identity"]
     trainer = trainer_with(tmp_path, **{field: True}, **fields)
-    assert trainer.hooks.list_hooks() == [name]
+    assert trainer.hooks.list_hooks() == [name, "identity"]
     assert trainer.hooks.describe()[0].options.items() >= options.items()
     trainer.fit(batches(2), val_loaders=batches(1))
     assert trainer.status == "completed"
@@ -100,6 +100,7 @@ def test_users_hooks_come_first_and_built_ins_in_their_order(tmp_path):
         "early_stopping",
         "model_checkpoint",
         "logging",
+        "identity",
     ]
 
 
@@ -167,7 +168,7 @@ def test_the_three_hooks_of_small_trainers_are_added_by_a_call_each(tmp_path, ca
     trainer.add_console_logging(log_every_n_batches=2)
     trainer.add_json_logging(log_every_n_batches=100)
     trainer.add_checkpointing(save_every_n_epochs=1)
-    assert trainer.hooks.list_hooks() == ["checkpoint", "console_log", "json_log"]
+    assert trainer.hooks.list_hooks() == ["checkpoint", "console_log", "json_log", "identity"]
     trainer.disable_hook("json_log")
     trainer.enable_hook("json_log")
     trainer.train()
@@ -175,7 +176,7 @@ def test_the_three_hooks_of_small_trainers_are_added_by_a_call_each(tmp_path, ca
     assert (trainer.run.path / "checkpoints" / "last").is_file()
     assert trainer.hooks.summary().failures == {}
     trainer.remove_hook("console_log")
-    assert trainer.hooks.list_hooks() == ["checkpoint", "json_log"]
+    assert trainer.hooks.list_hooks() == ["checkpoint", "json_log", "identity"]
 
 
 @pytest.mark.parametrize("name", BUILT_INS)

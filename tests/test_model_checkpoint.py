@@ -408,7 +408,7 @@ def test_training_is_the_same_with_it(tmp_path):
 def test_checkpoint_hook_saves_every_epoch_by_default(tmp_path):
     trainer = fit(tmp_path, CheckpointHook())
     assert names(trainer) == ["epoch_0000", "epoch_0001", "epoch_0002", "epoch_0003"]
-    assert trainer.hooks.list_hooks() == ["checkpoint"]
+    assert trainer.hooks.list_hooks() == ["checkpoint", "identity"]
 
 
 def test_checkpoint_hook_every_n_epochs(tmp_path):

@@ -130,7 +130,7 @@ def test_a_run_leaves_its_record(tmp_path):
     assert manifest["status"] == "completed"
     assert manifest["seed"] == 3
     assert manifest["config"]["max_epochs"] == 1
-    assert [hook["name"] for hook in manifest["hooks"]] == ["logs"]
+    assert [hook["name"] for hook in manifest["hooks"]] == ["logs", "identity"]
     lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     by_name = {name: [r["value"] for r in records if r["name"] == name] for name in ("mine", "b")}

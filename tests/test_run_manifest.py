@@ -324,7 +324,7 @@ def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) ->
     one = trainer(tmp_path, Reports(frequency=5))
     one.add_hook(Watch(), "eyes", every=2, enabled=False)
     one.fit(batches(1))
-    first, second = one.run.manifest["hooks"]
+    first, second, _ = one.run.manifest["hooks"]
     assert first["name"] == "eyes"
     assert first["class"] == f"{__name__}.Watch"
     assert (first["kind"], first["enabled"], first["options"]) == ("loop", False, {})
@@ -347,7 +347,7 @@ def test_one_line_at_the_start_says_what_runs(
     assert line.startswith(f"Run {one.run.id} starts: ")
     assert manifest["git"]["commit"] in line  # the tests' own repository
     assert f"config hash {manifest['config_hash']}" in line
-    assert line.endswith("hooks: watch (enabled), off (disabled)")
+    assert line.endswith("hooks: watch (enabled), off (disabled), identity (enabled)")
 
 
 def test_the_line_comes_once_when_steps_are_driven_by_hand(
@@ -360,7 +360,7 @@ def test_the_line_comes_once_when_steps_are_driven_by_hand(
         one.finish()
     (line,) = told(caplog)
     assert one.run.id in line
-    assert line.endswith("hooks: none")
+    assert line.endswith("hooks: identity (enabled)")
 
 
 def test_without_a_run_folder_the_line_is_there_with_an_id_of_its_own(
@@ -398,10 +398,10 @@ def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:
     manifest = open_run(first.run.path).manifest
     assert again.run.id == first.run.id == manifest["run_id"]
     assert manifest["config"]["max_epochs"] == 2  # what it went on with
-    assert [hook["name"] for hook in manifest["hooks"]] == ["stops", "watch"]
+    assert [hook["name"] for hook in manifest["hooks"]] == ["stops", "watch", "identity"]
     before, after = manifest["parts"]
     assert before["config"]["max_epochs"] == 1
-    assert [hook["name"] for hook in before["hooks"]] == ["stops"]
+    assert [hook["name"] for hook in before["hooks"]] == ["stops", "identity"]
     assert before["config_hash"] != after["config_hash"] == manifest["config_hash"]
     assert "packages" not in before  # they were the same
     assert (before["status"], after["status"]) == ("stopped", "completed")

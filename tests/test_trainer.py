@@ -545,7 +545,7 @@ def test_get_trainer_has_its_data_and_its_configuration_as_keywords():
     )
     trainer.add_hook(recorder("on_step_end"), "watch")
     trainer.disable_hook("watch")
-    assert trainer.hooks.list_hooks() == ["watch"]
+    assert trainer.hooks.list_hooks() == ["watch", "identity"]
     trainer.train()
     assert trainer.step == 2
 
@@ -561,7 +561,7 @@ def test_hooks_come_from_a_configuration_by_class_path():
     path = "user_hooks.Lifecycle"
     hooks = HooksConfig(hook_classes=[path], hook_configs={path: {"threshold": 5.0}})
     trainer = GenericTrainer(hooks, model, optimizer)
-    assert trainer.hook_manager.list_hooks() == ["lifecycle"]
+    assert trainer.hook_manager.list_hooks() == ["lifecycle", "identity"]
     assert trainer.hooks.get_hook("lifecycle").threshold == 5.0
     assert trainer.config.debug is False
 

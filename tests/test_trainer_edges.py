@@ -266,4 +266,5 @@ def test_the_record_says_why_training_stopped_and_which_hooks_were_toggled(tmp_p
     lines = (trainer.run.path / "events.jsonl").read_text().splitlines()
     events = {event["kind"]: event for event in map(json.loads, lines)}
     assert events["end"]["reason"] == "good enough"
-    assert events["hooks"]["hooks"] == {"stops": "enabled", "other": "disabled"}
+    toggled = {"stops": "enabled", "other": "disabled", "identity": "enabled"}
+    assert events["hooks"]["hooks"] == toggled

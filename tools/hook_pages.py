@@ -39,6 +39,7 @@ RANKS = {
     Rank.CONTROL: "after the monitors, before what saves",
     Rank.CHECKPOINT: "after what decides, before the writers",
     Rank.WRITER: "last, with the writers",
+    Rank.DEFAULT: "after all others",
 }
 FIELDS = {
     "logging": "enable_logging_hook",

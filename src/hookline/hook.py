@@ -27,6 +27,7 @@ class Rank(IntEnum):
     CONTROL = 2
     CHECKPOINT = 3
     WRITER = 4
+    DEFAULT = 5  # what every trainer has
 
 
 class Hook:

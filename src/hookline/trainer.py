@@ -51,7 +51,7 @@ from hookline.training.position import Position
 from hookline.training.record import Record
 from hookline.training.snapshot import load_snapshot, save_snapshot
 from hookline.training.zeroing import let_go_of_gradients
-from hookline.updates import Gradients, NamedParameters
+from hookline.updates import Gradients, Identity, NamedParameters
 from hookline.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Trainer(HookHolder):
             self.model, self._before_forward, self._after_forward, _nothing, _nothing
         )
         self.hooks = HookManager(source=self._moment, settings=self.config.hooks.manager_settings())
+        self.hooks.add_hook(Identity())
         self.hooks.register_hooks(hooks)
         for name, options in self.config.hooks.hooks():
             self.hooks.add_hook(make_hook(name, options))

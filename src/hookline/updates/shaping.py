@@ -11,7 +11,7 @@ import torch
 from pydantic import PositiveFloat
 
 from hookline.builtin import BuiltIn
-from hookline.hook import UpdateHook
+from hookline.hook import Rank, UpdateHook
 from hookline.parameters import named_parameters, parameters_by_name
 from hookline.sharding import whole
 
@@ -36,6 +36,7 @@ class _ByPattern(BuiltIn, UpdateHook):
 class Identity(BuiltIn, UpdateHook):
     """Passes gradients through as they are. Every trainer has it."""
 
+    hookline_rank = Rank.DEFAULT
     cost = "It copies nothing and computes nothing."
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
