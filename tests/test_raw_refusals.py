@@ -281,3 +281,19 @@ def test_optimizers_that_take_turns_unevenly_are_refused_or_attached_one_by_one(
     ):
         loop()
     assert (len(first.told), len(second.told)) == (4, 2)
+
+
+def test_a_hook_is_not_refused_for_events_that_it_can_do_without(caplog):
+    class Writes(hookline.Hook):
+        hookline_optional = frozenset({"on_epoch_end", "on_validation_end"})
+
+        def on_step_end(self): ...
+
+        def on_epoch_end(self): ...
+
+        def on_validation_end(self): ...
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Writes(), hookline.LoggingHook()]):
+        train(model, optimizer, batches(2))
+    assert "waits for" not in caplog.text

@@ -59,6 +59,9 @@ class Hook:
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """What the hook was made with, where that is known: the manifest lists it."""
 
+    hookline_optional: ClassVar[frozenset[str]] = frozenset()
+    """Events that it can do without: a loop that does not tell them is not asked for them."""
+
     hookline_cost: ClassVar[str] = ""
     """What it costs, in one sentence: `describe()` shows it."""
 

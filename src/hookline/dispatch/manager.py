@@ -306,9 +306,16 @@ class HookManager:
                 wanted.setdefault("epoch", []).append(f"{entry.name} (its from_epoch)")
         return wanted
 
-    def listeners(self, event: str) -> list[str]:
-        """Return the methods that are called for this event, in order, with their hooks' names."""
-        return [f"{e.name} ({e.bindings[event].label})" for e in self._listening(event)]
+    def listeners(self, event: str, *, needed: bool = False) -> list[str]:
+        """Return the methods that are called for this event, in order, with their hooks' names.
+
+        With `needed`, without those of hooks that can do without it.
+        """
+        return [
+            f"{e.name} ({e.bindings[event].label})"
+            for e in self._listening(event)
+            if not (needed and event in e.hook.hookline_optional)
+        ]
 
     def _listening(self, event: str) -> list[Entry]:
         return [entry for entry in self._order if entry.active and event in entry.bindings]

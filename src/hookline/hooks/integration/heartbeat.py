@@ -13,10 +13,10 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
+from hookline.builtin import BuiltIn
 from hookline.checkpoint.disk import TEMPORARY
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.builtin import BuiltIn
 from hookline.hooks.integration.http import MASK, Secret, Sender, checked_url
 
 __all__ = ["Heartbeat"]
@@ -44,6 +44,7 @@ class Heartbeat(BuiltIn):
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
     hookline_rank = Rank.WRITER
+    hookline_optional = frozenset({"on_validation_batch_end"})
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
+from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, listed
 from hookline.hook import Rank
-from hookline.builtin import BuiltIn
 from hookline.hooks.integration.http import MASK, Secret, Sender, checked_url
 from hookline.hooks.text import metrics_text, number_text
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.hook import Rank
 from hookline.builtin import BuiltIn
+from hookline.hook import Rank
 from hookline.hooks.text import metrics_text, number_text
 
 __all__ = ["ConsoleLogHook"]
@@ -32,6 +32,7 @@ class ConsoleLogHook(BuiltIn):
         "Remembers each loss; reads those since the last line, and waits for them, when it prints."
     )
     hookline_rank = Rank.WRITER
+    hookline_optional = frozenset({"on_epoch_end", "on_validation_end"})
 
     def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
         self._every = log_every_n_batches

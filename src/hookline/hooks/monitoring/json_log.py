@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.hook import Rank
 from hookline.builtin import BuiltIn
+from hookline.hook import Rank
 from hookline.runs.journal import LineFile, line
 from hookline.runs.manifest import now
 from hookline.runs.plain import plain
@@ -33,6 +33,7 @@ class JSONLogHook(BuiltIn):
 
     cost = "Reads the loss, and waits for it, in the batches it writes; a line is one system call."
     hookline_rank = Rank.WRITER
+    hookline_optional = frozenset({"on_epoch_end", "on_validation_end", "on_checkpoint_save"})
 
     def __init__(
         self, log_every_n_batches: PositiveInt = 100, path: str | Path | None = None

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hookline.hook import Rank
 from hookline.builtin import BuiltIn
+from hookline.hook import Rank
 from hookline.hooks.text import duration_text, metrics_text
 
 __all__ = ["LoggingHook"]
@@ -31,6 +31,9 @@ class LoggingHook(BuiltIn):
 
     cost = "Nothing per batch; the metrics are read at the end of epochs and validations."
     hookline_rank = Rank.WRITER
+    hookline_optional = frozenset(
+        {"on_epoch_end", "on_validation_end", "on_checkpoint_save", "on_checkpoint_load"}
+    )
 
     def __init__(self, level: Level = "INFO") -> None:
         self._level = logging.getLevelNamesMapping()[level]

@@ -48,6 +48,7 @@ class RuntimeProfile(BuiltIn):
         "waits for the device."
     )
     hookline_rank = Rank.MONITOR
+    hookline_optional = frozenset({"on_validation_end", "on_checkpoint_save"})
 
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
         self.log_frequency = log_frequency

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.builtin import BuiltIn
 from hookline.hooks.text import duration_text
 
 __all__ = ["TimeLimit"]
@@ -39,6 +39,7 @@ class TimeLimit(BuiltIn):
 
     cost = "Reads a clock in every batch."
     hookline_rank = Rank.CONTROL
+    hookline_optional = frozenset({"on_validation_end"})
     intervenes = True
 
     def __init__(

@@ -88,6 +88,6 @@ def waiting(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:
     for event in (*EVENTS, *FLOWS):
-        listeners = hooks.listeners(event)
+        listeners = hooks.listeners(event, needed=True)
         if listeners:
             yield event, listeners
