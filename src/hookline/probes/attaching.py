@@ -1,0 +1,463 @@
+"""How a probe gets to see the calls of modules, in eager and in compiled models.
+
+An `Attachment` puts PyTorch's own hooks on the modules of one probe, and takes exactly these off.
+For each call it makes a `Call` and hands it to the probe: before the module runs, if the probe
+wants that, and after it. It knows what is easily got wrong:
+
+- A recomputation of activation checkpointing is no new call. Observers do not see it; an edit is
+  applied again, or gradients would be silently wrong.
+- In a compiled model the hook is traced into an operator that looks at a switch, so that toggling
+  does not compile anything again. In an eager model a probe that is off is taken off.
+- A copy or a pickle of the model has no probe.
+- Calls are counted within the outermost call of the model, in each thread for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hookline.errors import ProbeError, listed
+from hookline.probes import compiled
+from hookline.probes.recomputing import is_recomputing
+from hookline.probes.taps import Taps
+
+if TYPE_CHECKING:
+    from hookline.probes.probe import Probe
+
+__all__ = ["Attachment", "Call", "is_recomputing"]
+
+log = logging.getLogger("hookline")
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a module, or one passage of a named value.
+
+    `output` is None before the module runs. In a compiled model the tensors of what came in and
+    went out are there as flat tuples, the structure around them is not.
+    """
+
+    name: str
+    module: torch.nn.Module | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    index: int
+    recomputed: bool = False
+    compiled: bool = False
+    step: int | None = None
+    epoch: int | None = None
+
+
+class Attachment:
+    """One probe on some modules.
+
+    Args:
+        probe: whom to tell.
+        sites: the modules, by name.
+        root: the model whose outermost call is one forward; None: each module is its own.
+        context: has `step` and `epoch`, where training goes on; None elsewhere.
+        guard: calls the probe; a trainer's isolates and counts. By default it is just called.
+        taps: the named values of the model's code that it is to see, too: names or globs.
+    """
+
+    def __init__(
+        self,
+        probe: Probe,
+        sites: Mapping[str, torch.nn.Module],
+        root: torch.nn.Module | None = None,
+        context: Any = None,
+        guard: Callable[..., Any] | None = None,
+        taps: Iterable[str] = (),
+    ) -> None:
+        self.probe = probe
+        self.sites = {name: Site(self, name, module) for name, module in sites.items()}
+        self.root = root
+        self.context = context
+        self.guard = guard or _just_call
+        self.enabled = False
+        self.flag = torch.zeros((), dtype=torch.bool, device="cpu")  # on, for compiled edits
+        self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None
+        self._counts = threading.local()
+        self._ends: list[_End] = []
+        self._told = False
+
+    # -- on and off -------------------------------------------------------------------------------
+
+    def on(self) -> None:
+        """Let the probe see calls from now on."""
+        if self.enabled:
+            return
+        self.enabled = True
+        for site in self.sites.values():
+            site.on = True
+            if not site.handles:
+                site.attach(before=self.probe.wants_before)
+        outermost = self._outermost()
+        if outermost is not None and not self._ends:
+            begin, end = _End(self._begin), _End(self._end)
+            begin.handle = outermost.register_forward_pre_hook(begin, prepend=True)
+            end.handle = outermost.register_forward_hook(end, always_call=True)
+            self._ends = [begin, end]
+        if self.taps is not None:
+            self.taps.attach()
+        self.refresh()
+
+    def off(self) -> None:
+        """Let it see none; what was compiled keeps an operator that looks at a switch."""
+        self.enabled = False
+        for site in self.sites.values():
+            site.on = False
+            if not site.compiled:
+                site.detach()
+        self.refresh()
+        if self.taps is not None:
+            self.taps.detach()
+        if not any(end.compiled for end in self._ends):
+            self._detach_root()
+
+    def close(self) -> None:
+        """Take everything off that was put on."""
+        if self.enabled and not self._told:
+            self._tell_uncalled()
+        self.enabled = False
+        for site in self.sites.values():
+            site.on = False
+            site.detach()
+        self.refresh()
+        if self.taps is not None:
+            self.taps.detach(for_good=True)
+        self._detach_root()
+
+    def refresh(self) -> None:
+        """Tell compiled edits whether they are on."""
+        on = self.enabled and self.probe.acts
+        if on != bool(self.flag):  # a change while a backward is still to come is PyTorch's error
+            self.flag.fill_(on)
+
+    def _detach_root(self) -> None:
+        for end in self._ends:
+            end.detach()
+        self._ends = []
+
+    # -- the outermost call -----------------------------------------------------------------------
+
+    def _outermost(self) -> torch.nn.Module | None:
+        """The module whose calls begin and end a forward, if anybody wants to know."""
+        if self.root is not None or not self.probe.wants_forwards or len(self.sites) != 1:
+            return self.root
+        return next(iter(self.sites.values())).module
+
+    def _begin(self, failed: bool) -> None:
+        if is_recomputing():
+            return
+        self._counts.by_name = {}
+        if self.taps is not None:
+            self.taps.enter()
+        if self.enabled:
+            self.probe.began()
+
+    def _end(self, failed: bool) -> None:
+        if is_recomputing():
+            return
+        if self.taps is not None:
+            self.taps.leave()
+        if failed or not self.enabled:
+            return
+        if not self._told:
+            self._told = True
+            self._tell_silent()
+        self.probe.ended()
+
+    def _silent_modules(self) -> list[str]:
+        sites = self.sites.values()
+        silent = [site for site in sites if not site.fired]
+        # A list of modules has no forward. Among others it was not meant, and is never called.
+        own = [site for site in silent if _has_forward(site.module)]
+        return [site.name for site in (silent if len(silent) == len(sites) else own)]
+
+    def _tell_silent(self) -> None:
+        silent = self._silent_modules()
+        if silent:
+            log.warning(
+                "The probe '%s' saw no call of %s in the model's first forward. %s",
+                self.probe.probe_name,
+                listed(silent),
+                self._likely_cause(silent),
+            )
+        if self.taps is not None and self.taps.silent:
+            log.warning(
+                "The probe '%s' saw no value named %s in the model's first forward. %s",
+                self.probe.probe_name,
+                listed(self.taps.silent),
+                self.taps.hint(),
+            )
+
+    def _tell_uncalled(self) -> None:
+        """Say so when the model was called in a way that shows nothing, not even its own call."""
+        if self.root is None or not _has_compiled_code(self.root):
+            return
+        silent = self._silent_modules()
+        if silent and len(silent) == len(self.sites):
+            log.warning(
+                "The probe '%s' saw no call of %s, nor of the model itself. %s",
+                self.probe.probe_name,
+                listed(silent),
+                self._likely_cause(silent),
+            )
+
+    def _likely_cause(self, silent: list[str]) -> str:
+        if self.root is not None and (_is_compiled(self.root) or _has_compiled_code(self.root)):
+            return (
+                "The model was compiled, and called, before the probe was attached: attach first, "
+                "then compile; or call torch.compiler.reset() now."
+            )
+        parents = [self.sites[name].module for name in silent]
+        if any(_is_compiled(module) for module in parents if module is not None):
+            return "It was compiled before the probe was attached: attach first, then compile."
+        return (
+            "Likely it was not called as a module: a fused path went around it (as in an attention "
+            "layer in eval mode), its `.forward()` was called directly, or this forward did not "
+            "need it."
+        )
+
+    def upcoming(self, name: str) -> int:
+        """What `count` will say next."""
+        by_name: dict[str, int] | None = getattr(self._counts, "by_name", None)
+        return by_name.get(name, 0) if by_name else 0
+
+    def count(self, name: str) -> int:
+        """Which call of this name it is within the outermost call, in this thread."""
+        by_name: dict[str, int] | None = getattr(self._counts, "by_name", None)
+        if by_name is None:
+            by_name = self._counts.by_name = {}
+        if self.root is None:
+            return 0
+        index = by_name.get(name, 0)
+        by_name[name] = index + 1
+        return index
+
+    @property
+    def silent(self) -> list[str]:
+        """The modules and taps that have not been seen to be called."""
+        return self._silent_modules() + (self.taps.silent if self.taps is not None else [])
+
+
+_BY_NUMBER: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Who is told by the operators of compiled graphs, which know a number only."""
+
+
+@dataclass(eq=False, weakref_slot=True, slots=True)
+class Site:
+    """One module that a probe is on."""
+
+    attachment: Attachment
+    name: str
+    module: torch.nn.Module | None
+    on: bool = False
+    fired: bool = False
+    compiled: bool = False
+    handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+
+    def attach(self, *, before: bool) -> None:
+        """Put hooks on the module."""
+        _BY_NUMBER[id(self)] = self
+        module = self.module
+        assert module is not None
+        if before:
+            tap = _Tap(self, before=True)
+            self.handles.append(module.register_forward_pre_hook(tap, with_kwargs=True))
+        tap = _Tap(self, before=False)
+        self.handles.append(module.register_forward_hook(tap, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take them off."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        _BY_NUMBER.pop(id(self), None)
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module is about to run."""
+        again = is_recomputing()
+        attachment = self.attachment
+        probe = attachment.probe
+        if again and not (probe.edits or probe.wants_recomputed):
+            return None
+        context = attachment.context
+        index = 0 if again else attachment.upcoming(self.name)
+        call = Call(self.name, self.module, args, kwargs, None, index, recomputed=again)
+        if context is not None:
+            call.step, call.epoch = context.step, context.epoch
+        return self._checked(attachment.guard(probe.before, call))
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The module has run."""
+        again = is_recomputing()
+        attachment = self.attachment
+        probe = attachment.probe
+        if again and not (probe.edits or probe.wants_recomputed):
+            return None
+        index = 0 if again else attachment.count(self.name)
+        self.fired = True
+        context = attachment.context
+        call = Call(self.name, self.module, args, kwargs, output, index, recomputed=again)
+        if context is not None:
+            call.step, call.epoch = context.step, context.epoch
+        return self._checked(attachment.guard(probe.after, call))
+
+    def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
+        """The operator in a compiled graph has run; the first tensors are what came in."""
+        if is_recomputing():
+            return
+        self.fired = self.compiled = True
+        attachment, context = self.attachment, self.attachment.context
+        probe = attachment.probe
+        if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
+            return
+        output: Any = tuple(tensors[inputs:])
+        call = Call(
+            name=self.name,
+            module=self.module,
+            args=tuple(tensors[:inputs]),
+            kwargs={},
+            output=output[0] if len(output) == 1 else output,
+            index=attachment.count(self.name),
+            compiled=True,
+        )
+        if context is not None:
+            call.step, call.epoch = context.step, context.epoch
+        if self._checked(attachment.guard(attachment.probe.after, call)) is not None:
+            raise ProbeError(
+                f"The probe '{attachment.probe.probe_name}' returned a value for '{self.name}', "
+                "which is compiled: there an edit is compiled, too. Write its compiled_edit()."
+            )
+
+    def _checked(self, returned: Any) -> Any:
+        if returned is not None and not self.attachment.probe.edits:
+            raise ProbeError(
+                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
+                f"'{self.name}', but it only observes. To edit what flows through a module, use an "
+                "edit, with enable_intervention=True."
+            )
+        return returned
+
+
+class _Tap:
+    """What PyTorch calls. Dynamo traces it: in a compiled graph it becomes an operator."""
+
+    def __init__(self, site: Site, *, before: bool) -> None:
+        self._site = site
+        self._before = before
+        self._number = compiled.numbered(id(site))
+        self._takes_input = site.attachment.probe.wants_input
+        self._edit = site.attachment.probe.compiled_edit(site.name)
+        self._on = site.attachment.flag
+
+    def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
+        """A module is called, or being compiled."""
+        if len(more) < (1 if self._before else 2):
+            # Another thread is just putting it on or taking it off: PyTorch keeps in a second place
+            # that it takes keyword arguments, and sets that a moment later.
+            return None
+        kwargs, output = more[0], more[-1]
+        if torch.compiler.is_compiling():
+            if self._before:
+                return None
+            went_out = compiled.tensors(output)
+            if self._edit is not None and went_out:
+                compiled.see([], self._number)
+                return self._edit(output, self._on.to(went_out[0].device))
+            came_in = compiled.tensors((args, kwargs)) if self._takes_input else []
+            compiled.see(came_in + went_out, self._number, len(came_in))
+            return None
+        if self._before:
+            return self._site.before(args, kwargs)
+        return self._site.after(args, kwargs, output)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+class _End:
+    """The beginning or the end of the model's outermost call."""
+
+    def __init__(self, call: Callable[[bool], None]) -> None:
+        self._call = call
+        self._number = compiled.numbered(id(self))
+        self.compiled = False
+        self.handle: RemovableHandle | None = None
+        _BY_NUMBER[id(self)] = self
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        """The model is called, or being compiled."""
+        if torch.compiler.is_compiling():
+            compiled.see([], self._number)
+        else:
+            self._call(output is None)  # after an exception there is no output
+
+    def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
+        """The operator in a compiled graph has run."""
+        self.compiled = True
+        self._call(False)
+
+    def detach(self) -> None:
+        """Take it off."""
+        if self.handle is not None:
+            self.handle.remove()
+        _BY_NUMBER.pop(id(self), None)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _nothing(*_: Any) -> None:
+    """Stands where a probe was, in a copy of the model."""
+
+
+def _get_nothing() -> Any:
+    return _nothing
+
+
+def _has_forward(module: torch.nn.Module | None) -> bool:
+    return getattr(type(module), "forward", None) is not torch.nn.Module.forward
+
+
+def _just_call(function: Callable[..., Any], call: Call) -> Any:
+    return function(call)
+
+
+def _saw(number: int, tensors: list[torch.Tensor], inputs: int) -> None:
+    told = _BY_NUMBER.get(number)
+    if told is not None:
+        told.after_compiled(tensors, inputs)
+
+
+compiled.tell.append(_saw)
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _has_compiled_code(module: torch.nn.Module) -> bool:
+    """Whether the code of a module's forward was compiled, for this one or another like it."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    entries = getattr(dynamo, "_debug_get_cache_entry_list", None)
+    code = getattr(module.forward, "__code__", None)
+    return entries is not None and code is not None and bool(entries(code))

@@ -1,0 +1,74 @@
+"""The operator that a probe becomes in a compiled graph.
+
+It takes tensors and a token that it says it changes, or the compiler would drop it; and it looks at
+a switch when it runs, so that a probe can be toggled without compiling again. It has no gradient.
+An edit is compiled itself, with a tensor that says whether it is on.
+
+Who is to be told is a number in a tensor: a plain one would be a part of what is compiled, and each
+probe a reason to compile again, of which dynamo takes eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+__all__ = ["numbered", "see", "tell", "tensors", "token"]
+
+_library = torch.library.Library("hookline", "DEF")
+_library.define("see(Tensor[] seen, Tensor(a!) token, Tensor? site, int number, int inputs) -> ()")
+
+tell: list[Callable[[int, list[torch.Tensor], int], None]] = []
+"""Who is told what was seen: put here where probes are attached."""
+
+token = torch.zeros(1, device="cpu")
+"""What all operators say they change, so that they keep their order."""
+
+
+def _see(
+    seen: list[torch.Tensor],
+    token: torch.Tensor,
+    site: torch.Tensor | None,
+    number: int,
+    inputs: int,
+) -> None:
+    # The memory of what flows through a compiled graph is used again: who keeps it has to copy.
+    who = number if site is None else int(site)  # it is in the host's memory
+    for one in tell:
+        one(who, [tensor.detach() for tensor in seen], inputs)
+
+
+def _pretend(*_: Any) -> None:
+    """What the compiler runs to learn the shape of the result: there is none."""
+
+
+_library.impl("see", _see, "CompositeExplicitAutograd")
+torch.library.register_fake("hookline::see", _pretend, lib=_library)
+
+
+def see(seen: list[torch.Tensor], site: torch.Tensor | int, inputs: int = 0) -> None:
+    """Put the operator here.
+
+    Args:
+        seen: What is seen.
+        site: Who is told: a number, by `numbered` where there may be many.
+        inputs: How many of `seen`, the first ones, came in.
+    """
+    if isinstance(site, torch.Tensor):
+        torch.ops.hookline.see(seen, token, site, 0, inputs)
+    else:
+        torch.ops.hookline.see(seen, token, None, site, inputs)
+
+
+def numbered(number: int) -> torch.Tensor:
+    """Return a number as `see` takes it."""
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a value, in a way that can be compiled."""
+    leaves = _pytree.tree_leaves(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,64 @@
+"""Keeps the probes of a loop on its model: on while they are enabled, off when they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hookline.dispatch import HookManager
+from hookline.probes.probe import Probe
+
+__all__ = ["ProbeKeeper"]
+
+
+class ProbeKeeper:
+    """The probes among a manager's hooks, and the model they are on.
+
+    Args:
+        hooks: the manager.
+        model: the model.
+        context: has `step` and `epoch`, and says when it is `evaluating`: what only observes looks
+            at training alone.
+    """
+
+    def __init__(self, hooks: HookManager, model: torch.nn.Module, context: Any) -> None:
+        self._hooks = hooks
+        self._model = model
+        self._context = context
+        self._attached: dict[str, Probe] = {}
+
+    def sync(self, *, on: bool) -> None:
+        """Put probes on the model and take them off, as they are registered and toggled now.
+
+        Args:
+            on: whether the loop runs; a probe that comes before it is checked and not yet attached.
+        """
+        probes = {
+            name: (hook, active)
+            for name, hook, active in self._hooks.of_kind("probe")
+            if isinstance(hook, Probe)
+        }
+        for name, probe in list(self._attached.items()):
+            if probes.get(name, (None, False))[0] is not probe:
+                del self._attached[name]
+                probe.detach()
+        for name, (probe, active) in probes.items():
+            if active and on:
+                self._attached[name] = probe
+                guard = None if probe.attachment is not None else self._guard(name, probe)
+                probe.attach(self._model, name=name, context=self._context, guard=guard)
+            elif probe.attachment is not None:
+                probe.attachment.off()
+            else:
+                probe.choose(self._model)  # a name that is not there is said now
+
+    def _guard(self, name: str, probe: Probe) -> Any:
+        guarded, context = self._hooks.guard(name), self._context
+
+        def guard(function: Any, call: Any) -> Any:
+            if context.evaluating and not probe.edits:
+                return None
+            return guarded(function, call)
+
+        return guard

@@ -1,0 +1,57 @@
+"""A captured state that has to be looked after when it is read.
+
+A copy may still be on its way from the device, and a reference may have been changed by somebody
+since. Both are settled when somebody reads, not when it is captured: nothing waits in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hookline.nested import tensors_in
+from hookline.probes.state import CONTENTS, CapturedState
+
+__all__ = ["Check", "LateState"]
+
+Check = Callable[[], None]
+"""Waits until something can be read, or raises when it cannot."""
+
+_RAW: dict[str, Any] = {name: vars(CapturedState)[name] for name in CONTENTS}
+
+
+class LateState(CapturedState):
+    """A state with something to do before each of its contents is read."""
+
+    __slots__ = ("checks",)
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.checks: dict[str, Check] = {}
+        super().__init__(*args, **fields)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors within; for their sizes, so nothing is waited for."""
+        for raw in _RAW.values():
+            yield from tensors_in(raw.__get__(self))
+
+    def __repr__(self) -> str:
+        contents = {name: raw.__get__(self) for name, raw in _RAW.items()}
+        others = {name: self[name] for name in self if name not in contents}
+        return repr(CapturedState(**others, **contents))
+
+
+def _looked_after(name: str) -> property:
+    raw = _RAW[name]
+
+    def get(self: LateState) -> Any:
+        if name in self.checks:
+            self.checks[name]()
+        return raw.__get__(self)
+
+    return property(get, raw.__set__)
+
+
+for _name in CONTENTS:
+    setattr(LateState, _name, _looked_after(_name))

@@ -1,0 +1,136 @@
+"""One captured state: what went into a module, came out of it and flowed back, in one call."""
+
+from __future__ import annotations
+
+import time as _time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.probes.nested import map_tensors, tensors_in
+
+__all__ = ["CONTENTS", "CapturedState", "storages"]
+
+CONTENTS = ("input", "kwargs", "output", "gradient")
+"""The fields that hold what was captured; the others say where and when."""
+
+
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
+class CapturedState(Mapping[str, Any]):
+    """What one call of a module took and gave. Also a mapping: `state["output"]`.
+
+    Tensors stand where they stood: in tuples, dicts and so on. What was not captured is None.
+
+    Args:
+        module: The module's name.
+        probe: The probe's name.
+        step: Completed optimizer steps before the call; None outside of training.
+        epoch: The epoch; None outside of training.
+        call: Which call of the module it was within its step, from 0.
+        layer_idx: What the probe was given to tell its layer.
+        time: When, in seconds since 1970.
+        input: The positional arguments.
+        kwargs: The keyword arguments.
+        output: What was returned.
+        gradient: The gradient of the output.
+    """
+
+    module: str
+    probe: str = ""
+    step: int | None = None
+    epoch: int | None = None
+    call: int = 0
+    layer_idx: int | None = None
+    time: float = field(default_factory=_time.time)
+    input: Any = None
+    kwargs: Any = None
+    output: Any = None
+    gradient: Any = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors within, one in several places each time."""
+        for value in (self.input, self.kwargs, self.output, self.gradient):
+            if value is not None:  # most often
+                yield from tensors_in(value)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it keeps alive: whole storages, also under views, each once."""
+        return sum(size for size, _ in storages(self.tensors()).values())
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FIELDS)
+
+    def __len__(self) -> int:
+        return len(_FIELDS)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # a mapping's would compare tensors
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        said = [f"{name}={self[name]!r}" for name in _WHERE if self[name] is not None]
+        held = [
+            f"{name}={map_tensors(self[name], _Shape)!r}"
+            for name in CONTENTS
+            if self[name] is not None
+        ]
+        return f"CapturedState({', '.join([repr(self.module), *said, *held])})"
+
+
+_FIELDS = {f.name: None for f in fields(CapturedState)}
+_WHERE = ("probe", "step", "epoch", "call", "layer_idx")
+
+
+class _Shape:
+    """Stands for a tensor in a repr."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[Any, tuple[int, Any]]:
+    """Return the memory that tensors keep alive: by its place, its bytes and who holds it."""
+    found: dict[Any, tuple[int, Any]] = {}
+    for tensor in tensors:
+        for part in _dense(tensor):
+            try:
+                storage = part.untyped_storage()
+                where, size = storage.data_ptr(), storage.nbytes()
+            except (NotImplementedError, RuntimeError):  # a layout that does not show its memory
+                found[id(part)] = (part.numel() * part.element_size(), part)
+                continue
+            if where:  # else it is empty, or has no memory behind it (meta)
+                found[part.device, where, size] = (size, storage)
+    return found
+
+
+def _dense(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a tensor is made of: itself, unless it is sparse or a wrapper."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _dense(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor

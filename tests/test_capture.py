@@ -1,0 +1,700 @@
+"""Capture: what flows through modules, as it was when it flowed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from loops import batches, make, same, weights
+from torch import nn
+
+from hookline import Trainer, TrainerConfig
+from hookline.errors import ConfigError, ObserverError, ProbeError
+from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
+from hookline.probes.capture import Capture
+from hookline.probes.late import LateState
+from hookline.probes.short import probe
+from hookline.probes.taps import tap
+
+
+def model(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(layers or (nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))))
+
+
+def x(*shape, seed=3):
+    return torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(seed))
+
+
+def captured(net, which="*", given=None, **options):
+    """Capture one forward."""
+    capture = Capture(which, **options)
+    capture.attach(net)
+    net(x() if given is None else given)
+    capture.detach()
+    return capture
+
+
+class Keywords(nn.Module):
+    def forward(self, a, *, scale):
+        return a * scale
+
+
+class UsesKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Keywords()
+
+    def forward(self, a):
+        return self.inner(a, scale=torch.tensor(2.0))
+
+
+# -- what is kept
+
+
+def test_inputs_outputs_and_where_they_were():
+    net = model()
+    seen = captured(net)
+    assert list(seen) == ["0", "1", "2"]
+    assert torch.equal(seen["0"].input[0], x())
+    assert torch.equal(seen["0"].output, net[0](x()))
+    assert torch.equal(seen["2"].input[0], seen["1"].output)
+    [state] = seen["2"]
+    assert isinstance(state, CapturedState)
+    assert (state.module, state.probe, state.step, state.epoch) == ("2", "capture", None, None)
+    assert (state.call, state.layer_idx) == (0, 2)
+    assert state.time == pytest.approx(seen["0"][0].time, abs=5)
+    assert not state.output.requires_grad
+    assert state.gradient is None
+
+
+def test_keyword_arguments():
+    [state] = captured(UsesKeywords(), "inner").states()
+    assert state.kwargs == {"scale": torch.tensor(2.0)}
+    assert torch.equal(state.input[0], x())
+
+
+@pytest.mark.parametrize("content", ["input", "output", "kwargs"])
+def test_what_is_not_wanted_is_not_kept_and_says_how_to_get_it(content):
+    seen = captured(UsesKeywords(), "inner", **{content: False})
+    [state] = seen.states()
+    held = {name for name in ("input", "output", "kwargs") if state[name] is not None}
+    assert held == {"input", "output", "kwargs"} - {content}
+    with pytest.raises(ProbeError, match=f"'inner' was not captured. Ask for it: {content}=True"):
+        getattr(seen["inner"], content)
+
+
+def test_to_keep_nothing_is_an_error():
+    with pytest.raises(ConfigError, match="nothing is to be kept"):
+        Capture("*", input=False, output=False, kwargs=False)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Data:
+    hidden: Any
+    extra: Any = None
+
+
+class Nested(nn.Module):
+    def forward(self, a):
+        return {"pair": Pair(a + 1, [a + 2, "text"]), "data": Data(a + 3, extra=(a + 4, 5))}
+
+
+def test_tensors_anywhere_in_what_a_module_returns():
+    [state] = captured(nn.Sequential(Nested()), "0").states()
+    out = state.output
+    assert torch.equal(out["pair"].first, x() + 1)
+    assert torch.equal(out["pair"].second[0], x() + 2)
+    assert out["pair"].second[1] == "text"
+    assert torch.equal(out["data"].hidden, x() + 3)
+    assert torch.equal(out["data"].extra[0], x() + 4)
+    assert out["data"].extra[1] == 5
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, a):
+        return self.layer(self.layer(a))
+
+
+def test_a_module_that_is_called_twice_gives_two_states():
+    net = Twice()
+    seen = captured(net, "layer")
+    first, second = seen["layer"]
+    assert (first.call, second.call) == (0, 1)
+    assert torch.equal(second.input[0], first.output)
+    assert torch.equal(seen["layer"].output, second.output)  # the last
+    assert seen["layer"][0] is first
+    assert seen["layer"][-1:] == [second]
+    assert len(seen["layer"]) == 2
+
+
+def test_the_next_forward_counts_calls_from_zero_again():
+    net, capture = Twice(), Capture("layer")
+    capture.attach(net)
+    for _ in range(2):
+        net(x())
+    assert [state.call for state in capture.states("layer")] == [0, 1, 0, 1]
+
+
+def test_layer_idx_is_the_first_number_in_the_name_unless_it_is_given():
+    net = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(4, 4)), "head": nn.Linear(4, 4)})
+    net.forward = lambda a: net["head"](net["blocks"](a))
+    assert [s.layer_idx for s in captured(net, ["blocks.0", "head"]).states()] == [0, None]
+    assert [s.layer_idx for s in captured(net, "head", layer_idx=7).states()] == [7]
+
+
+# -- how it is kept
+
+
+def test_an_in_place_operation_after_the_module_does_not_reach_a_copy():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    assert torch.equal(captured(net, "0")["0"].output, net[0](x()))
+
+
+def test_what_an_in_place_module_got_is_what_was_there_before_it_ran():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    seen = captured(net, "1")["1"]
+    assert torch.equal(seen.input[0], net[0](x()))
+    assert torch.equal(seen.output, net(x()))
+    assert not torch.equal(seen.input[0], seen.output)
+
+
+def test_by_reference_nothing_is_copied():
+    net, outputs = model(), []
+    net[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    seen = captured(net, "0", by="reference")["0"]
+    assert seen.output.data_ptr() == outputs[0].data_ptr()
+    assert not seen.output.requires_grad
+    assert captured(net, "0")["0"].output.data_ptr() != outputs[1].data_ptr()
+
+
+def test_a_reference_that_was_changed_in_place_is_an_error_when_it_is_read():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    seen = captured(net, by="reference")
+    with pytest.raises(ProbeError, match=r"'0' by reference has been changed.*by='copy'"):
+        _ = seen["0"].output
+    with pytest.raises(ProbeError, match="'1' by reference"):
+        _ = seen["1"].input
+    assert torch.equal(seen["1"].output, net(x()))  # nobody changed that
+    assert "float32[3, 4]" in repr(seen["0"])  # looking at it in a debugger is no error
+    [state] = seen.states("0")
+    seen["1"].output.zero_()
+    with pytest.raises(ProbeError):
+        _ = state["output"]
+
+
+def test_a_part_by_reference_is_checked_too_and_a_reduction_is_its_own():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with pytest.raises(ProbeError, match="changed in place"):
+        _ = captured(net, "0", by="reference", select=0)["0"].output
+    mean = captured(net, "0", by="reference", reduce="mean")["0"].output
+    assert torch.equal(mean, net[0](x()).mean())
+
+
+def test_in_inference_mode_a_reference_becomes_a_copy_since_changes_leave_no_trace():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    with torch.inference_mode():
+        seen = captured(net, "0", by="reference")["0"]
+        assert torch.equal(seen.output, net[0](x()))
+
+
+def test_another_dtype_for_floating_point_only():
+    net = nn.Sequential(nn.Embedding(5, 4))
+    seen = captured(net, "0", torch.tensor([1, 2]), dtype="float16")["0"]
+    assert (seen.input[0].dtype, seen.output.dtype) == (torch.int64, torch.float16)
+    assert captured(net, "0", torch.tensor([1]), dtype=torch.float64)["0"].output.dtype is (
+        torch.float64
+    )
+    with pytest.raises(ConfigError, match=r"no dtype 'flaot16'. Did you mean 'float16'"):
+        Capture("*", dtype="flaot16")
+
+
+def test_another_device():
+    seen = captured(model(), "0", device="meta")["0"]
+    assert seen.output.device.type == "meta"
+    assert captured(model(), "0", device="cpu")["0"].output.device.type == "cpu"
+    with pytest.raises(ConfigError, match="device"):
+        Capture("*", device="gpu")
+
+
+def test_to_the_cpu_it_is_a_copy_also_when_it_is_there_already():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    assert torch.equal(captured(net, "0", device="cpu")["0"].output, net[0](x()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_copy_from_the_device_is_not_waited_for_until_it_is_read():
+    net = model().cuda()
+    torch.cuda._sleep(100_000_000)
+    seen = captured(net, "0", x().cuda(), device="cpu")
+    busy = not torch.cuda.current_stream().query()
+    assert busy
+    assert torch.allclose(seen["0"].output, net[0](x().cuda()).cpu())
+    assert seen["0"].output.is_pinned()
+
+
+def test_a_state_waits_only_for_what_is_read():
+    waited = []
+    state = LateState("m", output=torch.ones(2), input=(torch.ones(3),))
+    state.checks = {"output": lambda: waited.append("output")}
+    assert state.nbytes == 20
+    repr(state)
+    _ = state.input
+    assert waited == []
+    _ = state.output
+    _ = state["output"]
+    assert waited == ["output", "output"]
+
+
+@pytest.mark.parametrize(
+    ("select", "expected"),
+    [
+        (0, lambda t: t[0]),
+        (slice(2), lambda t: t[:2]),
+        ((..., -1), lambda t: t[..., -1]),
+        ("[:, -1]", lambda t: t[:, -1]),
+        ("..., 1:3", lambda t: t[..., 1:3]),
+        ("::2", lambda t: t[::2]),
+        (lambda t: t.T[1], lambda t: t.T[1]),
+    ],
+)
+def test_a_part_of_each_tensor(select, expected):
+    net = model()
+    got = captured(net, "0", select=select)["0"].output
+    assert torch.equal(got, expected(net[0](x())))
+    assert got.untyped_storage().nbytes() == got.numel() * 4  # the rest is not kept alive
+
+
+def test_an_index_that_is_none_and_one_that_does_not_fit():
+    with pytest.raises(ConfigError, match="select='1;2' is no index"):
+        Capture("*", select="1;2")
+    with pytest.raises(ProbeError, match=r"'0' has a tensor of shape \[3, 4\].*IndexError"):
+        captured(model(), "0", select=9)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "dim", "expected"),
+    [
+        ("mean", None, torch.Tensor.mean),
+        ("mean", 0, lambda t: t.mean(0)),
+        ("sum", [0, 1], torch.Tensor.sum),
+        ("std", -1, lambda t: t.std(-1)),
+        ("norm", None, torch.Tensor.norm),
+        ("norm", -1, lambda t: t.norm(dim=-1)),
+        ("max", None, torch.Tensor.max),
+        ("min", 1, lambda t: t.amin(1)),
+        ("abs_max", (0, 1), lambda t: t.abs().max()),
+        (lambda t: t.median(), None, torch.Tensor.median),
+    ],
+)
+def test_a_reduction_of_each_tensor(reduce, dim, expected):
+    net = model()
+    got = captured(net, "0", reduce=reduce, dim=dim)["0"].output
+    torch.testing.assert_close(got, expected(net[0](x()).detach()))
+
+
+def test_a_reduction_is_of_the_part_that_was_selected_and_integers_have_a_mean():
+    net = nn.Sequential(nn.Identity())
+    numbers = torch.tensor([[1, 2], [3, 4]])
+    assert captured(net, "0", numbers, select=1, reduce="mean")["0"].output.item() == 3.5
+
+
+def test_reductions_that_are_none():
+    with pytest.raises(ConfigError, match=r"'men' is none. Did you mean 'mean'"):
+        Capture("*", reduce="men")
+    with pytest.raises(ConfigError, match="dim goes with"):
+        Capture("*", dim=1)
+
+
+def test_what_a_function_returns_is_kept_without_its_graph():
+    net = model()
+    out = captured(net, "0", reduce=lambda t: t @ net[2].weight.T)["0"].output
+    assert not out.requires_grad
+
+
+def test_a_function_that_changes_what_it_gets_or_draws_random_numbers_is_fatal():
+    with pytest.raises(ObserverError, match="in place"):
+        captured(model(), "0", select=lambda t: t.mul_(2))
+    with pytest.raises(ObserverError, match="random numbers"):
+        captured(model(), "0", reduce=lambda t: t + torch.rand(1))
+    with pytest.raises(ProbeError, match="returned a float, not a tensor"):
+        captured(model(), "0", reduce=lambda t: 1.0)
+
+
+def test_every_n_forwards_all_calls_of_it_together():
+    net = Twice()
+    for options in ({}, {"input": False, "kwargs": False}):  # with a look before the module, or not
+        capture = Capture("layer", every=3, **options)
+        capture.attach(net)
+        for i in range(7):
+            net(x(seed=i))
+        capture.detach()
+        assert [state.call for state in capture.states()] == [0, 1] * 3
+        firsts = [state.output for state in capture.states() if state.call == 0]
+        assert same(firsts, [net.layer(x(seed=i)).detach() for i in (0, 3, 6)])
+
+
+# -- gradients
+
+
+def test_the_gradient_of_the_output():
+    net = model()
+    seen = captured(net, gradient=True)
+    assert seen["1"].gradient is None  # not yet
+    capture = Capture("*", gradient=True)
+    capture.attach(net)
+    out = net(x())
+    capture.detach()
+    (2 * out).sum().backward()  # also after the probe was taken off
+    assert torch.equal(capture["2"].gradient, torch.full((3, 2), 2.0))
+    assert torch.allclose(capture["1"].gradient, torch.full((3, 2), 2.0) @ net[2].weight)
+
+
+def test_the_gradient_of_what_is_changed_in_place_after_the_module_is_that_of_the_module():
+    net = model(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    capture = Capture("0", gradient=True)
+    capture.attach(net)
+    net(x()).sum().backward()
+    capture.detach()
+    before = net[0](x()).detach()
+    expected = (torch.ones(3, 2) @ net[2].weight) * (before > 0)
+    assert torch.allclose(capture["0"].gradient, expected)
+
+
+class TwoHeads(nn.Module):
+    def forward(self, a):
+        return {"used": a * 2, "unused": a * 3, "number": 1, "leaf": torch.ones(2)}
+
+
+def test_gradients_stand_where_the_outputs_stand():
+    net = nn.Sequential(nn.Linear(4, 4), TwoHeads())
+    capture = Capture("1", gradient=True)
+    capture.attach(net)
+    out = net(x())
+    out["used"].sum().backward()
+    [state] = capture.states()
+    assert torch.equal(state.gradient["used"], torch.ones(3, 4))
+    assert state.gradient["unused"] is None
+    assert state.gradient["leaf"] is None
+    assert state.gradient["number"] == 1
+
+
+def test_gradients_are_taken_as_outputs_are():
+    net = model()
+    capture = Capture("2", gradient=True, select=0, dtype="float64", by="reference")
+    capture.attach(net)
+    net(x()).sum().backward()
+    gradient = capture["2"].gradient
+    assert (gradient.shape, gradient.dtype) == ((2,), torch.float64)
+
+
+def test_without_gradients_there_is_none():
+    net = model()
+    capture = Capture("*", gradient=True)
+    capture.attach(net)
+    with torch.no_grad():
+        net(x())
+    net.requires_grad_(False)
+    net(x())
+    assert [state.gradient for state in capture.states()] == [None] * 6
+    assert capture["0"].output is not None
+
+
+def test_a_parameter_that_is_returned_gets_no_hook_that_stays():
+    class Gives(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, a):
+            return self.weight
+
+    net = nn.Sequential(Gives())
+    captured(net, "0", gradient=True)
+    assert not net[0].weight._backward_hooks
+
+
+def test_a_gradient_counts_within_the_limit_and_one_of_a_dropped_state_is_not_kept():
+    net = nn.Sequential(nn.Linear(256, 256))
+    capture = Capture("0", gradient=True, input=False, max_states=1)
+    capture.attach(net)
+    given = torch.randn(256, 256)
+    losses = [net(given).sum() for _ in range(3)]
+    for loss in losses:
+        loss.backward()
+    [state] = capture.states()
+    assert state.gradient is not None
+    assert capture.store.nbytes == 2 * 256 * 256 * 4
+
+
+# -- limits
+
+
+def test_max_states_and_what_became_of_the_others():
+    net, capture = model(), Capture("*", max_states=4)
+    capture.attach(net)
+    for i in range(3):
+        net(x(seed=i))
+    assert [state.module for state in capture.states()] == ["2", "0", "1", "2"]
+    assert capture.counts == Counts(captured=9, kept=4, dropped=5)
+
+
+def test_the_memory_limit_holds_after_every_call():
+    net = nn.Sequential(nn.Linear(256, 256))
+    capture = Capture("0", input=False, memory_limit_mb=1)
+    capture.attach(net)
+    for _ in range(20):
+        net(torch.randn(256, 256))
+        assert capture.store.nbytes <= 2**20
+    assert capture.counts == Counts(captured=20, kept=4, dropped=16)
+
+
+def test_policies(tmp_path):
+    def run(**options):
+        net, capture = model(), Capture("0", max_states=2, **options)
+        capture.attach(net)
+        for i in range(6):
+            net(x(seed=i))
+        capture.detach()
+        return net, capture
+
+    net, spilled = run(policy="spill", folder=str(tmp_path))
+    assert spilled.counts == Counts(captured=6, kept=2, spilled=4)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
+    expected = [net[0](x(seed=i)).detach() for i in range(6)]
+    assert same([state.output for state in spilled["0"]], expected)
+    assert torch.equal(spilled["0"].output, expected[-1])
+    assert run(policy="sample")[1].counts.kept == 2
+    with pytest.raises(StoreFullError):
+        run(policy="error")
+    with pytest.raises(ConfigError, match="use it with by='copy'"):
+        Capture("0", policy="spill", by="reference")
+
+
+def test_spilled_states_get_their_gradients():
+    net, capture = model(), Capture("0", max_states=1, policy="spill", gradient=True, device="cpu")
+    capture.attach(net)
+    losses = [net(x(seed=i)).sum() for i in range(3)]
+    for loss in losses:
+        loss.backward()
+    assert all(state.gradient is not None for state in capture.states())
+
+
+def test_a_shared_store_holds_both_and_keeps_them_apart():
+    store, net = Store(memory_limit=2**20), model()
+    a, b = Capture("0", store=store), Capture("2", store=store)
+    a.attach(net)
+    b.attach(net)
+    net(x())
+    assert (list(a), list(b)) == (["0"], ["2"])
+    assert store.counts().captured == 2
+    with pytest.raises(ConfigError, match="the shared store's own"):
+        Capture("0", store=store, max_states=3)
+
+
+def test_clear_frees():
+    net = model()
+    capture = captured(net)
+    gone = weakref.ref(capture["0"].output)
+    capture.clear()
+    gc.collect()
+    assert gone() is None
+    assert capture.states() == []
+    assert capture.counts.cleared == 3
+
+
+# -- asking for it
+
+
+def test_names_that_are_not_there():
+    seen = captured(model(), ["0", "1"])
+    assert "0" in seen
+    assert "2" not in seen
+    with pytest.raises(NotCapturedError, match=r"not on '00'. Did you mean '0'"):
+        seen["00"]
+    seen.clear()
+    with pytest.raises(KeyError, match="Nothing of '0' is here"):
+        seen["0"]
+
+
+def test_a_tied_module_has_all_its_names():
+    net = model(nn.Linear(4, 4), nn.Tanh())
+    net.append(net[0])
+    seen = captured(net, "0")
+    assert [state.call for state in seen["2"]] == [0, 1]
+    assert torch.equal(seen["2"].output, seen["0"].output)
+
+
+def test_options_are_checked():
+    with pytest.raises(ConfigError, match=r"'outputs' is no option. Did you mean 'output'"):
+        Capture("*", outputs=True)
+    with pytest.raises(ConfigError, match="'every' is 0"):
+        Capture("*", every=0)
+    with pytest.raises(ConfigError, match="'by' is 'ref'"):
+        Capture("*", by="ref")
+    with pytest.raises(ConfigError, match="No module matches 'zero'"):
+        captured(model(), "zero")
+    with pytest.raises(ConfigError, match="neither modules nor taps"):
+        captured(model(), None)
+
+
+def test_copies_and_pickles_have_the_options_and_no_states():
+    net, store = model(), Store()
+    for capture in (captured(net, every=1, select=0), captured(net, store=store, select=0)):
+        for other in (copy.deepcopy(capture), pickle.loads(pickle.dumps(capture))):
+            assert other.counts == Counts()
+            other.attach(net)
+            net(x())
+            other.detach()
+            assert other["0"].output.shape == (4,)
+
+
+# -- threads
+
+
+def test_several_threads_lose_and_mix_nothing():
+    net, capture = Twice(), Capture("layer", memory_limit_mb=None)
+    capture.attach(net)
+    rounds, threads = 50, 6
+    barrier = threading.Barrier(threads)
+
+    def work(number):
+        barrier.wait()
+        for i in range(rounds):
+            net(torch.full((2, 4), float(number * rounds + i)))
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    states = capture.states()
+    assert len(states) == 2 * rounds * threads
+    firsts = [state for state in states if state.call == 0]
+    given = sorted(state.input[0][0, 0].item() for state in firsts)
+    assert given == list(range(rounds * threads))
+    with torch.no_grad():
+        assert all(torch.allclose(s.output, net.layer(s.input[0]), atol=1e-3) for s in states)
+
+
+# -- in a trainer
+
+
+def config(**fields):
+    return TrainerConfig(**{"runs": None, "progress": "off", "seed": 1, **fields})
+
+
+def test_in_a_trainer_states_have_step_and_epoch_and_every_counts_steps():
+    net, optimizer = make()
+    capture = Capture("first", every=2, gradient=True)
+    loop = config(max_epochs=2, accumulate=2)
+    Trainer(loop, net, optimizer, hooks=[capture]).fit(batches(6), val_loaders=batches(2))
+    assert [(s.step, s.epoch) for s in capture.states()] == [
+        *((0, 0), (0, 0), (2, 0), (2, 0), (4, 1), (4, 1)),
+    ]
+    assert all(state.gradient is not None for state in capture.states())
+    assert {state.probe for state in capture.states()} == {"capture"}
+
+
+def test_training_is_bit_for_bit_the_same():
+    plain, seen = make(), make()
+    Trainer(config(), *plain).fit(batches(4))
+    hooks = [Capture("**", gradient=True), Capture("*", by="reference", reduce="norm")]
+    Trainer(config(), *seen, hooks=hooks).fit(batches(4))
+    assert same(weights(plain[0]), weights(seen[0]))
+
+
+def test_in_a_trainer_a_part_that_does_not_fit_is_isolated_also_in_backward():
+    net, optimizer = make()
+    capture = Capture("first", gradient=True, output=False, input=False, kwargs=False, select=99)
+    trainer = Trainer(config(), net, optimizer, hooks=[capture])
+    trainer.fit(batches(4))
+    assert (trainer.status, trainer.step) == ("completed", 4)
+    assert trainer.hooks.summary().failures["capture"] >= 3
+
+
+# -- the short form
+
+
+def test_the_short_form():
+    net = model()
+    with probe(net, "*") as seen:
+        net(x())
+    assert torch.equal(seen["0"].output, net[0](x()))
+    assert list(seen) == ["0", "1", "2"]
+    assert {name: calls.output.shape[0] for name, calls in seen.items()} == dict.fromkeys("012", 3)
+    assert (len(seen), seen.get("nine"), "1" in seen) == (3, None, True)
+    net(x())
+    assert len(seen["0"]) == 1  # off the model
+    assert not any(module._forward_hooks for module in net.modules())
+    assert "'1': CapturedState('1', probe='probe'" in repr(seen)
+    assert len(seen.states()) == 3
+    assert seen.counts.captured == 3
+
+
+def test_the_short_form_keeps_outputs_only_unless_asked():
+    net = model()
+    with probe(net, "0") as seen, probe(net, "0", input=True, gradient=True) as more:
+        net(x()).sum().backward()
+    with pytest.raises(ProbeError, match="input=True"):
+        _ = seen["0"].input
+    assert torch.equal(more["0"].input[0], x())
+    assert more["0"].gradient is not None
+
+
+def test_the_short_form_without_a_block_and_after_an_exception():
+    net = model()
+    seen = probe(net, "0")
+    assert bool(seen)
+    assert len(seen) == 0
+    net(x())
+    seen.disable()
+    net(x())
+    seen.enable()
+    net(x())
+    assert len(seen["0"]) == 2
+    seen.clear()
+    assert len(seen) == 0
+    seen.close()
+    seen.close()
+    with pytest.raises(ZeroDivisionError), probe(net, "0"):
+        raise ZeroDivisionError
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_the_short_form_sees_taps():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, a):
+            scores = tap(self.layer(a), "attn.scores")
+            return scores.softmax(-1)
+
+    net = Net()
+    with probe(net, taps="attn.*", gradient=True) as seen, probe(net, "layer", taps=["x"]) as both:
+        net(x())[0, 0].backward()
+    assert list(seen) == ["attn.scores"]
+    assert torch.equal(seen["attn.scores"].output, net.layer(x()))
+    assert seen["attn.scores"].gradient.shape == (3, 4)
+    assert list(both) == ["layer"]
+    with probe(net, taps="attn.scores", input=True) as seen:
+        net(x())
+    assert seen["attn.scores"][0].input is None

@@ -1,0 +1,630 @@
+"""The debug probe: conditions, actions, and the first layer that went bad."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import batches, make, same, train, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hookline
+from hookline.errors import ConfigError, ObserverError, ProbeError
+from hookline.probes.attaching import Attachment
+from hookline.probes.conditions import extremes, read
+from hookline.probes.debug import Debug, DebugProbe, Finding
+from hookline.probes.flow import GradientFlow, gradient_flow
+from hookline.probes.taps import tap
+
+
+class Layer(nn.Module):
+    """Multiplies by a factor that a test may set."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.factor
+
+
+class Model(nn.Module):
+    def __init__(self, how: str = "plain", layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.how == "plain":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
+        return x
+
+
+def x_of() -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+
+def found(model: nn.Module, probe: DebugProbe) -> list[Finding]:
+    probe.attach(model)
+    model(x_of())
+    probe.detach()
+    return probe.findings
+
+
+# -- what is found --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_first_module_that_went_bad_is_named_and_the_others_listed(
+    value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    model.layers[1].factor = value
+    (finding,) = found(model, Debug())
+    assert (finding.module, finding.condition, finding.of) == ("layers.1", "nonfinite", "output")
+    assert finding.others[0] == "layers.2.linear"
+    assert (finding.step, finding.call) == (None, 0)
+    (record,) = caplog.records
+    assert "nonfinite: the output of 'layers.1'" in record.getMessage()
+
+
+def test_a_module_within_another_is_named_before_it() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.layers[2].linear.bias[1] = math.nan
+    (finding,) = found(model, Debug())
+    assert finding.module == "layers.2.linear"
+    assert finding.others == ["layers.2", "layers.3.linear", "layers.3", ""]
+
+
+def test_a_model_that_is_well_gives_no_finding(caplog: pytest.LogCaptureFixture) -> None:
+    probe = Debug(conditions=["nonfinite", {"magnitude": 1e4}, "dead"], gradients=True)
+    assert found(Model(), probe) == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("conditions", "factor", "name"),
+    [
+        ({"magnitude": 50}, 1e4, "magnitude above 50"),
+        ({"magnitude": 50}, -1e4, "magnitude above 50"),
+        ("dead", 0.0, "dead"),
+        ({"dead": True, "nonfinite": False}, 0.0, "dead"),
+        (["nonfinite", {"magnitude": 50}], 1000.0, "magnitude above 50"),
+        (lambda x: x.std() > 10, 1000.0, "<lambda>"),
+        (lambda x: bool(x.abs().max() > 10), 1000.0, "<lambda>"),
+        (lambda x: x.abs() > 10, 1000.0, "<lambda>"),
+    ],
+)
+def test_each_condition_finds_what_it_is_for_and_nothing_else(
+    conditions: Any, factor: float, name: str
+) -> None:
+    model = Model()
+    model.layers[1].factor = factor
+    (finding,) = found(model, Debug("layers.*", conditions, action="record"))
+    assert (finding.module, finding.condition) == ("layers.1", name)
+    assert found(Model(), Debug("layers.*", conditions)) == []
+
+
+def test_a_zero_among_other_values_is_not_dead() -> None:
+    model = nn.Sequential(nn.ReLU())
+    assert found(model, Debug(conditions="dead")) == []
+    assert float(extremes(torch.tensor([0.0, 1.0]))[0]) == 0  # type: ignore[index]
+
+
+def test_several_conditions_are_each_found() -> None:
+    model = Model()
+    model.layers[0].factor = 1e4
+    model.layers[2].factor = math.nan
+    findings = found(model, Debug("layers.*", ["nonfinite", {"magnitude": 50}]))
+    assert {(f.module, f.condition) for f in findings} == {
+        ("layers.0", "magnitude above 50"),
+        ("layers.2", "nonfinite"),
+    }
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
+)
+def test_values_of_all_precisions_are_measured(dtype: torch.dtype) -> None:
+    good = torch.tensor([-3.0, 2.0]).to(dtype)
+    bad = torch.tensor([1.0, math.inf]).to(dtype)
+    measured = [one for tensor in (good, bad) for one in extremes(tensor) or ()]
+    low, high, _, infinite = read(measured)
+    assert low == -3
+    assert high == 2
+    assert not math.isfinite(infinite)
+
+
+def test_what_cannot_be_compared_is_passed_over() -> None:
+    for tensor in (torch.tensor([1]), torch.empty(0), torch.empty(2, device="meta")):
+        assert extremes(tensor) is None
+
+
+def test_tensors_of_several_dtypes_are_read_together() -> None:
+    scalars = [torch.tensor(1.5, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32)]
+    scalars.append(torch.tensor(1e300, dtype=torch.float64))
+    assert read(scalars) == [1.5, 1.5, 1.5, 1e300]
+    assert read([]) == []
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ("nonfinit", "no condition 'nonfinit'. Did you mean 'nonfinite'"),
+        ({"magnitude": -1}, "'magnitude' needs a positive number"),
+        ("magnitude", "'magnitude' needs a positive number"),
+        ({"dead": 3}, "'dead' takes no value"),
+        (3, "3 is no condition"),
+        ([], "no condition to look for"),
+    ],
+)
+def test_a_wrong_condition_is_an_error_when_the_probe_is_made(
+    conditions: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Debug(conditions=conditions)
+
+
+def test_a_condition_that_does_more_than_to_look_is_an_error() -> None:
+    def zero(x: torch.Tensor) -> bool:
+        x.zero_()
+        return False
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return x.mean() > torch.rand(())
+
+    def odd(x: torch.Tensor) -> str:
+        return "yes"
+
+    with pytest.raises(ObserverError, match=r"zero changed the output of 'layers\.0\.linear'"):
+        found(Model(), Debug(conditions=zero))
+    with pytest.raises(ObserverError, match="draw drew from training's random numbers"):
+        found(Model(), Debug(conditions=draw))
+    with pytest.raises(TypeError, match="'odd' returned a str"):
+        found(Model(), Debug(conditions=odd))
+
+
+def test_a_condition_gets_detached_tensors() -> None:
+    def attached(x: torch.Tensor) -> bool:
+        return x.requires_grad
+
+    assert found(Model(), Debug(conditions=attached)) == []
+
+
+def test_calls_of_a_module_are_told_apart() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(x) * math.inf)
+
+    (finding,) = found(Twice(), Debug("layer"))
+    assert finding.call == 1
+    assert "'layer', call 1" in str(finding)
+
+
+def test_a_named_value_is_checked() -> None:
+    class Tapped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nan_to_num(tap(x / 0, "scores"))
+
+    (finding,) = found(Tapped(), Debug(None, taps="scores"))
+    assert finding.module == "scores"
+
+
+def test_a_probe_on_a_single_module_looks_after_each_call() -> None:
+    module, probe = nn.Identity(), Debug("ignored")
+    probe.attachment = Attachment(probe, {"it": module})
+    probe.attachment.on()
+    module(torch.tensor(1.0))
+    assert probe.findings == []
+    module(torch.tensor(math.nan))
+    assert [finding.module for finding in probe.findings] == ["it"]
+    probe.detach()
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return g * math.inf
+
+
+class Bursts(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Explode.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+def test_the_first_gradient_on_the_way_back_that_went_bad_is_named(how: str) -> None:
+    model = Model(how)
+    model.layers[2] = Bursts()
+    probe = Debug("layers.*.linear", gradients=True)
+    probe.attach(model)
+    out = model(x_of())
+    assert probe.findings == []
+    out.sum().backward()
+    probe.detach()
+    (finding,) = probe.findings
+    assert (finding.module, finding.of) == ("layers.2.linear", "gradient")
+    assert finding.others == ["layers.1.linear", "layers.0.linear"]
+    assert "the gradient of the output of 'layers.2.linear'" in str(finding)
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+def test_the_gradient_of_a_second_call_is_told_apart(how: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Explode.apply(self.linear(self.linear(x)))  # type: ignore[no-any-return]
+
+    model = Model(how, layers=1)
+    model.layers[0] = Twice()
+    probe = Debug("layers.*.linear", gradients=True)
+    probe.attach(model)
+    model(x_of()).sum().backward()
+    probe.detach()
+    assert [(finding.of, finding.call) for finding in probe.findings] == [("gradient", 1)]
+
+
+def test_gradients_are_looked_at_only_when_asked_for() -> None:
+    model = Model()
+    model.layers[2] = Bursts()
+    probe = Debug("layers.*.linear")
+    probe.attach(model)
+    model(x_of()).sum().backward()
+    probe.detach()
+    assert probe.findings == []
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_a_call_under_checkpointing_is_found_once(how: str) -> None:
+    model = Model(how)
+    model.layers[1].factor = math.nan
+    probe = Debug("layers.*", gradients=True)
+    probe.attach(model)
+    model(x_of()).sum().backward()
+    probe.detach()
+    outputs = [finding for finding in probe.findings if finding.of == "output"]
+    assert [(finding.module, finding.others) for finding in outputs] == [
+        ("layers.1", ["layers.2", "layers.3"])
+    ]
+
+
+def test_a_bad_gradient_stops_backward_outside_of_training() -> None:
+    model = Model()
+    model.layers[2] = Bursts()
+    probe = Debug("layers.*.linear", gradients=True, action="stop")
+    probe.attach(model)
+    with pytest.raises(ProbeError, match=r"gradient of the output of 'layers\.2\.linear'"):
+        model(x_of()).sum().backward()
+    probe.detach()
+
+
+# -- actions --------------------------------------------------------------------------------------
+
+
+def bad_model() -> Model:
+    model = Model()
+    model.layers[1].factor = math.nan
+    return model
+
+
+def test_to_warn_and_to_record_differ_in_what_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(found(bad_model(), Debug(action="record"))) == 1
+    assert not caplog.records
+    assert len(found(bad_model(), Debug(action="warn"))) == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("action", ["stop", "break"])
+def test_outside_of_training_and_terminals_to_stop_and_to_break_is_an_error(action: Any) -> None:
+    probe = Debug(action=action)
+    with pytest.raises(
+        ProbeError, match=r"'debug_probe' found nonfinite: the output of 'layers\.1"
+    ):
+        found(bad_model(), probe)
+    probe.detach()
+    assert len(probe.findings) == 1
+
+
+def test_to_break_in_a_terminal_starts_the_debugger(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: calls.append(sys._getframe(1).f_locals))
+    findings = found(bad_model(), Debug(action="break"))
+    assert [scope["finding"] for scope in calls] == findings
+    assert "Here are: probe, finding" in capsys.readouterr().out
+
+
+def test_the_last_states_up_to_a_finding_are_kept_as_they_were() -> None:
+    model = bad_model()
+    (finding,) = found(model, Debug("layers.*", keep=2))
+    assert [state.module for state in finding.states] == ["layers.0", "layers.1"]
+    x = x_of()
+    expected = model.layers[0](x)
+    assert torch.equal(finding.states[0].input[0], x)
+    assert torch.equal(finding.states[0].output, expected)
+    assert not finding.states[0].output.requires_grad
+    assert finding.states[1].output.isnan().all()
+    (finding,) = found(model, Debug("layers.*", keep=1))
+    assert [state.module for state in finding.states] == ["layers.1"]
+    (finding,) = found(model, Debug("layers.*"))
+    assert finding.states == []
+
+
+def test_states_reach_back_into_earlier_forwards_and_no_further_than_asked() -> None:
+    model, probe = Model(layers=2), Debug("layers.*", keep=3)
+    probe.attach(model)
+    for _ in range(5):
+        model(x_of())
+        assert len(probe._recent) <= 3
+    model.layers[0].factor = math.nan
+    model(x_of())
+    probe.detach()
+    states = probe.findings[0].states
+    assert [state.module for state in states] == ["layers.0", "layers.1", "layers.0"]
+
+
+def test_an_in_place_operation_after_a_module_does_not_change_what_is_kept() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x / 0).nan_to_num_()
+
+    (finding,) = found(InPlace(), Debug("layer", keep=1))
+    assert finding.states[0].output.isinf().all()
+
+
+def test_states_around_a_gradient_have_the_gradient() -> None:
+    model = Model()
+    model.layers[2] = Bursts()
+    probe = Debug("layers.*.linear", gradients=True, keep=1)
+    probe.attach(model)
+    model(x_of()).sum().backward()
+    probe.detach()
+    (state,) = probe.findings[0].states
+    assert (state.module, state.output) == ("layers.2.linear", None)
+    assert not state.gradient.isfinite().all()
+
+
+def test_messages_come_once_or_up_to_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    model, probe = bad_model(), Debug("layers.*", once=True)
+    probe.attach(model)
+    for _ in range(3):
+        model(x_of())
+    model.layers[0].factor = math.nan
+    model(x_of())
+    probe.detach()
+    assert [finding.module for finding in probe.findings] == ["layers.1", "layers.0"]
+    caplog.clear()
+    probe = Debug("layers.*", limit=2)
+    probe.attach(model)
+    for _ in range(5):
+        model(x_of())
+    probe.detach()
+    assert (len(probe.findings), probe.count) == (2, 5)
+    assert len(caplog.records) == 3
+    assert "only counts" in caplog.records[2].getMessage()
+
+
+# -- in training ----------------------------------------------------------------------------------
+
+
+def fit(probe: hookline.Hook, tmp_path: Any, bad_step: int | None, n: int = 6) -> tuple[Any, Any]:
+    model, optimizer = make()
+
+    class Break(hookline.Hook):
+        def on_before_forward(self, step: int) -> None:
+            if step == bad_step:
+                with torch.no_grad():
+                    model.first.bias[0] = math.inf
+
+    config = hookline.TrainerConfig(runs=tmp_path, progress="off", max_epochs=1, on_nan="continue")
+    hooks = [Break(), probe]
+    trainer = hookline.Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    trainer.fit(batches(n))
+    return model, trainer
+
+
+def test_in_a_trainer_the_step_is_named_and_training_stopped(tmp_path: Any) -> None:
+    probe = Debug(action="stop")
+    _, trainer = fit(probe, tmp_path, bad_step=3)
+    assert probe.findings[0].module == "first"
+    assert (probe.findings[0].step, probe.findings[0].epoch) == (3, 0)
+    assert (trainer.status, trainer.step) == ("stopped", 4)
+    assert trainer.run is not None
+    manifest = json.loads((trainer.run.path / "manifest.json").read_text())
+    assert "debug_probe" in [hook["name"] for hook in manifest["hooks"]]
+
+
+def test_training_is_the_same_with_a_debug_probe(tmp_path: Any) -> None:
+    conditions = ["nonfinite", {"magnitude": 1e6}, "dead", lambda x: x.mean() > 1e6]
+    probe = Debug(conditions=conditions, gradients=True, keep=2)
+    watched, trainer = fit(probe, tmp_path / "a", bad_step=None)
+    plain, optimizer = make()
+    train(plain, optimizer, batches(6))
+    assert same(weights(watched), weights(plain))
+    assert (probe.findings, trainer.step) == ([], 6)
+
+
+def test_in_training_nothing_is_read_before_the_step_ends() -> None:
+    class Context:
+        step, epoch = 7, 1
+
+    class Trainer:
+        stopped = ""
+
+        def stop(self, reason: str) -> None:
+            self.stopped = reason
+
+    model, probe, trainer = bad_model(), Debug(action="stop"), Trainer()
+    probe.attach(model, context=Context())
+    model(x_of())
+    model(x_of())
+    assert probe.findings == []
+    probe.on_step_end(trainer)
+    (finding,) = probe.findings
+    assert (finding.step, finding.epoch) == (7, 1)
+    assert trainer.stopped.startswith("debug_probe: nonfinite: the output of 'layers.1'")
+    probe.detach()
+
+
+# -- gradient flow --------------------------------------------------------------------------------
+
+
+def backward(model: nn.Module) -> None:
+    model.zero_grad()
+    model(x_of()).square().sum().backward()
+
+
+def test_the_flow_of_gradients_is_that_of_the_parameters() -> None:
+    model = Model()
+    backward(model)
+    flow = gradient_flow(model)
+    assert [row.layer for row in flow.rows] == [f"layers.{i}.linear" for i in (3, 2, 1, 0)]
+    for i, row in zip((3, 2, 1, 0), flow.rows, strict=True):
+        linear = model.layers[i].linear
+        gradient = torch.cat([linear.weight.grad.flatten(), linear.bias.grad])
+        assert row.norm == pytest.approx(float(gradient.norm()))
+        assert row.mean_abs == pytest.approx(float(gradient.abs().mean()))
+        assert row.zeros == 0
+        assert row.mark == ""
+    assert flow.rows[0].ratio is None
+    assert flow.rows[1].ratio == pytest.approx(flow.rows[1].norm / flow.rows[0].norm)  # type: ignore[operator]
+    assert flow.first_bad is None
+    assert flow.data[0]["layer"] == "layers.3.linear"
+
+
+@pytest.mark.parametrize(
+    ("factor", "mark"),
+    [
+        (1e-12, "vanishes"),
+        (1e-25, "vanishes"),
+        (0.0, "zero"),
+        (1e9, "explodes"),
+        (math.nan, "not finite"),
+    ],
+)
+def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, mark: str) -> None:
+    class Scaled(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y.detach() + (y - y.detach()) * factor
+
+    model = Model()
+    model.layers[1] = Scaled()
+    backward(model)
+    flow = gradient_flow(model)
+    if math.isnan(factor):  # it went forward, too
+        assert flow.first_bad == "layers.3.linear"
+        return
+    assert flow.first_bad == "layers.1.linear"
+    assert [row.mark for row in flow.rows] == ["", "", mark, mark]
+    lines = str(flow).splitlines()
+    assert lines[0].split() == ["layer", "norm", "mean", "abs", "zeros", "ratio"]
+    assert lines[3].startswith("layers.1.linear")
+    assert lines[3].endswith(mark)
+    assert lines[-1] == f"The first layer that went bad: 'layers.1.linear' ({mark})."
+
+
+def test_thresholds_modules_and_layers_without_gradients() -> None:
+    model = Model()
+    assert {row.mark for row in gradient_flow(model).rows} == {"no gradient"}
+    backward(model)
+    assert gradient_flow(model, vanishing=0.999).first_bad is not None
+    assert [row.layer for row in gradient_flow(model, "layers.1.linear").rows] == [
+        "layers.1.linear"
+    ]
+    assert gradient_flow(model, exploding=1e-6).rows[1].mark == "explodes"
+    model.layers[0].requires_grad_(False)
+    assert len(gradient_flow(model).rows) == 3
+    with torch.no_grad():
+        model.layers[2].linear.weight.grad[0] = 0  # type: ignore[index]
+    assert gradient_flow(model).rows[1].zeros == pytest.approx(4 / 20)
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+def test_the_flow_of_gradients_of_outputs(how: str) -> None:
+    model, probe = Model(how), GradientFlow("layers.*")
+    probe.attach(model)
+    for _ in range(2):  # the second replaces the first
+        backward(model)
+    flow = probe.table()
+    probe.detach()
+    assert [row.layer for row in flow.rows] == ["layers.3", "layers.2", "layers.1", "layers.0"]
+    outputs: list[torch.Tensor] = []
+    x: Any = x_of()
+    for layer in model.layers:
+        x = layer(x)
+        x.retain_grad()
+        outputs.append(x)
+    x.square().sum().backward()
+    for row, output in zip(flow.rows, reversed(outputs), strict=True):
+        assert output.grad is not None
+        assert row.norm == pytest.approx(float(output.grad.norm()))
+
+
+def test_options_of_the_flow_probe() -> None:
+    model, probe = Model(), GradientFlow("layers.*", vanishing=0.999, exploding=1e9)
+    probe.attach(model)
+    backward(model)
+    assert "vanishes" in [row.mark for row in probe.table().rows]
+    probe.detach()
+    probe = GradientFlow("layers.*", exploding=1e-9)
+    probe.attach(model)
+    backward(model)
+    assert probe.table().rows[1].mark == "explodes"
+    probe.detach()
+
+
+# -- compiled models ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_in_a_compiled_model_outputs_are_checked_and_gradients_said_not_to_be(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner, probe = bad_model(), Debug("layers.*", gradients=True, keep=1)
+    probe.attach(inner)
+    torch.compiler.reset()
+    model: Callable[..., Any] = torch.compile(inner, fullgraph=True, backend=backend)
+    model(x_of())
+    model(x_of())
+    probe.detach()
+    assert [finding.module for finding in probe.findings] == ["layers.1", "layers.1"]
+    assert probe.findings[0].states[0].output.isnan().all()
+    said = [r for r in caplog.records if "cannot look at gradients" in r.getMessage()]
+    assert len(said) == 1

@@ -1,0 +1,482 @@
+"""The manager of probes on single modules, as document 004 describes it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.errors import (
+    ConfigError,
+    NameTakenError,
+    ObserverError,
+    ProbeError,
+    UnknownHookError,
+)
+from hookline.probes import Counts, HookManager, Probe, Probes, StoreFullError
+
+
+def hooks_on(module):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+class Fails(Probe):
+    def __init__(self, times=10**9):
+        super().__init__("")
+        self.left = times
+
+    def after(self, call):
+        if self.left:
+            self.left -= 1
+            raise ZeroDivisionError("of my own")
+
+
+class Doubles(Probe):
+    edits = True
+
+    def after(self, call):
+        return call.output * 2
+
+
+# -- the example of the document
+
+
+def test_the_example_runs_as_it_stands(capsys):
+    hook_manager = HookManager()
+    transformer_layer = nn.TransformerEncoderLayer(d_model=512, nhead=8)
+    hook_id = hook_manager.register_capture_hook(
+        module=transformer_layer,
+        hook_id="encoder_layer_4",
+        layer_idx=4,
+        capture_input=True,
+        capture_output=True,
+    )
+    out = transformer_layer(torch.ones(2, 1, 512))
+    captured = hook_manager.get_captured_states(hook_id)
+    print(f"Captured states: {len(captured)}")
+    hook_manager.remove_hook(hook_id)
+
+    assert capsys.readouterr().out == "Captured states: 1\n"
+    assert hook_id == "encoder_layer_4"
+    [state] = captured
+    assert torch.equal(state.output, out)
+    assert torch.equal(state["input"][0], torch.ones(2, 1, 512))
+    assert (state.module, state.probe, state.layer_idx) == (hook_id, hook_id, 4)
+    assert hooks_on(transformer_layer) == 0
+
+
+def test_the_names_of_the_document_and_ours_are_the_same():
+    assert HookManager is Probes
+
+
+def test_importing_it_is_cheap():
+    code = (
+        "import sys, hookline, hookline.probes\n"
+        "assert 'torch' not in sys.modules\n"
+        "from hookline.probes import HookManager\n"
+        "assert 'hookline.probes.monitor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- capture
+
+
+@pytest.mark.parametrize("kept", ["input", "output"])
+def test_what_is_not_to_be_captured_is_not(kept):
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        options = {"capture_input": kept == "input", "capture_output": kept == "output"}
+        manager.register_capture_hook(layer, "a", **options)
+        layer(torch.ones(1, 2))
+        [state] = manager.get_captured_states("a")
+        assert (state.input is not None, state.kwargs is not None) == (kept == "input",) * 2
+        assert (state.output is not None) == (kept == "output")
+
+
+def test_what_capture_takes_besides():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a", gradient=True, select=0, dtype="float64")
+        layer(torch.ones(4, 2)).sum().backward()
+        [state] = manager.get_captured_states("a")
+        assert (state.output.shape, state.output.dtype) == ((3,), torch.float64)
+        assert torch.equal(state.gradient, torch.ones(3, dtype=torch.float64))
+        with pytest.raises(ConfigError, match="'gradeint' is no option"):
+            manager.register_capture_hook(layer, "b", gradeint=True)
+        assert manager.list_hooks() == ["a"]
+
+
+def test_several_hooks_on_one_module_have_states_of_their_own():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a")
+        layer(torch.ones(1, 2))
+        manager.register_capture_hook(layer, "b")
+        layer(torch.ones(1, 2))
+        assert [len(manager.get_captured_states(one)) for one in "ab"] == [2, 1]
+        manager.clear_captured_states("a")
+        assert [len(manager.get_captured_states(one)) for one in "ab"] == [0, 1]
+        layer(torch.ones(1, 2))
+        assert [len(manager.get_captured_states(one)) for one in "ab"] == [1, 2]
+        manager.clear_captured_states()
+        assert [len(manager.get_captured_states(one)) for one in "ab"] == [0, 0]
+
+
+def test_removing_frees_what_was_captured():
+    layer, manager = nn.Linear(2, 3), HookManager()
+    manager.register_capture_hook(layer, "a")
+    layer(torch.ones(1, 2))
+    gone = weakref.ref(manager.get_captured_states("a")[0].output)
+    assert manager.nbytes > 0
+    manager.remove_hook("a")
+    gc.collect()
+    assert gone() is None
+    assert manager.nbytes == 0
+    assert hooks_on(layer) == 0
+
+
+# -- the constructor's arguments
+
+
+def test_max_captured_states_is_for_each_hook():
+    layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    with HookManager(max_captured_states=3) as manager:
+        manager.register_capture_hook(layer, "a")
+        manager.register_capture_hook(other, "b")
+        for i in range(5):
+            layer(torch.full((1, 2), float(i)))
+        other(torch.ones(1, 2))
+        assert [s.input[0][0, 0].item() for s in manager.get_captured_states("a")] == [2, 3, 4]
+        assert len(manager.get_captured_states("b")) == 1
+        assert manager.describe()[0].captured == Counts(captured=5, kept=3, dropped=2)
+
+
+def test_cleanup_interval_is_the_captures_between_two_clean_ups():
+    layer, kept = nn.Linear(2, 3), []
+    with HookManager(max_captured_states=3, cleanup_interval=4) as manager:
+        manager.register_capture_hook(layer, "a")
+        for _ in range(9):
+            layer(torch.ones(1, 2))
+            kept.append(len(manager.get_captured_states("a")))
+    assert kept == [1, 2, 3, 3, 4, 5, 6, 3, 4]
+
+
+def test_memory_limit_mb_is_over_all_hooks():
+    layer, other = nn.Linear(256, 256), nn.Linear(256, 256)
+    with HookManager(memory_limit_mb=1) as manager:
+        manager.register_capture_hook(layer, "a", capture_input=False)
+        manager.register_capture_hook(other, "b", capture_input=False)
+        for _ in range(4):
+            layer(torch.ones(256, 256))
+            other(torch.ones(256, 256))
+            assert manager.nbytes <= 2**20
+        assert manager.nbytes == 2**20
+        assert [len(manager.get_captured_states(one)) for one in "ab"] == [2, 2]
+
+
+def test_edits_need_enable_intervention():
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+    plain = layer(x)
+    with HookManager() as manager:
+        with pytest.raises(ProbeError, match=r"HookManager|Probes\(enable_intervention=True\)"):
+            manager.register_probe(layer, "twice", Doubles(""))
+        with pytest.raises(ProbeError, match="not allowed here"):
+            manager.register_edit_hook(layer, "twice")
+        assert torch.equal(layer(x), plain)
+        assert len(manager) == 0
+    with HookManager(enable_intervention=True) as manager:
+        manager.register_probe(layer, "twice", Doubles(""))
+        assert torch.equal(layer(x), plain * 2)
+    assert torch.equal(layer(x), plain)
+
+
+def test_policy_and_folder(tmp_path):
+    layer = nn.Linear(2, 3)
+    with HookManager(2, policy="spill", folder=str(tmp_path)) as manager:
+        manager.register_capture_hook(layer, "a")
+        for _ in range(5):
+            layer(torch.ones(1, 2))
+        assert len(manager.get_captured_states("a")) == 5
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+    assert not list(tmp_path.iterdir())
+    with HookManager(1, policy="error") as manager:
+        manager.register_capture_hook(layer, "a")
+        layer(torch.ones(1, 2))
+        with pytest.raises(StoreFullError):
+            layer(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_captured_states": 0},
+        {"max_captured_states": 1.5},
+        {"memory_limit_mb": -1},
+        {"memory_limit_mb": "64"},
+        {"cleanup_interval": 0},
+        {"policy": "drop"},
+    ],
+)
+def test_arguments_that_do_not_fit(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        HookManager(**wrong)
+
+
+# -- monitoring and debugging
+
+
+def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_monitoring_hook(layer, "a")
+        manager.register_monitoring_hook(layer, "b", metrics=["max"])
+        out = layer(torch.randn(4, 2)).detach()
+        numbers = manager.get_metrics("a")
+        assert numbers["mean"] == pytest.approx(out.mean().item(), abs=1e-6)
+        assert {"mean", "std"} <= set(numbers)
+        assert manager.report()["b"] == {"max": pytest.approx(out.max().item())}
+        with pytest.raises(ProbeError, match="'a' is a monitoring hook and captures nothing"):
+            manager.get_captured_states("a")
+
+
+def test_a_debug_hook_looks_for_what_is_not_finite(caplog):
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager, caplog.at_level(logging.WARNING, "hookline"):
+        manager.register_debug_hook(layer, "a")
+        layer(torch.ones(1, 2))
+        assert manager.get_findings("a") == []
+        layer(torch.full((1, 2), float("nan")))
+        assert len(manager.get_findings("a")) == 1
+    assert "'a'" in caplog.text
+
+
+def test_a_debug_hook_that_is_to_stop_is_not_isolated():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_debug_hook(layer, "a", action="stop")
+        with pytest.raises(ProbeError, match="'a' found"):
+            layer(torch.full((1, 2), float("nan")))
+        with pytest.raises(ProbeError, match="'a' is a debug hook and measures nothing"):
+            manager.get_metrics("a")
+
+
+def test_an_edit_hook():
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+    plain = layer(x)
+    with HookManager(enable_intervention=True) as manager:
+        manager.register_edit_hook(layer, "a", "scale", 3.0)
+        assert torch.allclose(layer(x), plain * 3)
+        manager.get_hook("a").active = False
+        assert torch.equal(layer(x), plain)
+        manager.get_hook("a").active = True
+        assert torch.allclose(layer(x), plain * 3)
+    assert torch.equal(layer(x), plain)
+
+
+# -- errors
+
+
+def test_ids_that_are_taken_unknown_or_none():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "encoder")
+        with pytest.raises(NameTakenError, match=r"'encoder' already.*remove_hook\('encoder'\)"):
+            manager.register_capture_hook(layer, "encoder")
+        there = hooks_on(layer)
+        with pytest.raises(NameTakenError):
+            manager.register_monitoring_hook(layer, "encoder")
+        assert hooks_on(layer) == there
+        unknown = [
+            manager.remove_hook,
+            manager.get_captured_states,
+            manager.clear_captured_states,
+            manager.enable_hook,
+            manager.disable_hook,
+            manager.get_metrics,
+            manager.get_hook,
+        ]
+        for function in unknown:
+            with pytest.raises(UnknownHookError, match=r"'encodr'. Did you mean 'encoder'\?"):
+                function("encodr")
+        for nothing in ("", None, 3):
+            with pytest.raises(ProbeError, match="hook_id is a text"):
+                manager.register_capture_hook(layer, nothing)
+
+
+@pytest.mark.parametrize("thing", [None, "layer", torch.ones(1), nn.Linear])
+def test_something_that_is_no_module(thing):
+    with HookManager() as manager:
+        with pytest.raises(ProbeError, match=r"'a': a hook is put on a torch\.nn\.Module, not on"):
+            manager.register_capture_hook(thing, "a")
+        assert len(manager) == 0
+
+
+def test_a_probe_is_in_one_place_and_is_one():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        probe = Fails(0)
+        manager.register_probe(layer, "a", probe)
+        with pytest.raises(ProbeError, match="on a module already"):
+            manager.register_probe(layer, "b", probe)
+        with pytest.raises(ProbeError, match="a Probe is needed, not a int"):
+            manager.register_probe(layer, "b", 3)
+
+
+def test_it_cannot_be_used_after_it_was_closed():
+    manager = HookManager()
+    manager.close()
+    manager.close()
+    with pytest.raises(ProbeError, match="closed"):
+        manager.register_capture_hook(nn.Linear(2, 3), "a")
+
+
+# -- on exit
+
+
+def test_on_exit_everything_is_removed_and_only_what_it_added():
+    layer, called = nn.Linear(2, 3), []
+    layer.register_forward_hook(lambda *args: called.append(1))
+    layer.register_forward_pre_hook(lambda *args: None)
+    before = dict(layer._forward_hooks), dict(layer._forward_pre_hooks)
+    with HookManager() as outer:
+        outer.register_capture_hook(layer, "a")
+        with pytest.raises(ZeroDivisionError), HookManager() as manager:
+            manager.register_capture_hook(layer, "a")
+            manager.register_monitoring_hook(layer, "b")
+            raise ZeroDivisionError
+        assert manager.list_hooks() == []
+        layer(torch.ones(1, 2))
+        assert len(outer.get_captured_states("a")) == 1
+    assert (layer._forward_hooks, layer._forward_pre_hooks) == before
+    assert called == [1]
+
+
+def test_hooks_are_toggled_and_listed():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a")
+        manager.register_monitoring_hook(layer, "b")
+        manager.disable_hook("a")
+        layer(torch.ones(1, 2))
+        assert manager.get_captured_states("a") == []
+        info = {one.id: one for one in manager.describe()}
+        assert (info["a"].enabled, info["a"].kind, info["a"].module) == (False, "capture", "Linear")
+        assert (info["b"].enabled, info["b"].kind, info["b"].captured) == (True, "monitoring", None)
+        manager.enable_hook("a")
+        layer(torch.ones(1, 2))
+        assert len(manager.get_captured_states("a")) == 1
+        assert (manager.list_hooks(), list(manager), len(manager)) == (["a", "b"], ["a", "b"], 2)
+        assert "a" in manager
+        assert manager.get_hook("a").states()
+        assert repr(manager).startswith("<Probes: 'a', 'b', ")
+        manager.clear_hooks()
+        assert manager.list_hooks() == []
+        assert manager
+
+
+# -- failures
+
+
+def test_a_failing_probe_does_not_fail_the_model_and_is_disabled_after_three(caplog):
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+    with HookManager() as manager, caplog.at_level(logging.ERROR, "hookline"):
+        manager.register_probe(layer, "bad", Fails(4))
+        manager.register_capture_hook(layer, "good")
+        for _ in range(5):
+            layer(x)
+        assert len(manager.get_captured_states("good")) == 5
+        bad = manager.describe()[0]
+        assert (bad.failures, bad.enabled) == (3, False)
+        assert bad.last_error == "ZeroDivisionError: of my own"
+        assert "The hook 'bad' failed (ZeroDivisionError: of my own)" in caplog.text
+        assert "DISABLED" in caplog.text
+        manager.enable_hook("bad")
+        for _ in range(3):
+            layer(x)
+        assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (4, True)
+
+
+def test_only_failures_in_a_row_disable():
+    class FailsNowAndThen(Probe):
+        calls = 0
+
+        def after(self, call):
+            self.calls += 1
+            if self.calls % 3:
+                raise ZeroDivisionError
+
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_probe(layer, "bad", FailsNowAndThen(""))
+        for _ in range(9):
+            layer(torch.ones(1, 2))
+        assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (6, True)
+
+
+def test_failures_in_backward_are_isolated_too():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        kept = {"capture_input": False, "capture_output": False}
+        manager.register_capture_hook(layer, "a", **kept, gradient=True, select=9)
+        layer(torch.ones(1, 2)).sum().backward()
+        assert layer.weight.grad is not None
+        assert manager.describe()[0].failures == 1
+
+
+def test_what_must_not_be_isolated_is_not():
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+
+    class FailingEdit(Doubles):
+        def after(self, call):
+            raise ZeroDivisionError
+
+    class Meddles(Doubles):
+        edits = False
+
+    with HookManager(enable_intervention=True) as manager:
+        manager.register_probe(layer, "a", FailingEdit(""))
+        with pytest.raises(ZeroDivisionError):
+            layer(x)
+        manager.remove_hook("a")
+        manager.register_probe(layer, "a", Meddles(""))
+        with pytest.raises(ProbeError, match="'a' returned a value for 'a'"):
+            layer(x)
+        manager.remove_hook("a")
+        manager.register_capture_hook(layer, "a", select=lambda t: t.mul_(2))
+        with pytest.raises(ObserverError):
+            layer(x)
+
+
+# -- threads
+
+
+def test_threads_may_register_run_and_remove_at_once():
+    layer = nn.Linear(2, 3)
+    manager, errors = HookManager(max_captured_states=10), []
+
+    def work(number):
+        try:
+            for i in range(40):
+                hook_id = manager.register_capture_hook(layer, f"{number}.{i}")
+                layer(torch.ones(1, 2))
+                assert manager.get_captured_states(hook_id)
+                manager.remove_hook(hook_id)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert hooks_on(layer) == 0
+    assert (manager.list_hooks(), manager.nbytes) == ([], 0)

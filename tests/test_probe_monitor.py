@@ -1,0 +1,821 @@
+"""A monitor reports statistics of what modules give, and what they cost, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import pickle
+import threading
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loops import Net, batches, make, same, train, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hookline
+from hookline import ConfigError, ObserverError, ProbeError, Trainer, TrainerConfig
+from hookline.probes import statistics, timing
+from hookline.probes.monitor import DEFAULT_METRICS, METRICS, Monitor
+from hookline.probes.statistics import RunningSums
+from hookline.probes.taps import tap
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request, monkeypatch):
+    """Both ways of measuring: where reading is free, and where it would wait for a device."""
+    if request.param == "device":
+        monkeypatch.setattr(statistics, "_reads_at_once", lambda device: False)
+    return request.param
+
+
+class Gives(nn.Module):
+    """Returns what it is given."""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def report_of(*given: Any, module: nn.Module | None = None, **options: Any) -> dict[str, Any]:
+    """What a monitor says of a module that gives these, one after the other."""
+    model = nn.Sequential(module or Gives())
+    monitor = Monitor("0", **options)
+    monitor.attach(model)
+    for one in given:
+        model(one)
+    report = monitor.report()
+    monitor.detach()
+    return report.get("0", {})
+
+
+def definition(values: torch.Tensor) -> dict[str, float]:
+    """The metrics of values, in double precision."""
+    values = values.double().reshape(-1)
+    finite = values[values.isfinite()]
+    return {
+        "mean": finite.mean().item(),
+        "std": finite.std(correction=0).item(),
+        "min": finite.min().item(),
+        "max": finite.max().item(),
+        "zeros": (values == 0).double().mean().item(),
+        "nonfinite": len(values) - len(finite),
+        "norm": finite.norm().item(),
+    }
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def test_the_default_metrics_are_those_of_all_calls_together(where):
+    model, _ = make()
+    monitor = Monitor("**")
+    monitor.attach(model)
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(
+            lambda module, args, output, name=name: seen.setdefault(name, []).append(
+                output.detach()
+            )
+        )
+    for x, _ in batches(3):
+        model(x)
+    report = monitor.report()
+    assert list(report) == ["", "first", "drop", "second"]
+    for name, outputs in seen.items():
+        assert tuple(report[name]) == DEFAULT_METRICS
+        assert report[name] == pytest.approx(definition(torch.cat(outputs)), rel=1e-5, abs=1e-6)
+    assert report["drop"]["zeros"] > 0.1
+
+
+def test_a_report_begins_anew():
+    model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean"])
+    monitor.attach(model)
+    model(torch.ones(3))
+    assert monitor.report() == {"0": {"mean": 1.0}}
+    assert monitor.report() == {}
+    model(torch.full((3,), 2.0))
+    assert monitor.report() == {"0": {"mean": 2.0}}
+
+
+sizes = st.lists(st.integers(0, 40), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes,
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    st.floats(-100, 100),
+    st.booleans(),
+    st.integers(1, 64),
+    st.integers(0, 9),
+)
+def test_any_division_into_calls_gives_the_same_numbers(sizes, dtype, offset, device, many, seed):
+    parts = [(randn(n, seed=seed + i) + offset).to(dtype) for i, n in enumerate(sizes)]
+    whole = torch.cat(parts).double()
+    if not len(whole):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_MANY", many)  # rows are folded early
+        patch.setattr(statistics, "_PIECE", 16)  # tensors are measured in pieces
+        if device:
+            patch.setattr(statistics, "_reads_at_once", lambda device: False)
+        sums = RunningSums(extremes=True, zeros=True)
+        for part in parts:
+            sums.add(1, part)
+            sums.add(0, part * 0)  # of another module
+        table = sums.take(2)
+    assert table is not None
+    found = RunningSums.read(table.tolist())
+    expected = definition(whole)
+    got = {
+        "mean": found[1].mean,
+        "std": found[1].std,
+        "min": found[1].low,
+        "max": found[1].high,
+        "zeros": 1 - found[1].nonzero / found[1].size,
+        "nonfinite": found[1].size - found[1].finite,
+        "norm": found[1].norm,
+    }
+    close = 1e-5 * (1 + abs(offset))
+    assert got == pytest.approx(expected, rel=1e-4, abs=close)
+    assert (found[0].size, found[0].nonzero, found[0].std) == (len(whole), 0, 0)
+
+
+def test_a_deviation_that_is_small_beside_the_mean_is_not_lost(where):
+    values = 1000 + randn(1000)
+    assert report_of(values)["std"] == pytest.approx(definition(values)["std"], rel=1e-4)
+    assert report_of(torch.full((1000,), 0.1))["std"] == pytest.approx(0, abs=1e-7)
+
+
+def test_values_whose_squares_are_no_single_precision_numbers_any_more():
+    for scale in (1e30, 1e-30):
+        values = randn(1000) * scale
+        expected = definition(values)
+        assert report_of(values)["std"] == pytest.approx(expected["std"], rel=1e-5)
+        assert report_of(values)["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+
+
+def test_large_tensors_are_measured_in_pieces():
+    values = torch.cat([randn(1 << 17), 5 + randn(1 << 17), torch.tensor([100.0])])
+    assert report_of(values) == pytest.approx(definition(values), rel=1e-5)
+
+
+def test_half_precision_is_summed_in_single(where):
+    values = torch.full((4096,), 100.0, dtype=torch.float16)  # their sum is none of float16
+    found = report_of(values, values.bfloat16())
+    assert (found["mean"], found["std"]) == (100.0, 0.0)
+
+
+def test_what_is_not_finite_is_counted_and_left_out(where):
+    values = torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf, 0.0])
+    found = report_of(values, torch.tensor([5.0]))
+    expected = definition(torch.cat([values, torch.tensor([5.0])]))
+    assert found == pytest.approx(expected)
+    assert (found["nonfinite"], found["min"], found["max"]) == (3, 0.0, 5.0)
+
+
+def test_what_is_not_finite_is_seen_also_when_nobody_asked(where):
+    assert report_of(torch.tensor([1.0, math.nan]), metrics=["mean"]) == {
+        "mean": 1.0,
+        "nonfinite": 1,
+    }
+    assert report_of(torch.ones(2), metrics=["mean"]) == {"mean": 1.0}
+    found = report_of(torch.full((2,), math.nan), metrics=["mean", "std", "min", "max", "norm"])
+    assert found.pop("nonfinite") == 2
+    assert all(math.isnan(value) for value in found.values())
+
+
+def test_a_call_with_nothing_finite_does_not_spoil_the_others(where):
+    nothing, some = torch.full((2,), math.nan), torch.tensor([-math.inf, 3.0, 5.0])
+    found = report_of(nothing, some, nothing)
+    assert found == pytest.approx(definition(torch.cat([nothing, some, nothing])))
+    assert (found["min"], found["max"]) == (3.0, 5.0)
+    assert report_of(-some)["max"] == -3.0
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    more: dict[str, Any]
+
+
+def test_all_floating_tensors_of_an_output_count_each_once():
+    a, b = randn(5), 3 + randn(2, 2, seed=1)
+    output = Output(a, torch.arange(9), {"again": a, "other": [b, None]})
+    expected = definition(torch.cat([a, b.reshape(-1)]))
+    assert report_of(output) == pytest.approx(expected, rel=1e-5)
+    assert report_of(torch.arange(3), torch.ones(0)) == {}
+
+
+def test_a_change_in_place_by_the_next_module_is_not_mistaken_for_the_same_value():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True))
+    monitor = Monitor("**", ["min"])
+    monitor.attach(model)
+    model(torch.randn(16, 4))
+    report = monitor.report()
+    assert report["0"]["min"] < 0
+    assert report["1"]["min"] == report[""]["min"] == 0
+
+
+def test_nothing_of_an_output_is_kept_alive():
+    model, monitor = nn.Sequential(nn.Linear(4, 4)), Monitor("**", list(METRICS))
+    monitor.attach(model)
+    output = weakref.ref(model(torch.randn(2, 4)))
+    gc.collect()
+    assert output() is None
+    assert monitor.report()["0"]["zeros"] == 0
+
+
+def test_under_no_grad_inference_mode_and_autocast():
+    model, monitor = nn.Sequential(nn.Linear(8, 4), nn.Tanh()), Monitor("0", list(METRICS))
+    monitor.attach(model)
+    outputs = []
+    model[0].register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+    x = randn(3, 8)
+    model(x)
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    model(x)
+    found = monitor.report()["0"]
+    expected = definition(torch.cat([one.float() for one in outputs]))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+# -- further metrics ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bins", [1, 4])
+def test_a_histogram_counts_in_bins_that_double(bins):
+    values = torch.cat([randn(2000) * 3, torch.zeros(7), torch.tensor([1e-9, -1e-9, 4e6, -5e6])])
+    values = torch.cat([values, torch.tensor([math.nan, math.inf])])
+    found = report_of(values[:500], values[500:], metrics=["histogram"], bins=bins)["histogram"]
+    counts, edges = found["counts"], found["edges"]
+    assert sum(counts) == 2011
+    assert len(edges) == len(counts) + 1
+    assert edges == sorted(edges)
+    assert not any(a == b == 0 for a, b in pairwise(counts))
+    middle = next(i for i, edge in enumerate(edges) if edge > 0)
+    assert (edges[middle - 1], edges[middle]) == (-(2.0**-20), 2.0**-20)
+    assert counts[middle - 1] == 9
+    assert (edges[0], edges[-1], counts[0], counts[-1]) == (-(2.0**20), 2.0**20, 1, 1)
+    for count, low, high in zip(counts[1:-1], edges[1:], edges[2:], strict=False):
+        assert count == ((values > low) & (values < high)).sum(), (low, high)
+    steps = [high / low for low, high in pairwise(edges[middle:])]
+    assert min(steps) == pytest.approx(2 ** (1 / bins))
+
+
+def test_a_histogram_of_nothing_finite_is_empty():
+    found = report_of(torch.tensor([math.nan]), metrics=["histogram"])
+    assert found["histogram"]["counts"] == [0]
+
+
+def test_powers_of_two_begin_their_bin():
+    found = report_of(torch.tensor([1.0, 1.999, 2.0, -1.0]), metrics=["histogram"], bins=1)
+    assert found["histogram"]["counts"] == [1, 0, 2, 1]
+    assert found["histogram"]["edges"][-3:] == [1.0, 2.0, 4.0]
+
+
+def test_a_unit_is_dead_when_it_never_gave_anything_but_zeros(where):
+    first, second = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    first[0, 1, 2] = -1
+    second[3, 0] = math.nan
+    assert report_of(first, metrics=["dead"]) == {"dead": 0.75}
+    assert report_of(first, second, metrics=["dead"]) == {"dead": 0.5}
+    assert report_of((first, second), metrics=["dead"]) == {"dead": 0.75}
+
+
+def test_units_of_convolutions_and_images_are_their_channels():
+    torch.manual_seed(0)
+    conv = nn.Conv1d(2, 4, 3)
+    with torch.no_grad():
+        conv.weight[1:] = 0
+        conv.bias[1:] = 0
+    assert report_of(torch.randn(2, 2, 8), module=conv, metrics=["dead"]) == {"dead": 0.75}
+    image = torch.zeros(2, 5, 4, 4)
+    image[:, 0] = 1
+    assert report_of(image, metrics=["dead"]) == {"dead": 0.8}
+    assert report_of(image, metrics=["dead"], unit_dim=-1) == {"dead": 0.0}
+    assert report_of(torch.tensor([[1.0, 0], [1, 0]]), metrics=["dead"]) == {"dead": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Tanh(), lambda x: x.tanh().abs() > 0.97),
+        (nn.Sigmoid(), lambda x: (x.sigmoid() - 0.5).abs() > 0.97 * 0.5),
+        (nn.Hardtanh(-2, 4), lambda x: (F.hardtanh(x, -2, 4) - 1).abs() > 0.97 * 3),
+        (nn.ReLU6(), lambda x: (F.relu6(x) - 3).abs() > 0.97 * 3),
+        (nn.Identity(), lambda x: x.abs() > 0.97 * x.abs().max()),
+    ],
+)
+def test_saturation_is_the_share_near_a_modules_bounds(where, module, expected):
+    x = randn(1000) * 3
+    found = report_of(x, module=module, metrics=["saturation"])
+    assert found == {"saturation": pytest.approx(expected(x).double().mean().item())}
+    assert 0 < found["saturation"] < 1
+
+
+def test_what_is_not_finite_is_not_saturated(where):
+    x = torch.tensor([math.nan, math.inf, 1.0, 2.0])
+    assert report_of(x, metrics=["saturation"])["saturation"] == 0.25
+    assert report_of(x, metrics=["saturation"], bounds=(-2, 2))["saturation"] == 0.25
+    assert report_of(x, metrics=["saturation"], bounds=(1, 2))["saturation"] == 0.5
+    assert report_of(torch.zeros(4), metrics=["saturation"])["saturation"] == 0
+
+
+def test_saturation_with_ones_own_share_and_bounds(where):
+    x = torch.linspace(-1, 1, 201)
+    assert report_of(x, metrics=["saturation"], saturated_at=0.505)["saturation"] == 100 / 201
+    found = report_of(x, module=nn.Tanh(), metrics=["saturation"], bounds=(-0.5, 0.5))
+    assert found["saturation"] == (x.tanh().abs() > 0.485).double().mean().item()
+
+
+def test_a_tanh_that_returns_what_came_in_bounds_is_judged_by_its_own_bounds():
+    model = nn.Sequential(nn.Hardtanh(-1, 1), nn.Identity())
+    monitor = Monitor("**", ["saturation"])
+    monitor.attach(model)
+    model(torch.full((4,), 0.5))
+    assert {name: one["saturation"] for name, one in monitor.report().items()} == {
+        "": 1.0,
+        "0": 0.0,
+        "1": 1.0,
+    }
+
+
+def test_memory_on_the_cpu_is_the_size_of_the_largest_output():
+    found = report_of((torch.ones(3), torch.arange(2)), torch.ones(5), metrics=["memory"])
+    assert found == {"memory": 28}
+
+
+# -- functions ------------------------------------------------------------------------------------
+
+
+def test_functions_of_ones_own_are_averaged_over_calls():
+    found = report_of(
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([6.0]),
+        functions={"largest": torch.max, "length": len, "half": lambda x: x.max().half()},
+    )
+    assert found == {"largest": 4.0, "length": 1.5, "half": 4.0}
+
+
+def test_functions_come_beside_metrics():
+    found = report_of(torch.ones(2), metrics=["max", "mean"], functions={"own": torch.sum})
+    assert found == {"max": 1.0, "mean": 1.0, "own": 2.0}
+    assert list(found) == ["max", "mean", "own"]
+
+
+def test_a_functions_view_is_copied():
+    x = torch.ones(3, dtype=torch.float64)
+    model, monitor = nn.Sequential(Gives()), Monitor("0", functions={"first": lambda x: x[0]})
+    monitor.attach(model)
+    model(x)
+    x.zero_()
+    assert monitor.report() == {"0": {"first": 1.0}}
+
+
+def test_a_function_that_changes_what_it_sees_is_fatal_and_named():
+    def meddle(x):
+        return x.mul_(2).sum()
+
+    with pytest.raises(ObserverError, match=r"meddle changed the output of '0' in place"):
+        report_of(torch.ones(2), functions={"own": meddle})
+
+
+def test_a_function_that_draws_random_numbers_is_fatal_and_named():
+    def draws(x):
+        return torch.rand(1)
+
+    with pytest.raises(ObserverError, match=r"draws drew from training's random numbers"):
+        report_of(torch.ones(2), functions={"own": draws})
+
+
+@pytest.mark.parametrize("value", [None, "text", torch.ones(2)])
+def test_a_function_that_returns_no_number_is_told_so(value):
+    with pytest.raises(ProbeError, match=r"The metric 'own' returned a .* for '0'"):
+        report_of(torch.ones(2), functions={"own": lambda x: value})
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": ["maen"]}, r"'maen' is no metric. Did you mean 'mean'\?"),
+        ({"metrics": []}, "nothing to measure"),
+        ({"functions": {"std": torch.sum}}, "'std' is a metric already"),
+        ({"bounds": (1, -1)}, "from low to high"),
+        ({"every": 0}, "every"),
+        ({"saturated_at": 1.5}, "saturated_at"),
+        ({"bin": 3}, r"Did you mean 'bins'"),
+    ],
+)
+def test_options_that_do_not_fit_are_errors_when_it_is_made(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Monitor("**", **options)
+
+
+def test_only_steps_that_are_reported_are_measured():
+    model, _ = make()
+    calls = []
+    monitor = Monitor("first", every=3, functions={"own": lambda x: calls.append(1) or 0})
+    context, logged = SimpleNamespace(step=0, epoch=0), []
+    trainer = SimpleNamespace(log=lambda name, value, kind: logged.append((context.step, name)))
+    monitor.attach(model, context=context)
+    for x, _ in batches(7):
+        model(x)
+        context.step += 1
+        monitor.on_step_end(trainer)
+    assert len(calls) == 2
+    assert logged == [(3, "probes/first/own"), (6, "probes/first/own")]
+
+
+def test_a_copy_and_a_pickle_measure_for_themselves():
+    model, _ = make()
+    monitor = Monitor("first", ["mean", "histogram", "dead", "forward_time_ms"], bins=2)
+    monitor.attach(model)
+    model(randn(4, 8))
+    for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert other.attachment is None
+        assert other.report() == {}
+        other.attach(copy.deepcopy(model)).root(randn(4, 8))
+        assert list(other.report()["first"]) == list(monitor.metrics)
+    assert list(monitor.report()["first"]) == list(monitor.metrics)
+
+
+def test_a_named_value_of_the_models_code_is_monitored():
+    class Model(nn.Module):
+        def forward(self, x):
+            return tap(x * 2, "twice") + 1
+
+    model, monitor = Model(), Monitor(None, ["mean", "memory", "dead"], taps=["twice"])
+    monitor.attach(model)
+    model(torch.ones(4))
+    assert monitor.report() == {"twice": {"mean": 2.0, "memory": 16, "dead": 0.0}}
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that goes only when somebody works."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(timing, "perf_counter", lambda: self.now)
+
+
+class Takes(nn.Module):
+    """Takes some seconds forward, and others backward; it has a weight, so it is in the graph."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.spent = clock, forward, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Spends.apply(x * self.weight, *self.spent) * 1
+
+
+class _Spends(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, clock: Clock, forward: float, backward: float) -> Any:
+        clock.now += forward
+        ctx.clock, ctx.backward = clock, backward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.clock.now += ctx.backward
+        return gradient, None, None, None
+
+
+class Branches(nn.Module):
+    """The same value goes into three modules; a third of the work is outside of them."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.q, self.k, self.v = Takes(clock, 1, 2), Takes(clock, 4, 8), Takes(clock, 16, 32)
+        self.own = Takes(clock, 64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own.forward(self.q(x) + self.k(x) + self.v(x))
+
+
+TIMES = ["forward_time_ms", "backward_time_ms"]
+
+
+def times_of(report: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {
+        name: tuple(values.get(metric, 0) / 1e3 for metric in TIMES)
+        for name, values in report.items()
+    }
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_each_module_is_timed_forward_and_backward(monkeypatch, needs_gradient):
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Branches(clock))
+    monitor = Monitor("**", TIMES)
+    monitor.attach(model)
+    for _ in range(2):
+        model(torch.ones(2, requires_grad=needs_gradient)).sum().backward()
+    expected = {"": (85, 170), "0": (85, 170), "0.q": (1, 2), "0.k": (4, 8), "0.v": (16, 32)}
+    twice = {name: (2 * there, 2 * back) for name, (there, back) in expected.items()}
+    assert times_of(monitor.report()) == twice  # `own` was not called as a module
+
+
+def test_what_the_monitor_does_meanwhile_is_no_time_of_the_modules(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    def slow(x):
+        clock.now += 1000
+        return 0
+
+    model = nn.Sequential(nn.Sequential(Takes(clock, 1, 1), Takes(clock, 2, 2)))
+    monitor = Monitor("**", ["forward_time_ms"], functions={"slow": slow})
+    monitor.attach(model)
+    model(torch.ones(2))
+    times = {name: forward for name, (forward, _) in times_of(monitor.report()).items()}
+    assert times == {"": 3, "0": 3, "0.0": 1, "0.1": 2}
+
+
+def test_a_backward_that_was_not_run_has_no_time(monkeypatch):
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Takes(clock, 1, 2), nn.Identity())
+    monitor = Monitor("**", TIMES)
+    monitor.attach(model)
+    model(torch.ones(2))
+    with torch.no_grad():
+        model(torch.ones(2))
+    report = monitor.report()
+    assert list(report["0"]) == ["forward_time_ms"]
+    model(torch.ones(2)).sum().backward()
+    assert "backward_time_ms" not in monitor.report()["1"]  # it returns what came in
+
+
+def test_two_backwards_through_the_same_graph_count_both(monkeypatch):
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Takes(clock, 1, 2))
+    monitor = Monitor("0", TIMES)
+    monitor.attach(model)
+    loss = model(torch.ones(2)).sum()
+    loss.backward(retain_graph=True)
+    clock.now += 100
+    loss.backward()
+    assert times_of(monitor.report()) == {"0": (1, 4)}
+
+
+def test_times_go_on_after_a_forward_that_failed(monkeypatch):
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Takes(clock, 1, 2), nn.Linear(2, 2))
+    monitor = Monitor("**", TIMES)
+    monitor.attach(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3))
+    clock.now += 100
+    model(torch.ones(2))
+    assert monitor._running.calls == []
+    assert {name: one[0] for name, one in times_of(monitor.report()).items()} == {
+        "": 1,
+        "0": 2,
+        "1": 0,
+    }
+
+
+def test_a_module_that_fails_within_another_is_over_with_it(monkeypatch):
+    class Tries(nn.Sequential):
+        def forward(self, x):
+            try:
+                return super().forward(torch.ones(3))
+            except RuntimeError:
+                return x
+
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Tries(nn.Linear(2, 2)), Takes(clock, 1, 0))
+    monitor = Monitor("**", ["forward_time_ms"])
+    monitor.attach(model)
+    model(torch.ones(2))
+    assert monitor._running.calls == []
+    assert times_of(monitor.report()) == {"": (1, 0), "0": (0, 0), "1": (1, 0)}
+
+
+def test_times_that_nobody_asks_for_are_added_up(monkeypatch):
+    monkeypatch.setattr(timing, "_MANY", 5)
+    clock = Clock(monkeypatch)
+    model = nn.Sequential(Takes(clock, 1, 2))
+    monitor = Monitor("0", TIMES)
+    monitor.attach(model)
+    for _ in range(50):
+        model(torch.ones(2)).sum().backward()
+        assert len(monitor._forward._spans) <= 6
+        assert len(monitor._backward._spans) <= 6
+    assert times_of(monitor.report()) == {"0": (50, 100)}
+
+
+# -- in training ----------------------------------------------------------------------------------
+
+
+def fit(
+    *hooks: Any, data: Any = None, val: Any = None, folder: Any = None, **fields: Any
+) -> Trainer:
+    model, optimizer = make()
+    config = TrainerConfig(**{"runs": folder, "progress": "off", "seed": 3, **fields})
+    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    trainer.fit(data or batches(6), val_loaders=val)
+    return trainer
+
+
+def logged(folder: Any) -> list[dict[str, Any]]:
+    (path,) = folder.glob("*/metrics.jsonl")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [one for one in records if one["name"].startswith(("probes", "mine"))]
+
+
+def test_with_accumulation_the_numbers_are_those_of_the_whole_step(tmp_path):
+    class Sees(hookline.Hook):
+        def __init__(self):
+            self.outputs = {}
+
+        def on_after_forward(self, outputs, step):
+            self.outputs.setdefault(step + 1, []).append(outputs.detach().clone())
+
+    sees = Sees()
+    val = [(100 * x, y) for x, y in batches(2, seed=5)]
+    fit(
+        sees,
+        Monitor("", every=2),
+        data=batches(12),
+        val=val,
+        folder=tmp_path,
+        accumulate=3,
+        validate_every_steps=1,
+    )
+    records = logged(tmp_path)
+    assert {one["step"] for one in records} == {2, 4}
+    for step in (2, 4):
+        found = {
+            one["name"].removeprefix("probes/"): one["value"]
+            for one in records
+            if one["step"] == step
+        }
+        expected = definition(torch.cat(sees.outputs[step][:3]))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_values_are_in_the_record_under_their_prefix(tmp_path):
+    monitor = Monitor(nn.Linear, ["mean", "histogram"], every=3, prefix="mine")
+    trainer = fit(monitor, folder=tmp_path)
+    records = logged(tmp_path)
+    assert [(one["step"], one["name"], one["kind"]) for one in records] == [
+        (step, f"mine/{module}/{metric}", kind)
+        for step in (3, 6)
+        for module in ("first", "second")
+        for metric, kind in (("mean", "scalar"), ("histogram", "histogram"))
+    ]
+    assert trainer.hooks.describe()[0].name == "monitor"
+    assert monitor.attachment is None or not monitor.attachment.enabled
+
+
+def test_training_is_the_same_bit_for_bit_with_and_without():
+    everything = Monitor("**", list(METRICS), every=1, functions={"own": lambda x: x.std()})
+    plain, observed = fit(), fit(everything)
+    assert same(weights(plain.model), weights(observed.model))
+    assert observed.hooks.summary().failures == {}
+
+
+def test_a_monitor_may_be_disabled_and_enabled():
+    class Toggles(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            {2: trainer.hooks.disable_hook, 4: trainer.hooks.enable_hook}.get(step, len)("monitor")
+
+    steps = []
+    monitor = Monitor("first", every=1, functions={"own": lambda x: steps.append(1) or 0})
+    fit(Toggles(), monitor)
+    assert len(steps) == 4
+
+
+def test_in_a_bare_loop_it_reports_too(tmp_path):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Monitor("**", every=2)], runs=tmp_path):
+        train(model, optimizer, batches(5))
+    assert {one["step"] for one in logged(tmp_path)} == {2, 4}
+    assert len(logged(tmp_path)) == 2 * 4 * len(DEFAULT_METRICS)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.body, self.head, self.reentrant = Net(), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return self.head(self.body(x))
+        return self.head(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_is_not_counted_and_changes_nothing(reentrant):
+    gradients, reports = [], []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model = Checkpointed(kind)
+        monitor = Monitor("**", [*DEFAULT_METRICS, "histogram", "dead", *TIMES])
+        monitor.attach(model)
+        torch.manual_seed(1)
+        model(randn(4, 8).requires_grad_()).sum().backward()
+        gradients.append([one.grad for one in model.parameters()])
+        reports.append(monitor.report())
+    assert same(*gradients)
+    for one, other in zip(reports[0].values(), reports[1].values(), strict=True):
+        for metric in (*DEFAULT_METRICS, "histogram", "dead"):
+            assert one[metric] == other[metric]
+    assert reports[1]["head"]["backward_time_ms"] > 0
+
+
+def test_threads_that_run_the_same_model_lose_nothing(monkeypatch):
+    monkeypatch.setattr(statistics, "_MANY", 7)
+    model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean", "norm", "dead", "histogram"])
+    monitor.attach(model)
+    reports = []
+
+    def work(number):
+        for _ in range(200):
+            model(torch.full((3,), float(number)))
+
+    threads = [threading.Thread(target=work, args=(2**i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        reports.append(monitor.report())
+    reports.append(monitor.report())
+    squares = sum(one["0"]["norm"] ** 2 for one in reports if "norm" in one.get("0", {}))
+    assert squares == pytest.approx(200 * 3 * (1 + 4 + 16 + 64))
+    counts = [one["0"]["histogram"]["counts"] for one in reports if "histogram" in one.get("0", {})]
+    assert sum(map(sum, counts)) == 4 * 200 * 3
+
+
+def test_nothing_is_read_before_the_report_and_then_at_once(monkeypatch):
+    monkeypatch.setattr(statistics, "_reads_at_once", lambda device: False)
+    metrics = [name for name in METRICS if name not in ("forward_time_ms", "backward_time_ms")]
+    model, _ = make()
+    monitor = Monitor("**", metrics, functions={"own": lambda x: x.sum()})
+    monitor.attach(model)
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero"):
+        original = getattr(torch.Tensor, name)
+
+        def read(self, *args, name=name, original=original):
+            reads.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    for x, _ in batches(4):
+        model(x)
+    assert reads == []
+    assert len(monitor.report()) == 4
+    assert reads == ["tolist"]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_monitored_and_times_are_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    monitor, expected = Monitor("**", list(METRICS)), Monitor("**", list(METRICS))
+    monitor.attach(model)
+    expected.attach(plain)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        for one in (compiled, plain):
+            one(randn(4, 8, seed=seed)).sum().backward()
+    found, known = monitor.report(), expected.report()
+    assert list(found) == list(known)
+    for name, values in found.items():
+        assert not {"forward_time_ms", "backward_time_ms"} & set(values)
+        for metric in (*DEFAULT_METRICS, "saturation", "dead", "memory"):
+            assert values[metric] == pytest.approx(known[name][metric], rel=1e-5), (name, metric)
+    monitor.attachment.off()
+    compiled(randn(4, 8))
+    assert monitor.report() == {}

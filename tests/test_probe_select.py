@@ -1,0 +1,376 @@
+"""Choosing the modules that a probe is put on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from hookline.errors import ConfigError
+from hookline.probes.select import aliases, clean_name, clean_names, select
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.act = nn.GELU()
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class WideMlp(Mlp):
+    """A subclass."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.mlp = WideMlp()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.mlp(x))
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def names(model, which):
+    chosen = select(model, which)
+    for name, module in chosen.items():  # each name leads to its module
+        assert select(model, name) == {name: module}
+    return list(chosen)
+
+
+BLOCK_MLPS = [f"blocks.{i}.mlp" for i in range(12)]
+
+
+# -- what can be asked for
+
+
+def test_a_module_is_chosen_by_its_name(net):
+    assert select(net, "blocks.3.mlp") == {"blocks.3.mlp": net.blocks[3].mlp}
+
+
+def test_the_empty_name_is_the_model_itself(net):
+    assert select(net, "") == {"": net}
+
+
+def test_a_star_stands_for_one_part_of_a_name(net):
+    assert names(net, "blocks.*.mlp") == BLOCK_MLPS
+    assert names(net, "*") == ["embed", "blocks", "mlp", "head"]
+    assert names(net, "blocks.*") == [f"blocks.{i}" for i in range(12)]
+
+
+def test_a_star_stands_for_a_piece_within_a_part(net):
+    assert names(net, "*mb*") == ["embed"]
+    assert names(net, "blocks.1*.m*p") == ["blocks.1.mlp", "blocks.10.mlp", "blocks.11.mlp"]
+
+
+def test_two_stars_stand_for_any_number_of_parts(net):
+    assert names(net, "**.mlp") == [*BLOCK_MLPS, "mlp"]
+    assert names(net, "blocks.**.up") == [f"{name}.up" for name in BLOCK_MLPS]
+    assert names(net, "blocks.2.**")[:2] == ["blocks.2", "blocks.2.norm"]
+    assert names(net, "**.**.mlp") == [*BLOCK_MLPS, "mlp"]
+
+
+def test_two_stars_alone_choose_every_module_and_the_model(net):
+    assert names(net, "**") == [name for name, _ in net.named_modules()]
+
+
+def test_a_question_mark_and_brackets_stand_for_one_character(net):
+    assert names(net, "blocks.?") == [f"blocks.{i}" for i in range(10)]
+    assert names(net, "blocks.[0-2]") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(net, "blocks.[!0-8]") == ["blocks.9"]
+
+
+def test_a_name_that_looks_like_a_glob_is_a_name_first():
+    model = nn.ModuleDict({"a": nn.ReLU(), "[a]": nn.GELU()})
+    assert select(model, "[a]") == {"[a]": model["[a]"]}
+
+
+def test_a_regular_expression_matches_whole_names(net):
+    expected = ["blocks.0.mlp", "blocks.1.mlp"]
+    assert names(net, re.compile(r"blocks\.[01]\.mlp")) == expected
+    assert names(net, r"re:blocks\.[01]\.mlp") == expected
+    assert names(net, r"re:.*head") == ["head"]
+
+
+def test_a_type_chooses_its_modules_and_those_of_subclasses(net):
+    assert names(net, Mlp) == [*BLOCK_MLPS, "mlp"]
+    assert names(net, WideMlp) == ["mlp"]
+    assert names(net, Net) == [""]
+
+
+def test_types_can_be_joined(net):
+    assert names(net, WideMlp | nn.GELU) == names(net, (nn.GELU, WideMlp))
+
+
+def test_a_function_of_name_and_module_chooses(net):
+    chosen = names(net, lambda name, module: "1" in name and isinstance(module, nn.LayerNorm))
+    assert chosen == ["blocks.1.norm", "blocks.10.norm", "blocks.11.norm"]
+
+
+def test_a_module_chooses_itself(net):
+    assert select(net, net.blocks[1].mlp) == {"blocks.1.mlp": net.blocks[1].mlp}
+    assert select(net, net) == {"": net}
+    assert list(select(net, net.blocks)) == ["blocks"]  # and is no list of modules
+
+
+def test_a_list_chooses_what_any_of_it_does_once_in_the_models_order(net):
+    which = ["head", nn.LayerNorm, "blocks.0.*", ["embed", net.head]]
+    norms = [f"blocks.{i}.norm" for i in range(12)]
+    assert names(net, which) == ["embed", norms[0], "blocks.0.mlp", *norms[1:], "head"]
+
+
+# -- when nothing is found
+
+
+def refusal(model, which):
+    with pytest.raises(ConfigError) as caught:
+        select(model, which)
+    return str(caught.value)
+
+
+def test_a_name_that_is_not_there_is_an_error_with_near_names_and_some_that_are(net):
+    message = refusal(net, "blocks.3.mpl")
+    assert "'blocks.3.mpl'" in message
+    assert "Did you mean 'blocks.3.mlp'?" in message
+    assert "Names there are: 'embed', 'blocks', 'blocks.0'" in message
+    assert f"and {len(list(net.named_modules())) - 1 - 8} more" in message
+
+
+def test_a_star_that_would_have_to_cross_dots_is_explained(net):
+    message = refusal(net, "*.norm")
+    assert "'blocks.0.norm' has more" in message
+    assert "write '**'" in message
+    assert "'**'" not in refusal(net, "nothing*")
+
+
+def test_a_list_names_the_one_that_chooses_nothing(net):
+    assert "'tail'" in refusal(net, ["head", "tail"])
+
+
+@pytest.mark.parametrize("which", ["re:nothing", re.compile("nothing"), "re:lock"])
+def test_a_regular_expression_that_matches_nothing_is_an_error(net, which):
+    assert "whole name" in refusal(net, which)
+
+
+def test_a_broken_regular_expression_is_an_error(net):
+    assert "'re:(' is not a regular expression" in refusal(net, "re:(")
+
+
+def test_a_type_that_is_not_there_is_an_error_with_those_that_are(net):
+    message = refusal(net, nn.Conv2d)
+    assert "Conv2d" in message
+    assert "'LayerNorm'" in message
+
+
+def test_a_function_that_chooses_nothing_is_an_error(net):
+    def nothing(name, module):
+        return False
+
+    assert "nothing chose none of the modules" in refusal(net, nothing)
+
+
+def test_a_module_of_another_model_is_an_error(net):
+    assert "This Linear is not a part of the model" in refusal(net, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("which", [[], ()])
+def test_asking_for_nothing_is_an_error(net, which):
+    assert "No module was asked for" in refusal(net, which)
+
+
+def test_something_that_chooses_no_modules_is_an_error(net):
+    assert "cannot be chosen by a int: 3" in refusal(net, 3)
+
+
+# -- wrappers
+
+
+def test_compiling_does_not_show_in_names(net):
+    model = torch.compile(net)
+    assert clean_names(model) == clean_names(net) == dict(net.named_modules())
+    assert select(model, "") == {"": net}
+    assert names(model, "blocks.*.mlp") == BLOCK_MLPS
+    assert select(model, nn.Module) == clean_names(net)
+    seen = []
+    select(model, lambda name, module: seen.append(module) or True)
+    assert seen == list(net.modules())  # no wrapper
+
+
+def test_names_with_wrapper_parts_are_understood(net):
+    model = torch.compile(net)
+    assert list(select(model, "_orig_mod.head")) == ["head"]
+    assert list(select(net, "_orig_mod.head")) == ["head"]
+    assert list(select(model, "_orig_mod")) == [""]
+    assert list(select(model, "_orig_mod.blocks.*.mlp")) == BLOCK_MLPS
+    assert list(select(model, r"re:_orig_mod\.hea.")) == ["head"]
+    assert list(select(net, "module.head")) == ["head"]  # noted down from a DDP model
+    assert list(select(net, "module")) == [""]
+
+
+def test_a_part_that_was_compiled_alone_keeps_its_name(net):
+    plain = clean_names(net)
+    net.blocks[2] = torch.compile(net.blocks[2])
+    assert clean_names(net) == plain
+    assert list(select(net, Block)) == [f"blocks.{i}" for i in range(12)]
+
+
+def test_activation_checkpointing_does_not_show_in_names(net):
+    plain = clean_names(net)
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = checkpoint_wrapper(block)
+    assert clean_names(net) == plain
+    assert list(select(net, "blocks.1._checkpoint_wrapped_module.mlp")) == ["blocks.1.mlp"]
+
+
+def test_a_wrapper_can_be_given_as_a_module(net):
+    wrapper = net.blocks[1] = checkpoint_wrapper(net.blocks[1])
+    assert select(net, wrapper) == {"blocks.1": wrapper}
+
+
+def test_data_parallel_does_not_show_in_names(net):
+    model = nn.DataParallel(net)
+    assert clean_names(model) == clean_names(net)
+    assert list(select(model, "module.blocks.*.mlp")) == BLOCK_MLPS
+
+
+def test_ddp_and_compiling_do_not_show_in_names(net, group):
+    model = torch.compile(nn.parallel.DistributedDataParallel(net))
+    assert clean_names(model) == clean_names(net)
+    assert select(model, "") == {"": net}
+    outer = nn.ModuleDict({"encoder": model})
+    assert list(clean_names(outer))[:3] == ["", "encoder", "encoder.embed"]
+    assert select(outer, "encoder._orig_mod.module.head") == {"encoder.head": net.head}
+    assert select(outer, "encoder.module.head") == {"encoder.head": net.head}
+    assert select(outer, "encoder._orig_mod") == {"encoder": net}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
+def test_fsdp_of_both_kinds_does_not_show_in_names(net, group):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    cpu = torch.device("cpu")
+    plain = list(clean_names(net))
+    net.blocks[0] = FullyShardedDataParallel(net.blocks[0], device_id=cpu)
+    model = FullyShardedDataParallel(net, device_id=cpu)
+    assert list(clean_names(model)) == plain
+    assert list(select(model, "_fsdp_wrapped_module.blocks.0.mlp")) == ["blocks.0.mlp"]
+
+    second = Net()
+    fully_shard(second, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    assert list(clean_names(second)) == plain
+    assert list(select(second, Net)) == [""]
+
+
+def test_somebodys_own_attribute_called_module_stays():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Sequential(nn.Linear(2, 2))
+
+    model = nn.DataParallel(Mine())
+    assert list(clean_names(model)) == ["", "module", "module.0"]
+    assert select(model, "module.0") == {"module.0": model.module.module[0]}
+    assert clean_name("module.0") == "module.0"
+
+
+def test_a_name_alone_loses_only_what_nobody_else_calls_so():
+    assert clean_name("_orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
+    assert clean_name("_fsdp_wrapped_module.module.b") == "module.b"
+    assert clean_name("_orig_mod") == ""
+
+
+def test_choosing_modules_imports_no_wrapper():
+    script = (
+        "import sys, torch\n"
+        "from hookline.probes.select import select\n"
+        "before = set(sys.modules)\n"
+        "select(torch.nn.Sequential(torch.nn.ReLU()), '*')\n"
+        "print([name for name in set(sys.modules) - before if name.startswith('torch')])\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "False"], done.stderr
+
+
+# -- tied modules
+
+
+@pytest.fixture
+def tied():
+    shared = nn.Sequential(nn.Linear(2, 2))
+    return nn.ModuleDict({"encoder": shared, "middle": nn.ReLU(), "decoder": shared})
+
+
+def test_a_tied_module_is_there_once_and_its_other_names_are_listed(tied):
+    assert list(clean_names(tied)) == ["", "encoder", "encoder.0", "middle"]
+    assert aliases(tied) == {"encoder": ["decoder"], "encoder.0": ["decoder.0"]}
+    assert list(select(tied, nn.Linear)) == ["encoder.0"]
+    assert list(select(tied, "*")) == ["encoder", "middle"]
+
+
+def test_a_model_without_tied_modules_has_no_aliases(net):
+    assert aliases(net) == aliases(torch.compile(net)) == {}
+
+
+@pytest.mark.parametrize(
+    "which",
+    ["decoder.0", "dec*.0", "re:d.*0", re.compile("d.*0"), lambda name, _: name == "decoder.0"],
+)
+def test_a_tied_module_has_the_name_that_was_asked_for(tied, which):
+    assert select(tied, which) == {"decoder.0": tied["encoder"][0]}
+
+
+def test_a_tied_module_asked_for_under_both_names_is_chosen_once(tied):
+    assert list(select(tied, ["decoder", "encoder"])) == ["decoder"]
+    assert list(select(tied, ["decoder", "middle"])) == ["middle", "decoder"]
+
+
+def test_a_module_that_contains_itself_is_walked_once():
+    model = nn.Sequential(nn.Sequential(nn.ReLU()))
+    model[0].add_module("parent", model)
+    assert list(clean_names(model)) == ["", "0", "0.0"]
+    assert aliases(model) == {}
+
+
+def test_a_place_without_a_module_is_passed_over():
+    model = nn.Sequential(nn.ReLU())
+    model.register_module("empty", None)
+    assert list(clean_names(model)) == ["", "0"]

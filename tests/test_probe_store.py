@@ -1,0 +1,998 @@
+"""Captured states: what they hold, and the limits within which they are kept."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import subprocess
+import sys
+import threading
+import weakref
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from hookline.errors import ConfigError, HooklineError
+from hookline.probes.nested import map_tensors, tensors_in
+from hookline.probes.state import CapturedState
+from hookline.probes.store import Counts, Store, StoreFullError
+
+KB = 1024
+
+
+def tensor(kilobytes=1, value=0.0):
+    return torch.full((kilobytes * KB // 4,), float(value))
+
+
+def state(value=0.0, kilobytes=1, **contents):
+    """A state that can be told by its number, and takes so many kilobytes."""
+    return CapturedState(
+        "layer", step=int(value), **(contents or {"output": tensor(kilobytes, value)})
+    )
+
+
+def steps(store, probe="p"):
+    return [s.step for s in store.states(probe)]
+
+
+# -- nested values
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Data:
+    a: Any
+    b: Any = None
+    later: Any = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Any
+    b: Any = 7
+
+
+class ModelOutput(OrderedDict):
+    """As in Hugging Face's transformers: a dataclass and an ordered dict at once."""
+
+    def __post_init__(self):
+        for f in fields(self):
+            if getattr(self, f.name) is not None:
+                self[f.name] = getattr(self, f.name)
+
+    def __setattr__(self, name, value):
+        if name in self.keys() and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self):
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass
+class Output(ModelOutput):
+    loss: Any = None
+    logits: Any = None
+    hidden: Any = None
+
+
+def rich_values(t):
+    data = Data([t], {"x": t})
+    return {
+        "tuple": (t, 1, "a", None),
+        "list": [t, [t, (t,)]],
+        "dict": {"x": t, 3: {"y": t}},
+        "named tuple": Pair(t, (t, 2)),
+        "torch's own tuple": t.reshape(2, -1).max(0),
+        "dataclass": data,
+        "frozen dataclass": Frozen(t),
+        "ordered dict": OrderedDict(b=t, a=t),
+        "default dict": defaultdict(list, a=t),
+        "user dict": UserDict(a=t),
+        "read-only mapping": MappingProxyType({"a": t}),
+        "model output": Output(logits=t, hidden=(t, t)),
+        "packed": torch.nn.utils.rnn.pack_sequence([t[:2], t[:1]]),
+    }
+
+
+@pytest.mark.parametrize("kind", rich_values(torch.ones(8)))
+def test_tensors_are_replaced_within_values_that_keep_their_types(kind):
+    value = rich_values(torch.ones(8))[kind]
+    before = [t.clone() for t in tensors_in(value)]
+    assert before
+    new = map_tensors(value, lambda t: t + 1)
+    expected = dict if kind == "read-only mapping" else type(value)
+    assert type(new) is expected or kind == "read-only mapping"
+    assert [t.tolist() for t in tensors_in(new)] == [(t + 1).tolist() for t in before]
+    assert [t.tolist() for t in tensors_in(value)] == [t.tolist() for t in before]
+
+
+def test_parts_that_are_no_tensors_stay():
+    t = torch.ones(8)
+    values = rich_values(t)
+    double = lambda t: t * 2  # noqa: E731
+    assert map_tensors(values["tuple"], double)[1:] == (1, "a", None)
+    assert list(map_tensors(values["ordered dict"], double)) == ["b", "a"]
+    assert map_tensors(values["default dict"], double).default_factory is list
+    assert map_tensors(Frozen(t), double).b == 7
+    assert not hasattr(map_tensors(values["dataclass"], double), "later")
+    output = map_tensors(values["model output"], double)
+    assert output.logits is output["logits"]
+    assert output.loss is None
+    assert list(output) == ["logits", "hidden"]
+
+
+def test_what_holds_no_tensors_is_left_as_it_is():
+    for value in (None, 3, "a", (1, (2,)), torch.Size([2]), Data(1, 2), object(), Counter("ab")):
+        assert map_tensors(value, lambda t: 1 / 0) is value
+    strange = SimpleNamespace(t=torch.ones(1))
+    assert map_tensors((strange, torch.ones(1)), torch.neg)[0] is strange
+
+
+def test_a_list_that_the_model_goes_on_filling_is_copied():
+    value = {"cache": []}
+    new = map_tensors(value, torch.clone)
+    value["cache"].append(1)
+    assert new == {"cache": []}
+
+
+def test_a_mapping_that_shares_its_insides_with_its_copies_is_not_changed():
+    class Sharing(OrderedDict):
+        def __init__(self, size, entries):
+            super().__init__(entries)
+
+        def __copy__(self):
+            raise TypeError
+
+    value = Sharing(1, {"a": torch.ones(1)})
+    new = map_tensors(value, torch.neg)
+    assert new == {"a": -1}
+    assert type(new) is dict
+    assert value["a"] == 1
+
+
+def test_what_else_a_mapping_has_stays():
+    class Batch(UserDict):
+        note = ""
+
+    value = Batch(a=torch.ones(1))
+    value.note = "kept"
+    new = map_tensors(value, torch.neg)
+    assert (new.note, new["a"], value["a"]) == ("kept", -1, 1)
+
+
+def test_a_tensor_in_several_places_is_replaced_once_and_stays_one():
+    t = torch.ones(2)
+    calls = []
+    new = map_tensors([t, {"a": t}, torch.zeros(2)], lambda t: calls.append(0) or t.clone())
+    assert new[0] is new[1]["a"]
+    assert len(calls) == 2
+    memo: dict = {}
+    assert map_tensors(t, torch.clone, memo) is map_tensors([t], torch.clone, memo)[0]
+
+
+# -- one state
+
+
+def test_a_state_is_a_mapping_too():
+    t = torch.ones(2)
+    s = CapturedState("a.b", "probe", 3, output=t)
+    assert s["output"] is s.output is t
+    assert s.get("nothing", 5) == 5
+    assert "output" in s
+    assert dict(s)["step"] == 3
+    assert list(s) == [f.name for f in fields(CapturedState)]
+    with pytest.raises(KeyError):
+        s["nbytes"]
+    assert s == s
+    assert s != CapturedState("a.b", "probe", 3, output=t)
+    assert len({s, s}) == 1
+
+
+def test_a_state_shows_shapes_instead_of_values():
+    s = CapturedState("mlp", "p", 3, call=1, input=(torch.ones(2, 3),), output={"x": torch.ones(1)})
+    assert repr(s) == (
+        "CapturedState('mlp', probe='p', step=3, call=1, "
+        "input=(float32[2, 3],), output={'x': float32[1]})"
+    )
+
+
+def test_a_state_yields_all_its_tensors():
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    s = CapturedState("m", input=(a,), kwargs={"mask": b}, output=Output(logits=c), gradient=(d,))
+    assert [t.item() for t in s.tensors()] == [0, 1, 2, 3]
+
+
+def test_memory_is_counted_once_and_whole_under_views():
+    whole = tensor(8)
+    assert state(output=whole[:1]).nbytes == 8 * KB
+    assert state(output=(whole[:1], whole[5:], whole.view(2, -1).T)).nbytes == 8 * KB
+    assert state(input=whole, output=(whole, tensor(1))).nbytes == 9 * KB
+    assert state(output=torch.empty(0)).nbytes == 0
+    assert state(output=torch.empty(100, device="meta")).nbytes == 0
+    assert state(output=torch.ones(1).expand(1000)).nbytes == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*prototype:UserWarning")
+def test_memory_of_sparse_and_composed_tensors_is_counted():
+    dense = torch.eye(4)
+    assert state(output=dense.to_sparse()).nbytes == 4 * 4 + 2 * 4 * 8
+    compressed = (torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), (2, 2))
+    for kind in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
+        assert (
+            state(output=kind(*compressed, check_invariants=True)).nbytes == 3 * 8 + 2 * 8 + 2 * 4
+        )
+    jagged = torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged)
+    assert state(output=jagged).nbytes == 6 * 16 + 3 * 8
+    assert state(output=dense.to_mkldnn()).nbytes == 64
+
+
+# -- the store
+
+
+def test_states_come_back_oldest_first_by_probe():
+    store = Store()
+    for i in range(6):
+        store.add("even" if i % 2 == 0 else "odd", state(i))
+    assert steps(store, "even") == [0, 2, 4]
+    assert steps(store, "odd") == [1, 3, 5]
+    assert store.states("nobody") == []
+    assert store.counts("even") == Counts(captured=3, kept=3)
+    assert store.counts("nobody") == Counts()
+    assert store.counts() == Counts(captured=6, kept=6)
+    assert store.nbytes == 6 * KB
+
+
+def test_max_states_holds_for_each_probe():
+    store = Store(max_states=3)
+    for i in range(10):
+        store.add("p", state(i))
+    for i in range(2):
+        store.add("q", state(i))
+    assert steps(store) == [7, 8, 9]
+    assert steps(store, "q") == [0, 1]
+    assert store.counts("p") == Counts(captured=10, kept=3, dropped=7)
+    assert store.nbytes == 5 * KB
+
+
+def test_cleanup_interval_lets_a_few_more_stay_in_between():
+    store = Store(max_states=2, cleanup_interval=4)
+    kept = []
+    for i in range(12):
+        store.add("p", state(i))
+        kept.append(store.counts("p").kept)
+    assert kept == [1, 2, 3, 2, 3, 4, 5, 2, 3, 4, 5, 2]
+    assert steps(store) == [10, 11]
+
+
+def test_the_memory_limit_does_not_wait_for_a_cleanup():
+    store = Store(max_states=2, memory_limit=3 * KB, cleanup_interval=100)
+    for i in range(20):
+        store.add("p", state(i))
+        assert store.nbytes <= 3 * KB
+    assert steps(store) == [17, 18, 19]
+
+
+def test_drop_oldest_drops_the_oldest_of_all_probes():
+    store = Store(memory_limit=4 * KB)
+    store.add("old", state(0))
+    store.add("old", state(1))
+    store.add("new", state(2, kilobytes=3))
+    assert steps(store, "old") == [1]
+    store.add("new", state(3, kilobytes=4))
+    assert steps(store, "old") == []
+    assert steps(store, "new") == [3]
+    assert store.counts("old") == Counts(captured=2, dropped=2)
+    assert store.counts() == Counts(captured=4, kept=1, dropped=3)
+
+
+def test_memory_shared_by_states_of_several_probes_is_counted_once():
+    shared = tensor(4)
+    store = Store(memory_limit=5 * KB)
+    for i in range(10):
+        store.add("p", state(i, output=shared[i:]))
+        store.add("q", state(i, input=(shared,)))
+    assert store.nbytes == 4 * KB
+    assert store.counts() == Counts(captured=20, kept=20)
+    store.forget("p")
+    assert store.nbytes == 4 * KB
+    store.forget("q")
+    assert store.nbytes == 0
+
+
+def test_a_state_that_alone_is_too_large_is_dropped_and_said_once(caplog):
+    store = Store(memory_limit=2 * KB)
+    store.add("p", state(0))
+    with caplog.at_level(logging.WARNING, "hookline"):
+        store.add("p", state(1, kilobytes=3))
+        store.add("p", state(2, kilobytes=3))
+    assert steps(store) == [0]
+    assert store.counts("p") == Counts(captured=3, kept=1, dropped=2)
+    assert len(caplog.records) == 1
+    assert "3072 bytes, and memory_limit is 2048" in caplog.text
+    store.add("p", state(3, kilobytes=2))  # just fits
+    assert steps(store) == [3]
+
+
+@pytest.mark.parametrize("policy", ["drop_oldest", "sample", "spill"])
+def test_what_is_dropped_cleared_or_spilled_is_freed(policy):
+    with Store(max_states=2, policy=policy) as store:
+        alive = []
+        for i in range(8):
+            value = tensor(1, i)
+            alive.append(weakref.ref(value.untyped_storage()))
+            alive.append(weakref.ref(value))
+            store.add("p", state(i, output=[value]))
+            del value
+        kept = store.counts("p").kept
+        assert sum(ref() is not None for ref in alive) == 2 * kept == 4
+        store.clear("p")
+        assert not any(ref() is not None for ref in alive)
+
+
+def test_memory_stays_flat_over_many_captures():
+    store = Store(memory_limit=64 * KB)
+    for i in range(10_000):
+        store.add(f"p{i % 7}", state(i, kilobytes=1 + i % 5))
+        assert store.nbytes <= 64 * KB
+    counts = store.counts()
+    assert counts.captured == 10_000 == counts.kept + counts.dropped
+    gc.collect()
+    assert sum(type(o) is CapturedState for o in gc.get_objects()) == counts.kept
+
+
+def test_a_state_that_somebody_changes_keeps_being_counted_right():
+    store = Store()
+    store.add("p", state(0))
+    (s,) = store.states("p")
+    memory = weakref.ref(s.output.untyped_storage())
+    s.output = None
+    assert memory() is not None  # else others would be given its place
+    for i in range(1, 5):
+        store.add("p", state(i))
+    assert store.nbytes == 5 * KB
+    store.clear()
+    assert store.nbytes == 0
+
+
+# -- clear, forget, close
+
+
+def test_clear_frees_and_counts_on():
+    store = Store()
+    for i in range(3):
+        store.add("p", state(i))
+        store.add("q", state(i))
+    store.clear("p")
+    assert store.states("p") == []
+    assert store.counts("p") == Counts(captured=3, cleared=3)
+    assert store.counts("q") == Counts(captured=3, kept=3)
+    assert store.nbytes == 3 * KB
+    store.add("p", state(9))
+    assert store.counts("p") == Counts(captured=4, kept=1, cleared=3)
+    store.clear()
+    assert store.nbytes == 0
+    assert store.counts() == Counts(captured=7, cleared=7)
+    store.clear("nobody")
+
+
+def test_forget_leaves_nothing_of_a_probe():
+    store = Store(max_states=1)
+    store.add("p", state(0))
+    store.add("p", state(1))
+    store.forget("p")
+    store.forget("p")
+    assert store.counts("p") == Counts()
+    assert store.nbytes == 0
+
+
+def test_a_closed_store_is_empty_and_takes_nothing_more():
+    with Store() as store:
+        store.add("p", state(0))
+    assert store.nbytes == 0
+    assert store.states("p") == []
+    store.close()
+    with pytest.raises(HooklineError, match="closed"):
+        store.add("p", state(1))
+
+
+# -- policy "error"
+
+
+def test_error_refuses_what_exceeds_the_memory_and_keeps_the_rest():
+    store = Store(memory_limit=2 * KB, policy="error")
+    shared = tensor(1)
+    store.add("p", state(0, output=shared))
+    store.add("p", state(1))
+    store.add("p", state(2, output=shared[3:]))  # takes no more
+    with pytest.raises(StoreFullError, match=r"'p'.* 3072 bytes.*memory_limit is 2048.*'spill'"):
+        store.add("p", state(3))
+    assert issubclass(StoreFullError, MemoryError)
+    assert steps(store) == [0, 1, 2]
+    assert store.counts("p") == Counts(captured=4, kept=3, dropped=1)
+    assert store.nbytes == 2 * KB
+    store.clear("p")
+    store.add("p", state(4))
+
+
+def test_error_refuses_more_states_than_allowed_at_once():
+    store = Store(max_states=2, policy="error", cleanup_interval=10)
+    store.add("p", state(0))
+    store.add("p", state(1))
+    with pytest.raises(StoreFullError, match="one more than max_states, 2"):
+        store.add("p", state(2))
+    store.add("q", state(3))
+    assert steps(store) == [0, 1]
+
+
+# -- policy "sample"
+
+
+def sampled(seed, captures=60, probe="p", **limits):
+    store = Store(policy="sample", seed=seed, **limits)
+    for i in range(captures):
+        store.add(probe, state(i))
+    return steps(store, probe)
+
+
+def test_a_sample_has_the_size_that_is_allowed_in_order():
+    sample = sampled(0, max_states=10)
+    assert len(sample) == 10
+    assert sample == sorted(sample)
+    assert len(sampled(0, memory_limit=10 * KB)) == 10
+
+
+def test_a_sample_depends_on_nothing_but_seed_and_probe():
+    random.seed(0)
+    torch.manual_seed(0)
+    before = random.getstate(), torch.get_rng_state()
+    assert sampled(1, max_states=10) == sampled(1, max_states=10)
+    assert sampled(1, max_states=10) != sampled(2, max_states=10)
+    assert sampled(1, max_states=10) != sampled(1, max_states=10, probe="q")
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_states": 5}, {"memory_limit": 5 * KB}, {"max_states": 5, "cleanup_interval": 6}],
+)
+def test_a_sample_is_fair_to_early_and_late_states(limits):
+    seeds, captures, kept = 600, 30, 5
+    hits = Counter(i for seed in range(seeds) for i in sampled(seed, captures, **limits))
+    expected = seeds * kept / captures
+    chi2 = sum((hits[i] - expected) ** 2 / expected for i in range(captures))
+    assert sum(hits.values()) == seeds * kept
+    assert chi2 < 60  # 29 degrees of freedom: 1 in 1000 by chance is 58; the seeds are fixed
+
+
+def test_a_sample_stays_fair_when_memory_becomes_free_again():
+    """States that come when there is room again must have no better chances than those before."""
+    early = late = 0
+    for seed in range(300):
+        store = Store(policy="sample", memory_limit=8 * KB, seed=seed)
+        for i in range(32):
+            store.add("p", state(i))
+            store.add("q", state(i))
+        store.forget("q")
+        for i in range(32, 64):
+            store.add("p", state(i))
+        kept = steps(store)
+        early += sum(i < 32 for i in kept)
+        late += sum(i >= 32 for i in kept)
+    assert 0.85 < early / late < 1.15
+
+
+def test_a_probe_that_captures_little_is_not_crowded_out_of_a_sample():
+    store = Store(policy="sample", memory_limit=20 * KB)
+    for i in range(400):
+        store.add("often", state(i))
+        if i % 40 == 0:
+            store.add("seldom", state(i))
+    assert store.counts("seldom").kept >= 8
+    assert store.counts("often").kept >= 8
+    assert store.nbytes == 20 * KB
+
+
+@pytest.mark.parametrize("before", [5, 1000])
+def test_clearing_begins_a_new_sample(before):
+    store = Store(policy="sample", max_states=5)
+    for i in range(before):
+        store.add("p", state(i))
+    store.clear()
+    for i in range(5):
+        store.add("p", state(i))
+    assert steps(store) == [0, 1, 2, 3, 4]
+    for i in range(5, 50):
+        store.add("p", state(i))
+    assert len(steps(store)) == 5
+
+
+# -- policy "spill"
+
+
+def files(folder):
+    return sorted(path.name for path in folder.rglob("*.safetensors"))
+
+
+def same_bits(a, b):
+    assert type(a) is type(b)
+    assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+    raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    return torch.equal(*raw)
+
+
+def test_spilled_states_come_back_in_order_and_nothing_is_lost(tmp_path):
+    with Store(memory_limit=3 * KB, policy="spill", folder=tmp_path) as store:
+        for i in range(10):
+            store.add("p", state(i))
+            assert store.nbytes <= 3 * KB
+        assert store.counts("p") == Counts(captured=10, kept=3, spilled=7)
+        assert len(files(tmp_path)) == 7
+        states = store.states("p")
+        assert [s.step for s in states] == list(range(10))
+        for path in tmp_path.rglob("*.safetensors"):
+            with path.open("r+b") as file:  # in place: what was read is not the file any more
+                file.write(bytes(path.stat().st_size))
+        assert all(torch.equal(s.output, tensor(1, i)) for i, s in enumerate(states))
+        assert store.nbytes == 3 * KB  # what was read back is the caller's
+        assert store.counts("p").spilled == 7
+
+
+def test_max_states_is_how_many_stay_in_memory_when_spilling(tmp_path):
+    with Store(max_states=2, policy="spill", folder=tmp_path) as store:
+        for i in range(5):
+            store.add("p", state(i))
+        assert store.counts("p") == Counts(captured=5, kept=2, spilled=3)
+        assert steps(store) == [0, 1, 2, 3, 4]
+
+
+def test_a_state_larger_than_memory_goes_to_disk_directly(tmp_path):
+    with Store(memory_limit=2 * KB, policy="spill", folder=tmp_path) as store:
+        for i in range(4):
+            store.add("p", state(i, kilobytes=3 if i == 1 else 1))
+        assert store.counts("p") == Counts(captured=4, kept=2, spilled=2)
+        assert steps(store) == [0, 1, 2, 3]
+        assert [s.nbytes for s in store.each("p")] == [KB, 3 * KB, KB, KB]
+
+
+def test_spilled_files_are_readable_by_others(tmp_path):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", CapturedState("mlp", "p", 7, output=torch.arange(3.0)))
+        store.add("p", state(8))
+        (path,) = tmp_path.rglob("*.safetensors")
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"module": "mlp", "probe": "p", "step": "7"}
+            assert file.get_tensor("t0").tolist() == [0, 1, 2]
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool,
+    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_from_disk_bit_for_bit(dtype, tmp_path):
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 4, 16), dtype=torch.uint8)
+    t = raw.view(dtype)  # any bits: infinities and NaNs of all kinds too
+    values = (t, t[2], t[:, 1:3], t.transpose(0, 1), t[:0], t[0, 0, 0])
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", state(0, output=values))
+        store.add("p", state(1))
+        back = store.states("p")[0].output
+        assert store.counts("p").spilled == 1
+        for a, b in zip(values, back, strict=True):
+            assert same_bits(a, b)
+
+
+def test_the_whole_structure_comes_back_from_disk(tmp_path):
+    t = torch.randn(8)
+    values = rich_values(t)
+    del values["read-only mapping"]  # becomes a dict
+    strange = SimpleNamespace(a=1)
+    s = CapturedState(
+        "m", "p", 1, 2, 3, 4, 5.0, input=(t, strange), kwargs={"x": t}, output=values,
+        gradient=[t.clone()],
+    )  # fmt: skip
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", s)
+        store.add("p", state(1))
+        back = store.states("p")[0]
+    assert [getattr(back, f.name) for f in fields(s)][:7] == ["m", "p", 1, 2, 3, 4, 5.0]
+    assert back.input[1] is strange
+    assert back.input[0] is back.kwargs["x"]  # one tensor stays one
+    assert [type(v) for v in back.output.values()] == [type(v) for v in values.values()]
+    assert back.output["model output"].logits is back.output["model output"]["logits"]
+    for a, b in zip(s.tensors(), back.tensors(), strict=True):
+        assert same_bits(a, b)
+    next(back.tensors()).add_(1)  # memory of its own
+
+
+def test_conjugates_parameters_and_subclasses_come_back_from_disk(tmp_path):
+    class Tagged(torch.Tensor):
+        pass
+
+    tagged = torch.arange(3.0).as_subclass(Tagged)
+    tagged.tag = "mine"
+    conj = torch.tensor([1 + 2j]).conj()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    graph = parameter * 2
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", state(0, output=[tagged, conj, conj.imag, parameter, graph]))
+        store.add("p", state(1))
+        back = store.states("p")[0].output
+    assert type(back[0]) is Tagged
+    assert back[0].tag == "mine"
+    assert back[0].tolist() == [0, 1, 2]
+    assert back[1].tolist() == [1 - 2j]
+    assert back[2].tolist() == [-2]
+    assert type(back[3]) is torch.Tensor
+    assert back[4].tolist() == [2, 2]
+    assert not back[4].requires_grad
+
+
+def test_a_state_without_tensors_can_be_spilled(tmp_path):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", state(0, output=(1, "a")))
+        store.add("p", state(1))
+        assert store.states("p")[0].output == (1, "a")
+
+
+def test_what_cannot_be_written_is_dropped_counted_and_said_once(tmp_path, caplog):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        for i in range(3):
+            store.add("p", state(i, output=torch.eye(2).to_sparse()))
+        assert steps(store) == [2]
+        assert store.counts("p") == Counts(captured=3, kept=1, dropped=2)
+        assert files(tmp_path) == []
+    assert len(caplog.records) == 1
+    assert "torch.sparse_coo" in caplog.text
+
+
+def test_a_disk_that_cannot_be_written_drops_and_says_so(tmp_path, caplog):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.folder.rmdir()
+        store.add("p", state(0))
+        store.add("p", state(1))
+        assert store.counts("p") == Counts(captured=2, kept=1, dropped=1)
+    assert "could not be written" in caplog.text
+
+
+def test_a_full_disk_leaves_no_half_written_file(tmp_path, caplog):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * KB, before[1]))
+        try:
+            store.add("p", state(0, kilobytes=64))
+            store.add("p", state(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert store.counts("p") == Counts(captured=2, kept=1, dropped=1)
+        assert files(tmp_path) == []
+    assert "could not be written" in caplog.text
+
+
+def test_a_file_that_somebody_removed_is_a_clear_error(tmp_path):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        store.add("p", state(0))
+        store.add("p", state(1))
+        next(tmp_path.rglob("*.safetensors")).unlink()
+        with pytest.raises(HooklineError, match=r"'layer'.*safetensors.*cannot be read back"):
+            store.states("p")
+
+
+def test_clear_forget_and_close_remove_files(tmp_path):
+    (tmp_path / "mine.txt").write_text("stays")
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        for probe in "abc":
+            for i in range(3):
+                store.add(probe, state(i))
+        assert len(files(tmp_path)) == 6
+        store.clear("a")
+        assert len(files(tmp_path)) == 4
+        assert store.counts("a") == Counts(captured=3, cleared=3)
+        store.forget("b")
+        assert len(files(tmp_path)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_without_a_folder_a_temporary_one_is_used_and_removed():
+    store = Store(max_states=1, policy="spill")
+    folder = store.folder
+    for i in range(3):
+        store.add("p", state(i))
+    assert len(files(folder)) == 2
+    store.close()
+    assert not folder.exists()
+
+
+def test_a_store_that_nobody_closed_leaves_no_files(tmp_path):
+    store = Store(max_states=1, policy="spill", folder=tmp_path)
+    for i in range(3):
+        store.add("p", state(i))
+    del store
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_worker_does_not_remove_the_files(tmp_path):
+    script = f"""
+import os, torch
+from hookline.probes.state import CapturedState
+from hookline.probes.store import Store
+store = Store(max_states=1, policy="spill", folder={str(tmp_path)!r})
+for i in range(3):
+    store.add("p", CapturedState("m", output=torch.ones(2)))
+if os.fork() == 0:
+    store.close()
+    os._exit(0)
+os.wait()
+print(len(list(store.folder.iterdir())))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "2", done.stderr
+    assert list(tmp_path.iterdir()) == []  # gone with the process
+
+
+def test_spilled_states_can_be_read_one_at_a_time(tmp_path):
+    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
+        for i in range(4):
+            store.add("p", state(i))
+        seen = []
+        for s in store.each("p"):
+            seen.append(s.step)
+            if len(seen) == 2:
+                store.clear()  # what is gone is passed over
+        assert seen == [0, 1]
+
+
+# -- amending
+
+
+def test_a_gradient_that_comes_later_is_counted():
+    store = Store(memory_limit=4 * KB)
+    keys = [store.add("p", state(i)) for i in range(3)]
+    assert store.amend(keys[1], gradient=tensor(1, 5))
+    assert store.nbytes == 4 * KB
+    assert store.states("p")[1].gradient[0] == 5
+    assert store.amend(keys[2], gradient=(tensor(1),))  # the oldest goes
+    assert steps(store) == [1, 2]
+    assert store.nbytes == 4 * KB
+    assert not store.amend(keys[0], gradient=tensor(1))
+    assert store.counts("p") == Counts(captured=3, kept=2, dropped=1)
+    assert store.amend(keys[1], gradient=None)
+    assert store.nbytes == 3 * KB
+
+
+def test_a_gradient_can_push_out_its_own_state():
+    store = Store(memory_limit=3 * KB)
+    key = store.add("p", state(0))
+    store.add("p", state(1, kilobytes=2))
+    assert not store.amend(key, gradient=tensor(2))
+    assert steps(store) == [1]
+    assert store.nbytes == 2 * KB
+
+
+def test_a_gradient_too_large_alone_leaves_the_state_without_it(caplog):
+    store = Store(memory_limit=2 * KB)
+    key = store.add("p", state(0))
+    assert not store.amend(key, gradient=tensor(2))
+    assert store.states("p")[0].gradient is None
+    assert store.nbytes == KB
+    assert "'gradient' would exceed memory_limit" in caplog.text
+
+
+def test_a_gradient_that_does_not_fit_is_an_error_where_that_is_the_policy():
+    store = Store(memory_limit=2 * KB, policy="error")
+    key = store.add("p", state(0))
+    store.add("p", state(1))
+    with pytest.raises(StoreFullError, match="'gradient'"):
+        store.amend(key, gradient=tensor(1))
+    assert store.states("p")[0].gradient is None
+    assert store.nbytes == 2 * KB
+
+
+def test_the_gradient_of_a_spilled_state_goes_to_disk_too(tmp_path):
+    with Store(memory_limit=2 * KB, policy="spill", folder=tmp_path) as store:
+        keys = [store.add("p", state(i)) for i in range(3)]
+        assert store.amend(keys[0], gradient=tensor(1, 5))
+        assert len(files(tmp_path)) == 1
+        first = store.states("p")[0]
+        assert (first.output[0], first.gradient[0]) == (0, 5)
+        assert store.amend(keys[1], gradient=tensor(4, 6))  # too large for memory as a whole
+        assert store.states("p")[1].gradient[0] == 6
+        assert store.counts("p") == Counts(captured=3, kept=1, spilled=2)
+        assert not store.amend(keys[0], gradient=torch.eye(2).to_sparse())
+        assert store.states("p")[0].gradient[0] == 5  # as it was
+        assert not store.amend(99, gradient=None)
+
+
+def test_only_contents_can_be_amended():
+    store = Store()
+    with pytest.raises(TypeError, match=r"'step'.*'gradient'"):
+        store.amend(store.add("p", state(0)), step=3)
+
+
+def test_gradients_count_when_a_sample_chooses_who_gives_up():
+    store = Store(memory_limit=7 * KB, policy="sample")
+    keys = [store.add("p", state(i)) for i in range(2)]
+    for i in range(3):
+        store.add("q", state(i))
+    for key in keys:
+        store.amend(key, gradient=tensor(1))
+    store.add("r", state(0))  # p has 4 of 7, q has 3
+    assert [store.counts(probe).kept for probe in "pqr"] == [1, 3, 1]
+
+
+# -- options
+
+
+@pytest.mark.parametrize("name", ["max_states", "memory_limit", "cleanup_interval"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_limits_are_whole_numbers_from_one(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is a whole number from 1"):
+        Store(**{name: value})
+
+
+def test_a_policy_that_does_not_exist_is_an_error_with_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'drop_oldest'"):
+        Store(policy="drop-oldest")
+
+
+def test_a_folder_is_for_spilling_only(tmp_path):
+    with pytest.raises(ConfigError, match="policy='spill'"):
+        Store(folder=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        Store(policy="spill", folder=tmp_path / "file")
+
+
+# -- threads
+
+
+@pytest.mark.parametrize("policy", ["drop_oldest", "sample", "spill"])
+def test_threads_lose_and_mix_nothing(policy, tmp_path):
+    folder = tmp_path if policy == "spill" else None
+    with Store(memory_limit=16 * KB, policy=policy, folder=folder) as store:
+        over, errors = [], []
+
+        def capture(probe):
+            try:
+                for i in range(60):
+                    store.add(probe, CapturedState(probe, probe, i, output=tensor(1, i)))
+                    if i % 7 == 0:
+                        for s in store.states(probe):
+                            assert (s.module, s.output[0].item()) == (probe, s.step)
+            except BaseException as error:
+                errors.append(error)
+
+        def watch():
+            while any(thread.is_alive() for thread in threads):
+                over.append(store.nbytes > 16 * KB)
+
+        threads = [threading.Thread(target=capture, args=(f"p{i}",)) for i in range(4)]
+        watcher = threading.Thread(target=watch)
+        for thread in threads:
+            thread.start()
+        watcher.start()
+        for thread in (*threads, watcher):
+            thread.join()
+        assert not errors
+        assert not any(over)
+        for i in range(4):
+            counts = store.counts(f"p{i}")
+            assert counts.captured == 60 == counts.kept + counts.spilled + counts.dropped
+            kept = steps(store, f"p{i}")
+            assert kept == sorted(set(kept))
+        assert store.nbytes == KB * store.counts().kept
+
+
+# -- any sequence of calls
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"),
+            st.sampled_from("pqr"),
+            # which pool tensors, and from where the view begins
+            st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=3),
+        ),
+        st.tuples(st.just("own"), st.sampled_from("pqr"), st.integers(0, 6)),
+        st.tuples(st.just("amend"), st.integers(0, 40), st.integers(0, 5)),
+        st.tuples(st.just("clear"), st.sampled_from(["p", "q", "r", None])),
+        st.tuples(st.just("forget"), st.sampled_from("pqr")),
+    ),
+    max_size=40,
+)
+
+
+def exact(store):
+    """The bytes of all that is in memory, counted anew."""
+    seen = {}
+    for book in store._books.values():
+        for record in book.memory.values():
+            for t in record.state.tensors():
+                storage = t.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+    seen.pop(0, None)
+    return sum(seen.values())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    actions=ACTIONS,
+    policy=st.sampled_from(["drop_oldest", "sample", "spill", "error"]),
+    max_states=st.one_of(st.none(), st.integers(1, 5)),
+    limit=st.one_of(st.none(), st.integers(1, 12)),
+    interval=st.integers(1, 4),
+)
+def test_limits_counts_and_order_hold_after_any_sequence(
+    actions, policy, max_states, limit, interval
+):
+    pool = [tensor(1 + i) for i in range(6)]
+    limit = None if limit is None else limit * KB
+    expected: dict[str, Counter] = {}
+    number, keys = 0, []
+    with Store(max_states, limit, policy, interval) as store:
+        for action, *args in actions:
+            if action in ("add", "own"):
+                probe, what = args
+                held = [pool[i][at:] for i, at in what] if action == "add" else [tensor(what)]
+                told = expected.setdefault(probe, Counter())
+                told["captured"] += 1
+                number += 1
+                try:
+                    keys.append(store.add(probe, CapturedState("m", step=number, output=held)))
+                except StoreFullError:
+                    assert policy == "error"
+            elif action == "amend":
+                try:
+                    if keys:
+                        store.amend(keys[args[0] % len(keys)], gradient=pool[args[1]])
+                except StoreFullError:
+                    assert policy == "error"
+            elif action == "clear":
+                for probe in [args[0]] if args[0] else list(expected):
+                    if probe in expected:
+                        counts = store.counts(probe)
+                        expected[probe]["cleared"] += counts.kept + counts.spilled
+                store.clear(args[0])
+            else:
+                store.forget(args[0])
+                expected.pop(args[0], None)
+
+            assert store.nbytes == exact(store)
+            assert limit is None or store.nbytes <= limit
+            for probe, told in expected.items():
+                counts = store.counts(probe)
+                assert counts.captured == told["captured"]
+                assert counts.cleared == told["cleared"]
+                assert counts.captured == sum(counts) - counts.captured
+                assert counts.dropped == 0 or policy != "spill"
+                assert counts.spilled == 0 or policy == "spill"
+                if max_states is not None:
+                    extra = 0 if policy == "error" else interval - 1
+                    assert counts.kept <= max_states + extra
+                kept = steps(store, probe)
+                assert kept == sorted(set(kept))
+                assert len(kept) == counts.kept + counts.spilled
+            if policy == "spill":
+                assert len(files(store.folder)) == store.counts().spilled
+    assert store.nbytes == 0

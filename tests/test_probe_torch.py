@@ -1,0 +1,515 @@
+"""What PyTorch does behind a module's back, and what a probe sees of it all the same."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from hookline.probes import Capture, HookManager
+from hookline.probes.short import probe
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Net(nn.Module):
+    """Two blocks, the second of which is passed twice; each pass may be checkpointed."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in (self.blocks[0], self.blocks[1], self.blocks[1]):
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def x(rows=3, seed=1):
+    data = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    return data.requires_grad_()
+
+
+def hooks_on(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def flow(net, which="**", backwards=1, **options):
+    """What one forward and backward gives: name, call, output, gradient."""
+    capture = Capture(which, gradient=True, **options)
+    capture.attach(net)
+    torch.manual_seed(7)
+    loss = net(x()).pow(2).sum()
+    for i in range(backwards):
+        loss.backward(torch.tensor(1.0 + i), retain_graph=i + 1 < backwards)
+    capture.detach()
+    return [(s.module, s.call, s.output, s.gradient) for s in capture.states()]
+
+
+def assert_same_flow(got, expected):
+    assert [one[:2] for one in got] == [one[:2] for one in expected]
+    for (name, call, output, gradient), (*_, right, right_gradient) in zip(
+        got, expected, strict=True
+    ):
+        assert torch.equal(output, right), (name, call)
+        assert gradient is not None, (name, call)
+        torch.testing.assert_close(gradient, right_gradient)
+
+
+# -- activation checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_checkpointing_each_call_is_captured_once_with_its_gradient(reentrant):
+    assert_same_flow(flow(Net(reentrant)), flow(Net()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_second_backward_through_the_same_graph_repeats_it_from_the_start(reentrant):
+    twice = flow(Net(reentrant), backwards=2)
+    assert_same_flow(twice, flow(Net(), backwards=2))  # the second, of twice the loss
+    assert torch.allclose(twice[0][3], 2 * flow(Net())[0][3])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_forwards_and_backwards_in_another_order_find_their_states(reentrant):
+    net = Net(reentrant).eval()
+    capture = Capture("blocks.1.up", gradient=True)
+    capture.attach(net)
+    losses = [(net(x(seed=i)) * i).sum() for i in (1, 2, 3)]
+    for i in (1, 0, 2):
+        losses[i].backward()
+    capture.detach()
+    scales = [state.gradient.norm().item() for state in capture.states()]
+    plain = Net().eval()
+    with probe(plain, "blocks.1.up", gradient=True) as seen:
+        for i in (1, 2, 3):
+            (plain(x(seed=i)) * i).sum().backward()
+    assert scales == pytest.approx([state.gradient.norm().item() for state in seen.states()])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_segments_within_segments(reentrant):
+    class Nested(Net):
+        def forward(self, x):
+            def both(x):
+                for block in self.blocks:
+                    x = (
+                        checkpoint(block, x, use_reentrant=reentrant)
+                        if self.reentrant
+                        else block(x)
+                    )
+                return x
+
+            if self.reentrant:
+                return self.head(checkpoint(both, x, use_reentrant=reentrant))
+            return self.head(both(x))
+
+    assert_same_flow(flow(Nested(True).eval()), flow(Nested(None).eval()))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_calls_that_are_left_out_do_not_mix_up_the_others(reentrant):
+    net = Net(reentrant).eval()
+    capture = Capture("blocks.1.up", gradient=True, every=2)
+    capture.attach(net)
+    for i in (1, 2, 3):
+        (net(x(seed=i)) * i).sum().backward()
+    assert [(s.call, s.gradient is not None) for s in capture.states()] == [
+        *((0, True), (1, True), (0, True), (1, True)),
+    ]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_also_when_some_calls_within_a_segment_are_left_out(reentrant):
+    layer = nn.Linear(4, 4)
+
+    def three_times(x):
+        return layer(layer(layer(x)))
+
+    given, gradients = x(), []
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "layer", gradient=True, every=2)
+        for again in (False, True):
+            for _ in range(2):
+                run = checkpoint(three_times, given, use_reentrant=reentrant) if again else None
+                (three_times(given) if run is None else run).sum().backward()
+            gradients.append([s.gradient for s in manager.get_captured_states("layer")])
+            manager.clear_captured_states()
+    assert [len(one) for one in gradients] == [3, 3]
+    for got, right in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_a_checkpointed_model_trains_the_same_with_probes_on():
+    def trained(which):
+        net = Net(reentrant=True)
+        if which:
+            Capture(which, gradient=True).attach(net)
+        torch.manual_seed(3)
+        net(x()).sum().backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    with_probes = trained("**")
+    assert all(map(torch.equal, trained(None), with_probes))
+
+
+# -- torch.compile
+
+
+def recompiled():
+    return counters["stats"]["unique_graphs"], sum(counters["recompiles"].values())
+
+
+@pytest.mark.slow
+def test_attached_before_compiling_it_sees_a_full_graph_and_toggles_without_recompiling(caplog):
+    torch.compiler.reset()
+    net = Net().eval()
+    capture = Capture(["blocks.*", "head"])
+    attachment = capture.attach(net)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    given = x()
+    plain = copy.deepcopy(net)
+    out = compiled(given)
+    assert torch.equal(out, plain(given))
+    assert [(s.module, s.call) for s in capture.states()] == [
+        *(("blocks.0", 0), ("blocks.1", 0), ("blocks.1", 1), ("head", 0)),
+    ]
+    assert torch.equal(capture["blocks.0"].output, plain.blocks[0](given))
+    assert torch.equal(capture["blocks.0"].input[0], given)
+    assert torch.equal(capture["head"].output, out)
+    graphs = recompiled()
+    for on, states in ((False, 4), (True, 8), (False, 8), (True, 12)):
+        if on:
+            attachment.on()
+        else:
+            attachment.off()
+        compiled(given)
+        assert capture.counts.captured == states
+    assert recompiled() == graphs
+    assert [one for one in caplog.records if one.name == "hookline"] == []
+
+
+@pytest.mark.slow
+def test_with_inductor_what_was_captured_is_not_overwritten_and_training_is_the_same():
+    torch.compiler.reset()
+
+    def run(which, compiled=True):
+        """What is captured in three steps of training and three forwards, and the weights."""
+        net = Net().eval()
+        capture = Capture(which or "head", by="reference")
+        if which:
+            capture.attach(net)
+        call = torch.compile(net, fullgraph=True) if compiled else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for i in range(3):
+            optimizer.zero_grad()
+            call(x(seed=i)).pow(2).sum().backward()
+            optimizer.step()
+        with torch.no_grad():  # here buffers are used again
+            for i in range(3):
+                call(x(seed=i))
+        return capture.states(), [parameter.detach() for parameter in net.parameters()]
+
+    states, weights = run("blocks.**")
+    assert all(map(torch.equal, weights, run(None)[1]))
+    expected, _ = run("blocks.**", compiled=False)
+    silent = {state.module for state in expected} - {state.module for state in states}
+    assert not silent
+    assert len(states) == len(expected)
+    for got, right in zip(states, expected, strict=True):
+        assert (got.module, got.call) == (right.module, right.call)
+        torch.testing.assert_close(got.output, right.output)
+
+
+@pytest.mark.slow
+def test_attached_after_compiling_it_says_so(caplog):
+    torch.compiler.reset()
+    compiled = torch.compile(Net().eval(), backend="aot_eager")
+    compiled(x())
+    with caplog.at_level(logging.WARNING, "hookline"), probe(compiled, "blocks.*") as seen:
+        compiled(x())
+    assert len(seen) == 0
+    assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
+    assert "compiled" in caplog.text
+    assert "attach first, then compile" in caplog.text
+
+
+@pytest.mark.slow
+def test_attached_later_to_what_a_compiled_model_is_made_of_it_says_so_too(caplog):
+    torch.compiler.reset()
+    net = Net().eval()
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(x())
+    with probe(net, "blocks.*") as seen:
+        compiled(x())
+    assert len(seen) == 0
+    assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
+    assert "attach first, then compile" in caplog.text
+    caplog.clear()
+    with probe(net, "blocks.*"):
+        net(x())  # not the compiled one
+    assert [one for one in caplog.records if one.name == "hookline"] == []
+
+
+@pytest.mark.slow
+def test_gradients_in_a_compiled_model_are_not_there_and_it_says_so(caplog):
+    torch.compiler.reset()
+    net = Net().eval()
+    capture = Capture("head", gradient=True)
+    capture.attach(net)
+    with caplog.at_level(logging.WARNING, "hookline"):
+        for _ in range(2):
+            torch.compile(net, backend="aot_eager")(x()).sum().backward()
+    assert [state.gradient for state in capture.states()] == [None, None]
+    assert caplog.text.count("does not see gradients in a compiled model") == 1
+
+
+# -- names
+
+
+def test_the_parts_that_wrappers_add_to_names_are_not_there():
+    net = Net().eval()
+    net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+    for wrapped in (net, nn.DataParallel(net), torch.compile(net, backend="eager")):
+        capture = Capture("blocks.*.up")
+        attachment = capture.attach(wrapped)
+        assert list(attachment.sites) == ["blocks.0.up", "blocks.1.up"]
+        capture.detach()
+    with probe(nn.DataParallel(net), "module.blocks.*.up") as seen:
+        seen.capture.attachment.root(x())
+    assert list(seen) == ["blocks.0.up", "blocks.1.up"]
+    for name in ("blocks.0._checkpoint_wrapped_module.up", "module.blocks.0.up"):
+        assert torch.equal(seen[name].output, seen["blocks.0.up"].output)
+
+
+def test_a_tied_module_is_one_and_has_all_its_names():
+    net = Net().eval()
+    net.blocks[0].up = net.blocks[1].up
+    with probe(net, "blocks.*.up") as seen:
+        net(x())
+    assert list(seen) == ["blocks.0.up"]
+    assert [state.call for state in seen["blocks.1.up"]] == [0, 1, 2]
+
+
+# -- in place
+
+
+def test_an_in_place_operation_after_a_module_is_noticed():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            y += x
+            return y
+
+    net = Residual()
+    with probe(net, "layer") as copies, probe(net, "layer", by="reference") as references:
+        net(x())
+    assert torch.equal(copies["layer"].output, net.layer(x()))
+    with pytest.raises(Exception, match="'layer' by reference has been changed"):
+        _ = references["layer"].output
+
+
+# -- modules that are gone around
+
+
+def test_a_fused_path_around_modules_is_said_with_their_names(caplog):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)  # takes the weights of out_proj
+    given = torch.randn(1, 3, 8)
+    with probe(attention, "out_proj") as seen:
+        for _ in range(2):
+            attention(given, given, given)
+    assert len(seen) == 0
+    assert caplog.text.count("saw no call of 'out_proj'") == 1
+    assert "a fused path went around it" in caplog.text
+    with pytest.raises(KeyError, match="it was not called"):
+        seen["out_proj"]
+
+
+def test_the_fast_path_of_a_transformer_layer_in_eval_hides_nothing(caplog):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    with torch.no_grad(), probe(layer, ["linear1", "norm1"]) as seen:
+        layer(torch.randn(1, 3, 8))
+    # PyTorch leaves the fast path where hooks are on; if it did not, it would be said.
+    assert set(seen) == {"linear1", "norm1"} or "'linear1', 'norm1'" in caplog.text
+
+
+def test_a_module_whose_forward_is_called_directly_is_named(caplog):
+    class Direct(Net):
+        def forward(self, x):
+            return self.head.forward(self.blocks[0](x))
+
+    net = Direct()
+    with caplog.at_level(logging.WARNING, "hookline"), probe(net, ["head", "blocks.0"]) as seen:
+        net(x())
+        net(x())
+    assert list(seen) == ["blocks.0"]
+    assert caplog.text.count("saw no call of 'head' in the model's first forward") == 1
+    assert "`.forward()` was called directly" in caplog.text
+
+
+# -- modes
+
+
+def test_no_grad_inference_mode_and_eval():
+    net = Net()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, probe(net.eval(), "head", gradient=True, input=True) as seen:
+            out = net(x())
+        assert torch.equal(seen["head"].output, out)
+        assert seen["head"].gradient is None
+    given = x()
+    with probe(net.train(), "**.drop") as seen:
+        net(given)
+    with probe(net.eval(), "**.drop") as still:
+        net(given)
+    assert (seen["blocks.0.drop"].output == 0).any()
+    assert not (still["blocks.0.drop"].output == 0).any()
+
+
+def test_under_autocast_dtypes_are_those_that_flow():
+    net = Net()
+    with probe(net, "**", gradient=True) as seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(x()).float().sum()
+        loss.backward()
+    assert seen["blocks.0.up"].output.dtype is torch.bfloat16
+    assert seen["blocks.0"].output.dtype is torch.float32
+    assert seen["blocks.0.up"].gradient.dtype is torch.bfloat16
+
+
+# -- copies of the model
+
+
+def test_copies_and_pickles_of_a_model_have_no_probe_and_work():
+    net = Net().eval()
+    with probe(net, "**", input=True) as seen, HookManager() as manager:
+        manager.register_capture_hook(net.head, "head")
+        out = net(x())
+        states = len(seen.states())
+        file = io.BytesIO()
+        torch.save(net, file)
+        file.seek(0)
+        copies = (
+            copy.deepcopy(net),
+            pickle.loads(pickle.dumps(net)),
+            torch.load(file, weights_only=False),
+        )
+        for other in copies:
+            assert torch.equal(other(x()), out)
+        assert len(seen.states()) == states
+        assert len(manager.get_captured_states("head")) == 1
+        net(x())
+        assert len(seen.states()) == 2 * states
+        with probe(copies[0], "head") as another:
+            copies[0](x())
+        assert list(another) == ["head"]
+    assert hooks_on(net) == 0
+
+
+# -- threads
+
+
+def test_threads_with_forward_and_backward_get_their_own_gradients():
+    net = Net().eval()
+    capture = Capture("head", gradient=True)
+    capture.attach(net)
+    threads, rounds = 4, 25
+
+    def work(number):
+        for i in range(rounds):
+            scale = float(1 + number * rounds + i)
+            torch.autograd.grad((net(x(seed=int(scale))) * scale).sum(), list(net.parameters()))
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    capture.detach()
+    states = capture.states()
+    assert len(states) == threads * rounds
+    by_scale = {int(state.gradient[0, 0]): state for state in states}
+    assert sorted(by_scale) == list(range(1, threads * rounds + 1))
+    with torch.no_grad():
+        for scale, state in by_scale.items():
+            torch.testing.assert_close(state.output, net(x(seed=scale)))
+
+
+# -- leaks
+
+
+def resident():
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.slow
+def test_ten_thousand_rounds_of_attaching_and_detaching_leave_nothing_behind():
+    net = Net().eval()
+    given = torch.randn(1, 4)
+    capture, manager = Capture("head", input=False, kwargs=False), HookManager()
+
+    def rounds(times):
+        for i in range(times):
+            capture.attach(net)
+            manager.register_capture_hook(net.head, "head")
+            if i % 50 == 0:
+                with torch.no_grad():
+                    net(given)
+            manager.remove_hook("head")
+            capture.detach()
+            capture.clear()
+
+    rounds(500)
+    gc.collect()
+    objects, memory = len(gc.get_objects()), resident()
+    rounds(10_000)
+    gc.collect()
+    assert hooks_on(net) == 0
+    assert len(gc.get_objects()) - objects < 100
+    assert resident() - memory < 8 * 2**20
+    assert (manager.nbytes, capture.store.nbytes) == (0, 0)
+
+
+def test_the_short_form_leaves_nothing_behind_either():
+    net = Net().eval()
+    for _ in range(3):
+        with probe(net, "**", input=True, gradient=True) as seen:
+            net(x()).sum().backward()
+        gone = weakref.ref(seen), weakref.ref(seen.capture), weakref.ref(seen["head"].output)
+        del seen
+        gc.collect()
+        assert [one() for one in gone] == [None] * 3
+    assert hooks_on(net) == 0
