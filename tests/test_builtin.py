@@ -8,8 +8,8 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import hookline
-from hookline.hook import Rank
 from hookline.builtin import BuiltIn
+from hookline.hook import Rank
 from hookline.options import options_of
 
 

@@ -71,6 +71,8 @@ NAMES = {
     "UpdateHook",
     "UploadHook",
     "open_run",
+    "probe",
+    "tap",
     "ActivationStats",
     "AGC",
     "Centralize",

@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
     from hookline.hosts.raw import Session as Session
     from hookline.hosts.raw import attach as attach
+    from hookline.probes.short import probe as probe
+    from hookline.probes.taps import tap as tap
     from hookline.runs import open_run as open_run
     from hookline.trainer import Trainer as Trainer
     from hookline.trainer import get_trainer as get_trainer
@@ -145,6 +147,8 @@ _WHERE = {
     "hookline.hooks.optimization.ema": ("EMA",),
     "hookline.hooks.optimization.time_limit": ("TimeLimit",),
     "hookline.hosts.raw": ("Session", "attach"),
+    "hookline.probes.short": ("probe",),
+    "hookline.probes.taps": ("tap",),
     "hookline.runs": ("open_run",),
     "hookline.trainer": ("Trainer", "get_trainer"),
     "hookline.updates": (
@@ -174,6 +178,8 @@ __all__ = sorted([*_MODULE, *_SAME, "__version__"])  # pyright: ignore[reportUns
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("probes", "updates"):  # folders with public names of their own
+        return import_module(f"hookline.{name}")
     real = _SAME.get(name, name)
     if real not in _MODULE:
         raise AttributeError(f"module 'hookline' has no attribute {name!r}")

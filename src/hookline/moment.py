@@ -14,6 +14,7 @@ import torch
 from hookline.context import LazyFloat
 from hookline.errors import NotSuppliedError
 from hookline.sharding import is_sharded, whole
+from hookline.updates.gradients import Gradients, NamedParameters
 
 __all__ = ["Moment", "device_of"]
 
@@ -38,9 +39,17 @@ class Moment:
         self.checkpoint_path: Any = None
         self.skipped = False
         self.evaluating = False
-        self.gradients: Any = None
+        self.named = NamedParameters(model, optimizers)
+        self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.clipped_norm: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the optimizer whose turn it is, as updates get them."""
+        if self.made_gradients is None:
+            self.made_gradients = Gradients(self.named[self.optimizer_idx])
+        return self.made_gradients
 
     @property
     def activations(self) -> Any:

@@ -51,7 +51,7 @@ from hookline.training.position import Position
 from hookline.training.record import Record
 from hookline.training.snapshot import load_snapshot, save_snapshot
 from hookline.training.zeroing import let_go_of_gradients
-from hookline.updates import Gradients, Identity, NamedParameters
+from hookline.updates import Identity
 from hookline.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -310,9 +310,8 @@ class Trainer(HookHolder):
             if live.on_gradients_ready is not None:
                 live.on_gradients_ready(moment)
             if live.update is not None:
-                moment.gradients = Gradients(self._named[idx])
                 live.update(moment)
-                moment.gradients = None  # or it would keep them alive
+                moment.made_gradients = None  # or it would keep them alive
             if self._clips:
                 self._clip(optimizer)
             if live.on_before_optimizer_step is not None:
@@ -665,7 +664,6 @@ class Trainer(HookHolder):
         self._every = config.optimizer_every or [1] * len(self.optimizers)
         self._in_turn = any(every > 1 for every in self._every)
         self._due = list(enumerate(self.optimizers))  # who has a turn in this step
-        self._named = NamedParameters(self.model, self.optimizers)
         self._by_step: list[list[Any]] = []  # the schedulers of each optimizer that step with it
         if self.schedulers and config.scheduler_every == "step":
             stepping = [one for one in self.schedulers if not _waits_for_metric(one)]

@@ -1,24 +1,27 @@
 """The `hookline` command: what it understands, and how it ends.
 
-Exit codes: 0 for success, 1 for an error of Hookline, 2 for bad input, 130 for Ctrl-C. Errors go to
-stderr. Whatever imports torch is imported by the command that needs it, so that `--help` is quick.
+Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C. Errors go to stderr, as
+one message; what nobody expected has a traceback with `--debug`. Whatever imports torch is imported
+by the command that needs it, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import io
-import signal
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from hookline._version import __version__
+from hookline.cli.hooks import events, hooks_app
+from hookline.cli.importing import interrupted_afterwards
+from hookline.cli.init import init
 from hookline.cli.runs import runs_app
+from hookline.cli.train import add_training_commands
 from hookline.errors import HooklineError
 
 __all__ = ["app", "main"]
@@ -28,11 +31,14 @@ LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     name="hookline",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(init)
+add_training_commands(app)
+app.add_typer(hooks_app)
+app.command()(events)
 app.add_typer(runs_app)
 
 
@@ -41,14 +47,19 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows "?"
             stream.reconfigure(errors="replace")
+    arguments = [one for one in sys.argv[1:] if one != "--debug"]  # it may stand anywhere
     try:
-        sys.exit(app(prog_name="hookline", standalone_mode=False))
+        sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
         _end(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", INTERRUPTED)
     except _USAGE_ERRORS as error:
         _end(_usage_message(error), BAD_INPUT)
+    except Exception as error:
+        if len(arguments) < len(sys.argv) - 1:
+            raise
+        _end(_unexpected(error), FAILED)
 
 
 # The parent of all that typer says about bad input; newer typers bring a click of their own.
@@ -58,6 +69,15 @@ _USAGE_ERRORS: type[Exception] = typer.BadParameter.__mro__[1]
 def _usage_message(error: Any) -> str:
     command = error.ctx.command_path if error.ctx is not None else "hookline"
     return f"{error.format_message().rstrip('.')}. See: {command} --help"
+
+
+def _unexpected(error: Exception) -> str:
+    """What was raised and where: the last line that is not of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    place = f"{own[-1].filename}, line {own[-1].lineno}"
+    again = " ".join(["hookline", "--debug", *sys.argv[1:]])
+    return f"{type(error).__name__}: {error} (from {place}). With the traceback: {again}"
 
 
 def _end(message: str, code: int) -> NoReturn:
@@ -80,10 +100,15 @@ def hookline(
             "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of what nobody expected.")
+    ] = False,
 ) -> None:
     """One hook system for every PyTorch training loop.
 
     To see it at work, in half a minute: **hookline demo**
+
+    To begin with a training of your own: **hookline init my_project**
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -131,24 +156,11 @@ def demo(
     """
     _check_folder(out)
     try:
-        with _interrupted_afterwards():
+        with interrupted_afterwards():
             from hookline.cli.demo import run_demo
         run_demo(steps=steps, out=out, seed=seed)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         _end("Interrupted.", INTERRUPTED)
-
-
-@contextmanager
-def _interrupted_afterwards() -> Generator[None, None, None]:
-    """Let Ctrl-C wait: an import of torch that is torn apart ends in errors about other things."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed and before is not signal.SIG_IGN:
-        raise KeyboardInterrupt
 
 
 def _check_folder(out: Path) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hookline.probes.attaching import Call
     from hookline.probes.capture import Calls, Capture, NotCapturedError
-    from hookline.probes.debug import Debug
+    from hookline.probes.debug import Debug, DebugProbe, Finding
     from hookline.probes.edit import Edit
+    from hookline.probes.flow import Flow, GradientFlow, gradient_flow
     from hookline.probes.manager import HookManager, ProbeInfo, Probes
     from hookline.probes.monitor import Monitor
     from hookline.probes.probe import Probe
@@ -28,7 +29,11 @@ __all__ = [
     "CapturedState",
     "Counts",
     "Debug",
+    "DebugProbe",
     "Edit",
+    "Finding",
+    "Flow",
+    "GradientFlow",
     "HookManager",
     "Monitor",
     "NotCapturedError",
@@ -38,6 +43,7 @@ __all__ = [
     "Seen",
     "Store",
     "StoreFullError",
+    "gradient_flow",
     "tap",
 ]
 
@@ -48,7 +54,11 @@ _WHERE = {
     "CapturedState": "hookline.probes.state",
     "Counts": "hookline.probes.store",
     "Debug": "hookline.probes.debug",
+    "DebugProbe": "hookline.probes.debug",
     "Edit": "hookline.probes.edit",
+    "Finding": "hookline.probes.debug",
+    "Flow": "hookline.probes.flow",
+    "GradientFlow": "hookline.probes.flow",
     "HookManager": "hookline.probes.manager",
     "Monitor": "hookline.probes.monitor",
     "NotCapturedError": "hookline.probes.capture",
@@ -58,6 +68,7 @@ _WHERE = {
     "Seen": "hookline.probes.short",
     "Store": "hookline.probes.store",
     "StoreFullError": "hookline.probes.store",
+    "gradient_flow": "hookline.probes.flow",
     "tap": "hookline.probes.taps",
 }
 

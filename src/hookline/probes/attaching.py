@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -204,10 +204,11 @@ class Attachment:
 
     def _tell_uncalled(self) -> None:
         """Say so when the model was called in a way that shows nothing, not even its own call."""
-        if self.root is None or not _has_compiled_code(self.root):
+        if self.root is None or self.root in _TOLD or not _has_compiled_code(self.root):
             return
         silent = self._silent_modules()
         if silent and len(silent) == len(self.sites):
+            _TOLD.add(self.root)
             log.warning(
                 "The probe '%s' saw no call of %s, nor of the model itself. %s",
                 self.probe.probe_name,
@@ -251,6 +252,9 @@ class Attachment:
         """The modules and taps that have not been seen to be called."""
         return self._silent_modules() + (self.taps.silent if self.taps is not None else [])
 
+
+_TOLD: WeakSet[torch.nn.Module] = WeakSet()
+"""Models of which it was said that their calls are not seen: perhaps nobody has called them."""
 
 _BY_NUMBER: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Who is told by the operators of compiled graphs, which know a number only."""

@@ -163,8 +163,7 @@ class Capture(BuiltIn, Probe):
         if call.recomputed:
             self._repeated(call)
             return
-        told_before = self.wants_before and call.module is not None and not call.compiled
-        if not self._due(call, begins=call.index == 0 and not told_before):
+        if self._every != 1 and not self._is_due(call):
             self._follow(call, None, None)  # it counts, for who finds the calls again
             return
         state = self._new_state(call)
@@ -179,8 +178,9 @@ class Capture(BuiltIn, Probe):
             state.output, check = self._take(call.output, call.name, copy=call.compiled)
             if check is not None and isinstance(state, LateState):
                 state.checks["output"] = check
-        key = self._store.add(self.key, state)
-        self._follow(call, key, state)
+        key = self._store.add(self._key or self.key, state)
+        if self._kept["gradient"]:
+            self._follow(call, key, state)
 
     def _new_state(self, call: Call) -> CapturedState:
         return (CapturedState if self._take.at_once else LateState)(
@@ -197,8 +197,12 @@ class Capture(BuiltIn, Probe):
         kwargs = dict(call.kwargs) if self._kept["kwargs"] else None
         return self._take((args, kwargs), call.name, copy=call.compiled)
 
+    def _is_due(self, call: Call) -> bool:
+        """Whether a call that is over is in a step, or a forward, that is captured."""
+        told_before = self.wants_before and call.module is not None and not call.compiled
+        return self._due(call, begins=call.index == 0 and not told_before)
+
     def _due(self, call: Call, *, begins: bool) -> bool:
-        """Whether a call is in a step, or a forward, that is captured."""
         if self._every == 1:
             return True
         if call.step is not None:

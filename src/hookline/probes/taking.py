@@ -84,7 +84,8 @@ class Taking:
             The value with what was taken instead of its tensors, and what to do before reading it.
         """
         if self._plain:
-            return map_tensors(value, _copied), None
+            one = isinstance(value, Tensor)  # as most often
+            return (value.detach().clone() if one else map_tensors(value, _copied)), None
         by: By = "copy" if copy else self._by
         checks: list[Check] = []
         taken = map_tensors(value, lambda tensor: self._take(tensor, name, by, checks))

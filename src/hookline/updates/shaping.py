@@ -37,9 +37,10 @@ class Identity(BuiltIn, UpdateHook):
     """Passes gradients through as they are. Every trainer has it."""
 
     hookline_rank = Rank.DEFAULT
+    hookline_idle = True
     cost = "It copies nothing and computes nothing."
 
-    def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
+    def __call__(self, *gradients: Mapping[str, torch.Tensor]) -> None:
         """Do nothing."""
 
 

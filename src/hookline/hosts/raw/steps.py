@@ -29,7 +29,6 @@ from hookline.hosts.raw.moment import RawMoment
 from hookline.hosts.raw.needs import CALLS
 from hookline.hosts.raw.scaler import ScalerWatch
 from hookline.observing import Observation
-from hookline.updates import Gradients, NamedParameters
 from hookline.watch import ModelWatch, Tap
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class StepWatch:
         self.optimizers = moment.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self._losses = Losses(moment, scaler)
-        self._named = NamedParameters(moment.model, self.optimizers)
         self._turns: dict[int, bool] = {}
         self._ready: set[int] = set()
         self._versions: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -207,9 +205,8 @@ class StepWatch:
             self.live.on_gradients_ready(self.moment)
         if self.live.update is not None:
             self.moment.optimizer_idx = i
-            self.moment.gradients = Gradients(self._named[i])
             self.live.update(self.moment)
-            self.moment.gradients = None  # or it would keep them alive
+            self.moment.made_gradients = None  # or it would keep them alive
 
     def _note_versions(self) -> None:
         self._versions = {i: self._version_of(i) for i in range(len(self.optimizers))}
