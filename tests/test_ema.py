@@ -23,10 +23,10 @@ from hookline import (
 )
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint import CheckpointHook
-from hookline.hooks.optimization.ema import EMA as EMAOfEveryTenSteps
+from hookline.hooks.optimization import ema
 
 
-class EMA(EMAOfEveryTenSteps):
+class EMA(ema.EMA):
     """Updated in every step, unless a test says otherwise."""
 
     def __init__(self, decay=0.999, warmup=True, every_n_steps=1, **options):
@@ -102,7 +102,7 @@ def test_every_n_steps(tmp_path):
 
 
 def test_it_is_updated_every_ten_steps_unless_asked_otherwise(tmp_path):
-    hook = EMAOfEveryTenSteps()
+    hook = ema.EMA()
     fit(tmp_path, hook, n=25, max_epochs=1)
     assert hook.updates == 2
 
@@ -438,7 +438,7 @@ def test_before_training_there_is_nothing_to_export(tmp_path):
 )
 def test_values_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        EMAOfEveryTenSteps(**options)
+        ema.EMA(**options)
 
 
 def test_without_validation_nothing_is_demanded_of_a_bare_loop(caplog):

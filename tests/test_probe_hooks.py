@@ -172,3 +172,63 @@ def test_in_a_bare_loop_a_probe_is_on_the_model_until_the_session_ends():
                 session.disable_hook("sees")
     assert probe.calls == [(0, None, "first", 0), (1, None, "first", 0)]
     assert hooks_on(model) == 0
+
+
+class Halves(Probe):
+    edits = True
+    intervenes = True
+
+    def after(self, call):
+        return call.output / 2
+
+
+@pytest.mark.parametrize("change", ["disable_hook", "remove_hook"])
+def test_an_edit_that_is_toggled_within_a_step_is_on_until_its_end(change):
+    model, optimizer = make()
+    on_model = []
+
+    class Toggles(hookline.Hook):
+        def on_before_backward(self, trainer, step):
+            if step == 1:
+                getattr(trainer, change)("halves")  # a recomputation would still need it
+            on_model.append(hooks_on(model) > 0)
+
+        def on_train_batch_end(self, trainer, step):
+            on_model.append(hooks_on(model) > 0)
+
+        def on_train_batch_start(self, step):
+            on_model.append(hooks_on(model) > 0)
+
+    Trainer(config(), model, optimizer, hooks=[Halves("first"), Toggles()]).fit(batches(3))
+    assert on_model == [True] * 3 + [True] * 3 + [False] * 3
+
+
+def test_an_edit_that_comes_within_a_step_acts_from_the_next_one():
+    model, optimizer = make()
+    on_model = []
+
+    class Adds(hookline.Hook):
+        def on_after_forward(self, trainer, step):
+            if step == 1:
+                trainer.add_hook(Halves("first"))
+
+        def on_after_backward(self):
+            on_model.append(hooks_on(model) > 2)  # two are there for on_after_forward
+
+    Trainer(config(), model, optimizer, hooks=[Adds()]).fit(batches(4))
+    assert on_model == [False, False, True, True]
+
+
+def test_in_a_bare_loop_an_edit_waits_for_the_end_of_the_step_too():
+    model, optimizer = make()
+    on_model = []
+    with hookline.attach(model, optimizer, hooks=[Halves("first")]) as session:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            if session.step == 1:
+                session.disable_hook("halves")
+            on_model.append(hooks_on(model) > 0)
+            loss.backward()
+            optimizer.step()
+    assert on_model == [True, True, False]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from hookline.errors import ConfigError, HooklineError
-from hookline.probes.nested import map_tensors, tensors_in
+from hookline.nested import map_tensors, tensors_in
 from hookline.probes.state import CapturedState
 from hookline.probes.store import Counts, Store, StoreFullError
 

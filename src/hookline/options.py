@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -37,14 +37,20 @@ class Option:
         """Whether there is no default."""
         return self.default is _EMPTY
 
+    @cached_property
+    def _check(self) -> TypeAdapter[Any] | None:
+        """What checks a value; None for a type that cannot be checked."""
+        try:
+            return TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
+        except PydanticSchemaGenerationError:
+            return None
+
     def problem(self, value: Any) -> str | None:
         """Say what is wrong with a value."""
-        try:
-            check = TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
-        except PydanticSchemaGenerationError:  # a type that cannot be checked
+        if self._check is None:
             return None
         try:
-            valid = check.validate_python(value)
+            valid = self._check.validate_python(value)
         except ValidationError as error:
             return "; ".join(dict.fromkeys(one["msg"] for one in error.errors()))
         if isinstance(value, str) and isinstance(valid, int | float):

@@ -125,6 +125,8 @@ class Trainer(HookHolder):
             self.hooks.add_hook(make_hook(name, options))
         self._live = self.hooks.live
         self._running = False
+        self._in_between = True
+        self._wishes = Wishes()
         self._probes: ProbeKeeper | None = None
         self._record = Record(None)
         self.hooks.on_change = self._hooks_changed
@@ -137,8 +139,6 @@ class Trainer(HookHolder):
         self._read_config()
         self._group: list[Any] = []  # losses of the batches that make the next step
         self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in this step
-        self._wishes = Wishes()
-        self._in_between = True
         self._by_hand = False
         self._round = 0
         self._running = self._started = False
@@ -369,6 +369,8 @@ class Trainer(HookHolder):
             wishes.stop("another process asked for it")  # where it was asked, that reason stays
         if save:
             self._save_what_was_asked_for()
+        if self._probes is not None and self._probes.waiting:
+            self._probes.sync(on=True)
         wishes.any = bool(wishes.skips or wishes.checkpoints)
         return stop or self._moment.step >= self._limit
 
@@ -784,7 +786,8 @@ class Trainer(HookHolder):
 
             self._probes = ProbeKeeper(self.hooks, self.model, self._moment)
         if self._probes is not None:
-            self._probes.sync(on=self._running)
+            self._probes.sync(on=self._running, within_step=not self._in_between)
+            self._wishes.any |= self._probes.waiting
 
     def _before_forward(self) -> None:
         if self._live.on_before_forward is not None:

@@ -27,24 +27,33 @@ class ProbeKeeper:
         self._model = model
         self._context = context
         self._attached: dict[str, Probe] = {}
+        self.waiting = False
+        """Whether an edit waits for the end of the step to be put on or taken off."""
 
-    def sync(self, *, on: bool) -> None:
+    def sync(self, *, on: bool, within_step: bool = False) -> None:
         """Put probes on the model and take them off, as they are registered and toggled now.
 
         Args:
             on: whether the loop runs; a probe that comes before it is checked and not yet attached.
+            within_step: whether a backward may still be to come: then edits wait, for it has to
+                see what its forward saw.
         """
         probes = {
             name: (hook, active)
             for name, hook, active in self._hooks.of_kind("probe")
             if isinstance(hook, Probe)
         }
+        self.waiting = False
         for name, probe in list(self._attached.items()):
-            if probes.get(name, (None, False))[0] is not probe:
+            if probes.get(name, (None, False))[0] is not probe and not self._waits(
+                probe, within_step, on=False
+            ):
                 del self._attached[name]
                 probe.detach()
         for name, (probe, active) in probes.items():
-            if active and on:
+            if self._waits(probe, within_step, on=active and on):
+                probe.choose(self._model)
+            elif active and on:
                 self._attached[name] = probe
                 guard = None if probe.attachment is not None else self._guard(name, probe)
                 probe.attach(self._model, name=name, context=self._context, guard=guard)
@@ -52,6 +61,12 @@ class ProbeKeeper:
                 probe.attachment.off()
             else:
                 probe.choose(self._model)  # a name that is not there is said now
+
+    def _waits(self, probe: Probe, within_step: bool, *, on: bool) -> bool:
+        is_on = probe.attachment is not None and probe.attachment.enabled
+        waits = within_step and probe.edits and on != is_on
+        self.waiting |= waits
+        return waits
 
     def _guard(self, name: str, probe: Probe) -> Any:
         guarded, context = self._hooks.guard(name), self._context

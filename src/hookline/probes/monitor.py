@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Hook, Rank
+from hookline.nested import tensors_in
 from hookline.observing import Observation
 from hookline.probes.attaching import Call
 from hookline.probes.counting import Alive, Histograms, unit_dimension
-from hookline.probes.nested import tensors_in
 from hookline.probes.probe import Probe
 from hookline.probes.select import Which
 from hookline.probes.statistics import Bounds, RunningSums, Totals, wide

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.probes.nested import map_tensors
+from hookline.nested import map_tensors
 from hookline.probes.state import CONTENTS, CapturedState
 
 __all__ = ["CannotSpill", "Spilled", "write"]

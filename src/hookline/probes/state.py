@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.probes.nested import map_tensors, tensors_in
+from hookline.nested import map_tensors, tensors_in
 
 __all__ = ["CONTENTS", "CapturedState", "storages"]
 

@@ -81,6 +81,7 @@ class Session(HookHolder):
         self.hooks.register_hooks(hooks)
         self._steps = steps(self, self._moment, scaler)
         self._probes: ProbeKeeper | None = None
+        self.has_probes = False
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
 
@@ -428,14 +429,21 @@ class Session(HookHolder):
             statuses = {info.name: info.status for info in self.hooks.describe()}
             self._record.event("hooks", step=self._moment.step, hooks=statuses)
 
-    def _sync_probes(self) -> None:
+    def end_step(self) -> None:
+        """A step is over: edits that were toggled within it are put on or taken off now."""
+        if self._probes is not None and self._probes.waiting:
+            self._sync_probes(at_boundary=True)
+
+    def _sync_probes(self, *, at_boundary: bool = False) -> None:
         """Have the probes that are enabled on the model, until training ends."""
         if self._probes is None and self.hooks.of_kind("probe"):
             from hookline.probes.keeper import ProbeKeeper  # most loops have none
 
             self._probes = ProbeKeeper(self.hooks, self.model, _Standing(self))
+            self.has_probes = True
         if self._probes is not None:
-            self._probes.sync(on=not self._ended)
+            started = self.started and not self._ended
+            self._probes.sync(on=not self._ended, within_step=started and not at_boundary)
 
     # -- what the watches call --------------------------------------------------------------------
 

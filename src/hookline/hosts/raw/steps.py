@@ -346,6 +346,8 @@ class StepWatch:
         if self._ready:
             self._ready.clear()
             self._versions.clear()
+        if self.session.has_probes:
+            self.session.end_step()
         moment.skipped = False
         moment.step_in_progress = moment.step + 1
         moment.clipped_norm = None

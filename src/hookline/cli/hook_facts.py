@@ -1,0 +1,173 @@
+"""What can be said of a hook from its class alone: purpose, options, events, cost, examples."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import hookline
+from hookline.dispatch.binding import bind
+from hookline.errors import HooklineError
+from hookline.events import EVENTS, FLOWS
+from hookline.hook import Hook, Rank
+from hookline.options import Option, options_of
+from hookline.registry import SECTIONS, Known, load_class
+from hookline.runs.plain import plain
+
+__all__ = ["GROUPS", "facts_of", "group_of"]
+
+GROUPS = {
+    "monitoring": "See how training goes",
+    "optimization": "Steer training",
+    "checkpointing": "Keep what training made",
+    "debugging": "Find out what goes wrong",
+    "integration": "Tell others",
+    "updates": "Transform gradients",
+    "probes": "Look into the model, or change what flows through it",
+}
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults alone are no example
+    "notification": {"webhook_url": "https://hooks.example.com/training"},
+    "upload": {"destination": "/backup/runs"},
+    "time_limit": {"limit": "11:30:00"},
+    "scale": {"factor": 0.5},
+    "mask": {"patterns": ["embedding"]},
+    "clip_norm": {"max_norm": 1.0},
+    "clip_value": {"max_value": 0.1},
+    "capture": {"modules": "blocks.*", "every": 100},
+    "monitor": {"modules": "blocks.*", "every": 100},
+    "edit": {
+        "modules": "blocks.3",
+        "operation": "scale",
+        "value": 0.5,
+        "enable_intervention": True,
+    },
+}
+_PLACES = {
+    Rank.USER: "in the order of its registration",
+    Rank.MONITOR: "with the monitors, before what decides",
+    Rank.CONTROL: "after the monitors, before what saves",
+    Rank.CHECKPOINT: "after what decides, before the writers",
+    Rank.WRITER: "last, with the writers",
+    Rank.DEFAULT: "after all others",
+}
+_CARRIERS = {"observation"}  # how a hook is called, nothing that it asks for
+
+
+def group_of(known: Known) -> str:
+    """Return the title under which a hook is listed."""
+    if known.package != "hookline":
+        return f"From the package {known.package}"
+    parts = known.path.split(".")
+    return GROUPS[parts[2] if parts[1] == "hooks" else parts[1]]
+
+
+def facts_of(known: Known) -> dict[str, Any]:
+    """Return what there is to know of a hook, as plain values; raise `ConfigError` for no hook."""
+    kind: Any = load_class(known.path)
+    if not (isinstance(kind, type) and issubclass(kind, Hook)):
+        raise hookline.ConfigError(f"'{known.name}' is not a hook ({known.path}).")
+    purpose, text = _prose(inspect.getdoc(kind) or "")
+    shown = _shown_options(known.name, kind)
+    return {
+        "name": known.name,
+        "kind": kind.hookline_kind,
+        "class": known.path,
+        "package": known.package,
+        "purpose": purpose,
+        "text": text,
+        "options": [_option(one) for one in options_of(kind).values()],
+        "events": _events(kind),
+        "order": _PLACES[kind.hookline_rank],
+        "critical": bool(kind.critical),
+        "intervenes": bool(kind.intervenes),
+        "cost": kind.hookline_cost,
+        "python": _python(kind, shown),
+        "yaml": _yaml(known.name, kind, shown),
+    }
+
+
+def _prose(doc: str) -> tuple[str, str]:
+    """The first sentence of a docstring, and the rest up to its sections."""
+    first, _, rest = doc.partition("\n\n")
+    rest = re.split(r"^(?:Args|Attributes|Raises|Example|Examples):\n", rest, flags=re.MULTILINE)[0]
+    return " ".join(first.split()), textwrap.dedent(rest).strip()
+
+
+def _option(one: Option) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "type": _readable(one.type),
+        "required": one.required,
+        "default": None if one.required else plain(one.default),
+        "meaning": one.text,
+    }
+
+
+def _readable(annotation: str) -> str:
+    """A type as a reader understands it: `Annotated[float, Field(ge=0)]` is `float ≥ 0`."""
+    text = re.sub(r"\bPositive(Int|Float)\b", lambda found: f"{found[1].lower()} > 0", annotation)
+    text = re.sub(r"\bNonNegative(Int|Float)\b", lambda found: f"{found[1].lower()} ≥ 0", text)
+    for word, sign in {"ge=": "≥ ", "gt=": "> ", "le=": "≤ ", "lt=": "< "}.items():
+        text = text.replace(word, sign)
+    return re.sub(r"Annotated\[(.+?), Field\(([^()]*)\)\]", r"\1 \2", text)
+
+
+def _events(kind: Any) -> list[dict[str, Any]]:
+    try:
+        bindings = bind(object.__new__(kind))
+    except HooklineError as error:  # what registering it would say
+        raise hookline.ConfigError(str(error)) from error
+    return [
+        {"event": event, "asks": sorted(bindings[event].asks - _CARRIERS)}
+        for event in (*EVENTS, *FLOWS)
+        if event in bindings
+    ]
+
+
+# -- examples -------------------------------------------------------------------------------------
+
+
+def _shown_options(name: str, kind: Any) -> dict[str, Any]:
+    """What an example is made with: what is needed, and two more options at most."""
+    shown = dict(_EXAMPLES.get(name, {}))
+    for one in options_of(kind).values():
+        if one.required and one.name not in shown:
+            shown[one.name] = _some(one.type)
+    for one in options_of(kind).values():
+        if len(shown) < 2 and isinstance(one.default, bool | int | float | str):
+            shown.setdefault(one.name, one.default)
+    return shown
+
+
+def _some(annotation: str) -> Any:
+    """A value of this type, to be replaced."""
+    samples = {"bool": True, "int": 1, "Int": 1, "float": 1.0, "Float": 1.0, "list": [], "dict": {}}
+    return next((value for word, value in samples.items() if word in annotation), "…")
+
+
+def _python(kind: Any, options: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    for module in ("hookline", "hookline.probes"):
+        if getattr(load_class_or_none(module, kind.__name__), "__name__", None) == kind.__name__:
+            return f"import {module}\n\ntrainer.add_hook({module}.{kind.__name__}({given}))"
+    lines = [f"from {kind.__module__} import {kind.__name__}", ""]
+    return "\n".join([*lines, f"trainer.add_hook({kind.__name__}({given}))"])
+
+
+def load_class_or_none(module: str, name: str) -> Any:
+    """Return what a module of Hookline's exports under this name, if anything."""
+    try:
+        return load_class(f"{module}.{name}")
+    except HooklineError:
+        return None
+
+
+def _yaml(name: str, kind: Any, options: Mapping[str, Any]) -> str:
+    section = next(one for one, of in SECTIONS.items() if of == kind.hookline_kind)
+    lines = ["hooks:", f"  {section}:", f"    - name: {name}"]
+    lines += [f"      {key}: {json.dumps(value)}" for key, value in options.items()]
+    return "\n".join(lines)

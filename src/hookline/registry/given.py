@@ -1,0 +1,54 @@
+"""Gradients that are handed to updates by hand, without parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hookline.errors import ConfigError, nearest
+from hookline.hook import Hook
+
+__all__ = ["GivenGradients"]
+
+
+class GivenGradients(dict[str, Any]):
+    """Gradients on their way through the updates; each gets them as the one before left them."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = {name: one for name, one in given.items() if one is not None}
+        super().__init__(self._given)
+
+    def carry(
+        self,
+        hook: Hook,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Call an update, and take what it returns."""
+        returned = call(*args, **kwargs)
+        if returned is not None:
+            if not isinstance(returned, Mapping):
+                raise TypeError(
+                    "An update returns a mapping from names to gradients, or None, not a "
+                    f"{type(returned).__name__}."
+                )
+            self.update(returned)
+        for name, gradient in self._given.items():
+            self.setdefault(name, gradient)  # left out: it keeps its gradient
+        for name, gradient in self.items():
+            self._check(name, gradient)
+        self._given = dict(self)
+
+    def _check(self, name: str, gradient: Any) -> None:
+        if name not in self._given:
+            raise ConfigError(
+                f"An update returned a gradient for '{name}', which is none of those it got."
+                f"{nearest(str(name), self._given)}"
+            )
+        for what in ("shape", "dtype", "device"):
+            has, needs = getattr(gradient, what, None), getattr(self._given[name], what)
+            if has != needs:
+                raise ValueError(
+                    f"The gradient of '{name}' has {what} {has}; expected {needs}, as it was."
+                )
