@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, monitors, probe_monitor, probes, raw, trainer
+from bench import dispatch, imports, monitors, probe_monitor, probes, raw, trainer, updates
 from bench.harness import Row, table
 
 PARTS = {
@@ -27,9 +27,18 @@ PARTS = {
     "monitors": monitors.run,
     "probes": probes.run,
     "probe_monitor": probe_monitor.run,
+    "updates": updates.run,
     "imports": imports.run,
 }
-PEERS = ("pluggy", "pytorch-ignite", "lightning", "transformers", "accelerate")
+PEERS = (
+    "pluggy",
+    "pytorch-ignite",
+    "lightning",
+    "transformers",
+    "accelerate",
+    "nnsight",
+    "transformer-lens",
+)
 RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 
