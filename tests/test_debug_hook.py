@@ -105,9 +105,18 @@ def test_the_first_bad_gradient_in_the_models_order_is_named(caplog, value):
 
 
 def test_a_bad_parameter_is_named_after_the_step_that_made_it(caplog):
-    trainer = train(Poison("parameters"), DebugHook(action="stop"))
+    everything = DebugHook(action="stop", check=["loss", "gradients", "parameters"])
+    trainer = train(Poison("parameters"), everything)
     said = warnings(caplog)[0]
     assert said == "Step 2: The parameter 'second.bias' (1 NaN and 0 Inf of 4) is not finite."
+    assert (trainer.status, trainer.step) == ("stopped", 2)
+
+
+def test_a_bad_parameter_is_named_with_the_loss_that_it_made_bad(caplog):
+    trainer = train(Poison("parameters"), DebugHook(action="stop"))
+    said = warnings(caplog)[0]
+    assert said.startswith("Step 3: The loss is nan. The first parameter that is not finite is")
+    assert "'second.bias'" in said
     assert (trainer.status, trainer.step) == ("stopped", 2)
 
 
@@ -131,7 +140,8 @@ def test_a_parameter_that_only_the_optimizer_knows_is_found(caplog):
     model, _ = make()
     outside = torch.nn.Parameter(torch.tensor([NAN]))
     optimizer = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
-    train(DebugHook(action="warn"), model=model, optimizer=optimizer)
+    hook = DebugHook(action="warn", check=["parameters"])
+    train(hook, model=model, optimizer=optimizer)
     assert "'parameter 0 outside the model' (1 NaN" in warnings(caplog)[0]
 
 

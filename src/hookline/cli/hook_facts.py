@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hookline
+import hookline.probes
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
@@ -68,7 +69,7 @@ def group_of(known: Known) -> str:
 def facts_of(known: Known) -> dict[str, Any]:
     """Return what there is to know of a hook, as plain values; raise `ConfigError` for no hook."""
     kind: Any = load_class(known.path)
-    if not (isinstance(kind, type) and issubclass(kind, Hook)):
+    if not _is_hook(kind):
         raise hookline.ConfigError(f"'{known.name}' is not a hook ({known.path}).")
     purpose, text = _prose(inspect.getdoc(kind) or "")
     shown = _shown_options(known.name, kind)
@@ -88,6 +89,10 @@ def facts_of(known: Known) -> dict[str, Any]:
         "python": _python(kind, shown),
         "yaml": _yaml(known.name, kind, shown),
     }
+
+
+def _is_hook(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Hook)
 
 
 def _prose(doc: str) -> tuple[str, str]:
@@ -151,19 +156,11 @@ def _some(annotation: str) -> Any:
 
 def _python(kind: Any, options: Mapping[str, Any]) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    for module in ("hookline", "hookline.probes"):
-        if getattr(load_class_or_none(module, kind.__name__), "__name__", None) == kind.__name__:
-            return f"import {module}\n\ntrainer.add_hook({module}.{kind.__name__}({given}))"
-    lines = [f"from {kind.__module__} import {kind.__name__}", ""]
-    return "\n".join([*lines, f"trainer.add_hook({kind.__name__}({given}))"])
-
-
-def load_class_or_none(module: str, name: str) -> Any:
-    """Return what a module of Hookline's exports under this name, if anything."""
-    try:
-        return load_class(f"{module}.{name}")
-    except HooklineError:
-        return None
+    for place, module in (("hookline", hookline), ("hookline.probes", hookline.probes)):
+        if getattr(module, kind.__name__, None) is kind:
+            return f"import {place}\n\ntrainer.add_hook({place}.{kind.__name__}({given}))"
+    imported = f"from {kind.__module__} import {kind.__name__}"
+    return f"{imported}\n\ntrainer.add_hook({kind.__name__}({given}))"
 
 
 def _yaml(name: str, kind: Any, options: Mapping[str, Any]) -> str:

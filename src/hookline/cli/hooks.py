@@ -89,7 +89,7 @@ def events(as_json: Json = False) -> None:
     def arguments(given: Iterable[Argument]) -> list[dict[str, Any]]:
         return [{"name": a.name, "aliases": list(a.aliases), "meaning": a.doc} for a in given]
 
-    listed = [
+    listed: list[dict[str, Any]] = [
         {
             "name": event.name,
             "aliases": list(event.aliases),
@@ -215,7 +215,8 @@ def _events(events: list[dict[str, Any]]) -> str:
 
 
 def _with_aliases(one: dict[str, Any]) -> str:
-    return one["name"] + (f" ({', '.join(one['aliases'])})" if one["aliases"] else "")
+    aliases = f" ({', '.join(one['aliases'])})" if one["aliases"] else ""
+    return f"{one['name']}{aliases}"
 
 
 def _wrapped(text: str, indent: str) -> str:

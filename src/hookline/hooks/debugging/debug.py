@@ -21,7 +21,7 @@ __all__ = ["DebugHook"]
 log = logging.getLogger("hookline")
 
 What = Literal["loss", "gradients", "parameters"]
-EVERYTHING: tuple[What, ...] = ("loss", "gradients", "parameters")
+USUALLY: tuple[What, ...] = ("loss", "gradients")
 
 
 class DebugHook(BuiltIn):
@@ -38,7 +38,8 @@ class DebugHook(BuiltIn):
         action: instead of what `break_on_nan` says: `warn`; `stop` training, without the step in
             which it was found; or `break` into the debugger that `breakpoint()` starts, where
             there is a terminal, and stop where there is none.
-        check: what to look at.
+        check: what to look at in every step. Parameters that went bad make the next loss bad, which
+            names them; with `"parameters"` they are noticed in the step that did it.
         every_n_steps: look at each N-th step only.
     """
 
@@ -53,7 +54,7 @@ class DebugHook(BuiltIn):
         break_on_nan: bool = True,
         log_shapes: bool = False,
         action: Literal["warn", "stop", "break"] | None = None,
-        check: list[What] | tuple[What, ...] = EVERYTHING,
+        check: list[What] | tuple[What, ...] = USUALLY,
         every_n_steps: PositiveInt = 1,
     ) -> None:
         if not check and not log_shapes:
