@@ -70,6 +70,7 @@ NAMES = {
     "TorchProfiler",
     "UpdateHook",
     "UploadHook",
+    "HookRegistry",
     "open_run",
     "probe",
     "tap",

@@ -105,7 +105,7 @@ def test_every_checkpoint_is_in_the_folder_when_training_ends(tmp_path, kind):
     assert names(trainer.run.checkpoints) == EPOCHS
     assert list(hook.uploaded.values()) == [str(there / name) for name in EPOCHS]
     assert hook.failed == hook.skipped == []
-    assert trainer.hooks.list_hooks() == ["checkpoint", "upload"]
+    assert trainer.hooks.list_hooks() == ["checkpoint", "upload", "identity"]
 
 
 def test_training_can_be_resumed_from_a_copy(tmp_path):

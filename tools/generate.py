@@ -21,7 +21,6 @@ from pydantic.fields import FieldInfo
 
 from hookline.config import HooksConfig, HooksSettingsConfig, LoadersConfig, TrainerConfig
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
-from hookline.registry import BUILT_INS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -213,7 +212,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Every file that is written, or written in parts, with its text."""
     for name, start, end, make in TARGETS:
         yield name, rewritten(ROOT / name, start, end, make())
-    for hook in BUILT_INS:
+    for hook in hook_pages.ALL:
         yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
 
 

@@ -14,7 +14,8 @@ from hookline.dispatch.binding import bind
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Rank
 from hookline.options import Option, options_of
-from hookline.registry import BUILT_INS, load_hook_class
+from hookline.registry import load_hook_class
+from hookline.registry.names import BUILT_INS, PROBES
 
 GROUPS = {
     "monitoring": "See how training goes",
@@ -23,12 +24,15 @@ GROUPS = {
     "debugging": "Find out what goes wrong",
     "integration": "Tell others",
     "updates": "Transform gradients",
+    "probes": "See and shape what flows through modules",
 }
+ALL = {**BUILT_INS, **PROBES}
 SAMPLES = {  # values for what has no default
     "webhook_url": '"https://…"',
     "destination": '"s3://bucket/runs"',
     "limit": '"11:30:00"',
     "factor": "0.5",
+    "modules": '"blocks.*"',
     "patterns": '["embedding"]',
     "max_norm": "1.0",
     "max_value": "0.1",
@@ -66,7 +70,7 @@ def page(name: str) -> str:
         "",
         *([text, ""] if text else []),
         "```python",
-        f"trainer.add_hook(hookline.{kind.__name__}({given}))",
+        f"trainer.add_hook({_call(name, kind, given)})",
         "```",
         "",
         f"Its name in a run is `{name}`. {_by_configuration(name)}",
@@ -91,12 +95,19 @@ def page(name: str) -> str:
     return "\n".join(lines)
 
 
+def _call(name: str, kind: Any, given: str) -> str:
+    if name not in PROBES:
+        return f"hookline.{kind.__name__}({given})"
+    made = '.ablate("blocks.1", enable_intervention=True)' if name == "edit" else '("blocks.*")'
+    return f"hookline.probes.{kind.__name__}{made}"
+
+
 def overview() -> str:
     """The table of all built-ins, by what they are for."""
     lines: list[str] = []
     for group, title in GROUPS.items():
         lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
-        for name, path in BUILT_INS.items():
+        for name, path in ALL.items():
             if path.split(".")[-3] == group:
                 kind = load_hook_class(name)
                 purpose = _prose(inspect.getdoc(kind) or "")[0]

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from hookline.hosts.raw import attach as attach
     from hookline.probes.short import probe as probe
     from hookline.probes.taps import tap as tap
+    from hookline.registry import HookRegistry as HookRegistry
     from hookline.runs import open_run as open_run
     from hookline.trainer import Trainer as Trainer
     from hookline.trainer import get_trainer as get_trainer
@@ -149,6 +150,7 @@ _WHERE = {
     "hookline.hosts.raw": ("Session", "attach"),
     "hookline.probes.short": ("probe",),
     "hookline.probes.taps": ("tap",),
+    "hookline.registry": ("HookRegistry",),
     "hookline.runs": ("open_run",),
     "hookline.trainer": ("Trainer", "get_trainer"),
     "hookline.updates": (

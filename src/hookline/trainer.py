@@ -23,14 +23,14 @@ import torch
 
 from hookline.config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.dispatch import HookHolder, HookManager
+from hookline.dispatch import HookHolder
 from hookline.errors import HooklineError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loaders import Drawn, Mixing, Stream
 from hookline.losses import LossOf
 from hookline.observing import Observation
 from hookline.progress import make_progress
-from hookline.registry import make_hook
+from hookline.registry import HookRegistry, make_hook
 from hookline.runs.run import Kind
 from hookline.strategies import Plain
 from hookline.training import (
@@ -82,6 +82,8 @@ class Trainer(HookHolder):
         hooks: hooks to register, in this order.
     """
 
+    hooks: HookRegistry
+
     def __init__(
         self,
         config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
@@ -118,11 +120,9 @@ class Trainer(HookHolder):
         self._watch = ModelWatch(
             self.model, self._before_forward, self._after_forward, _nothing, _nothing
         )
-        self.hooks = HookManager(source=self._moment, settings=self.config.hooks.manager_settings())
-        self.hooks.add_hook(Identity())
-        self.hooks.register_hooks(hooks)
-        for name, options in self.config.hooks.hooks():
-            self.hooks.add_hook(make_hook(name, options))
+        self.hooks = HookRegistry(self.config.hooks, hooks=hooks, source=self._moment)
+        if "identity" not in self.hooks:
+            self.hooks.add_hook(Identity())
         self._live = self.hooks.live
         self._running = False
         self._in_between = True

@@ -155,12 +155,12 @@ def _some(annotation: str) -> Any:
 
 
 def _python(kind: Any, options: Mapping[str, Any]) -> str:
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    name = kind.__name__
+    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
     for place, module in (("hookline", hookline), ("hookline.probes", hookline.probes)):
-        if getattr(module, kind.__name__, None) is kind:
-            return f"import {place}\n\ntrainer.add_hook({place}.{kind.__name__}({given}))"
-    imported = f"from {kind.__module__} import {kind.__name__}"
-    return f"{imported}\n\ntrainer.add_hook({kind.__name__}({given}))"
+        if getattr(module, name, None) is kind:
+            return f"import {place}\n\ntrainer.add_hook({place}.{call})"
+    return f"from {kind.__module__} import {name}\n\ntrainer.add_hook({call})"
 
 
 def _yaml(name: str, kind: Any, options: Mapping[str, Any]) -> str:

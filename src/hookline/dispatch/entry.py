@@ -11,7 +11,7 @@ from hookline.dispatch.binding import Binding
 from hookline.dispatch.schedule import Schedule
 from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
-from hookline.hook import Hook
+from hookline.hook import Hook, Rank
 
 __all__ = ["Entry", "Gone", "free_name"]
 
@@ -46,8 +46,10 @@ class Entry:
 
     @property
     def rank(self) -> int:
-        """Users' hooks come before built-ins."""
-        return type(self.hook).hookline_rank
+        """Users' hooks come before built-ins; what is in a flow, in the order it was added."""
+        rank = type(self.hook).hookline_rank
+        in_flow = self.hook.hookline_kind in FLOWS and rank is not Rank.DEFAULT
+        return Rank.USER if in_flow else rank
 
     @property
     def active(self) -> bool:

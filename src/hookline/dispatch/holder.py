@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hookline.dispatch.manager import HookManager
@@ -20,7 +21,9 @@ class HookHolder:
         """Another name for `hooks`."""
         return self.hooks
 
-    def add_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
+    def add_hook(
+        self, hook: Hook | Callable[..., Any], name: str | None = None, **options: Any
+    ) -> str:
         """Register a hook; see `HookManager.add_hook`."""
         return self.hooks.add_hook(hook, name, **options)
 

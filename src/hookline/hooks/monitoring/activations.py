@@ -35,7 +35,7 @@ class ActivationStats(BuiltIn, ForwardHook):
         self.log_interval = log_interval
         self._batches = 0
 
-    def __call__(self, activations: Any, trainer: Any) -> None:
+    def __call__(self, activations: Any, trainer: Any = None) -> None:
         """Report, when it is due."""
         due = self._batches % self.log_interval == 0
         self._batches += 1
@@ -44,8 +44,9 @@ class ActivationStats(BuiltIn, ForwardHook):
         for name, tensor in _named(activations):
             if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
                 std, mean = torch.std_mean(tensor.float(), correction=0)
-                trainer.log(f"{name}/mean", mean)
-                trainer.log(f"{name}/std", std)
+                if trainer is not None:
+                    trainer.log(f"{name}/mean", mean)
+                    trainer.log(f"{name}/std", std)
                 log.debug("%s: %s", name, _Later(mean, std))
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,582 @@
+"""HookRegistry: hooks from a configuration, names and packages, toggles, and calls by hand."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from loops import batches, make
+
+import hookline
+from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
+from hookline.registry import (
+    BUILT_INS,
+    PROBES,
+    HookRegistry,
+    known_hooks,
+    load_class,
+    load_hook_class,
+    make_hook,
+    where_is,
+)
+
+PACKAGE = Path(__file__).parent / "entry_point_package"
+
+
+class Looks(hookline.ForwardHook):
+    seen: ClassVar[list] = []
+
+    def __init__(self, label="looks"):
+        self.label = label
+
+    def __call__(self, activations):
+        Looks.seen.append((self.label, activations.mean().item()))
+
+
+class Times(hookline.UpdateHook):
+    def __init__(self, factor=2.0):
+        self.factor = factor
+
+    def __call__(self, gradients):
+        return {name: gradient * self.factor for name, gradient in gradients.items()}
+
+
+class Plus(hookline.UpdateHook):
+    def __init__(self, number=1.0):
+        self.number = number
+
+    def __call__(self, gradients):
+        return {name: gradient + self.number for name, gradient in gradients.items()}
+
+
+class Scheduled(hookline.Hook):
+    """Has an option that is also a key of the registration."""
+
+    def __init__(self, every=7):
+        self.mine = every
+
+    def on_step_end(self):
+        pass
+
+
+class Broken(hookline.Hook):
+    def __init__(self):
+        raise ZeroDivisionError("no")
+
+
+LOOKS, TIMES, PLUS = (f"{__name__}.{one}" for one in ("Looks", "Times", "Plus"))
+CONFIG = {
+    "hooks": {
+        "update": [{"name": TIMES, "factor": 3.0}, PLUS],
+        "forward": [
+            {"name": LOOKS, "enabled": False},
+            {"name": LOOKS, "label": "b", "as": "second"},
+        ],
+        "loop": ["lr_monitor", {"name": "ema", "decay": 0.5}],
+        "probes": [{"name": "capture", "modules": "first"}],
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen():
+    Looks.seen.clear()
+
+
+# -- from a configuration -------------------------------------------------------------------------
+
+
+def test_hooks_of_all_kinds_come_from_a_configuration_in_its_order():
+    registry = HookRegistry(CONFIG)
+    kinds = {kind: [n for n, _, _ in registry.of_kind(kind)] for kind in ("loop", "forward")}
+    assert kinds == {"loop": ["lr_monitor", "ema"], "forward": ["looks", "second"]}
+    assert [n for n, _, _ in registry.of_kind("update")] == ["times", "plus"]
+    assert [n for n, _, _ in registry.of_kind("probe")] == ["capture"]
+    assert registry.get_hook("ema").hookline_options["decay"] == 0.5
+    assert registry.get_hook("times").factor == 3.0
+    assert registry.get_hook("second").label == "b"
+
+
+def test_the_order_does_not_depend_on_how_the_mapping_is_written():
+    turned = {"hooks": dict(reversed(CONFIG["hooks"].items()))}
+    assert HookRegistry(turned).list_hooks() == HookRegistry(CONFIG).list_hooks()
+
+
+def test_the_inner_mapping_a_list_and_a_hooks_config_do_as_well():
+    inner = HookRegistry(CONFIG["hooks"])
+    assert inner.list_hooks() == HookRegistry(CONFIG).list_hooks()
+    flat = HookRegistry({"hooks": [PLUS, {"name": LOOKS}, "lr_monitor"]})
+    assert sorted(flat.list_hooks()) == ["looks", "lr_monitor", "plus"]
+    fields = HooksConfig(
+        enable_lr_monitor=True, hook_classes=[PLUS], hook_configs={PLUS: {"number": 4}}
+    )
+    registry = HookRegistry(fields)
+    assert registry.list_hooks() == ["plus", "lr_monitor"]
+    assert registry.get_hook("plus").number == 4
+
+
+@pytest.mark.parametrize("config", [None, {}, {"hooks": None}, {"hooks": {}}, {"loop": None}])
+def test_a_configuration_without_hooks_is_an_empty_registry(config):
+    assert HookRegistry(config).list_hooks() == []
+
+
+def test_a_whole_configuration_may_be_given():
+    assert HookRegistry({"model": {"width": 3}, "hooks": {"loop": ["ema"]}}).list_hooks() == ["ema"]
+
+
+def test_it_takes_what_a_manager_takes():
+    settings = hookline.HookSettings(max_failures=1)
+    changes = []
+    registry = HookRegistry(
+        CONFIG,
+        hooks=[hookline.Hook("mine")],
+        source="a source",
+        settings=settings,
+        on_change=lambda: changes.append(1),
+    )
+    assert isinstance(registry, hookline.HookManager)
+    assert registry.list_hooks()[0] == "mine"
+    assert registry.settings is settings
+    assert registry.source == "a source"
+    assert len(changes) == 8
+
+
+def test_the_settings_of_a_hooks_config_are_used_unless_others_are_given():
+    config = HooksConfig(continue_on_hook_error=False)
+    assert HookRegistry(config).settings.isolate is False
+    assert HookRegistry(config, settings=hookline.HookSettings()).settings.isolate is True
+
+
+def test_disabled_hooks_are_kept_and_listed_with_their_status():
+    registry = HookRegistry(CONFIG)
+    status = {one.name: one.status for one in registry.describe()}
+    assert status["looks"] == "disabled"
+    assert status["second"] == "enabled"
+    assert "looks" in registry.list_hooks()
+    assert "looks" not in registry.get_active_hooks()
+    assert registry.get_active_hooks("forward") == ["second"]
+    assert registry.get_active_hooks("probes") == registry.get_active_hooks("probe") == ["capture"]
+    assert len(registry.get_active_hooks()) == len(registry) - 1
+
+
+def test_schedules_and_places_belong_to_the_registration():
+    registry = HookRegistry(
+        [
+            {"name": "lr_monitor", "every": 5, "from_epoch": 2, "sample_rate": 0.5},
+            {"name": "ema", "before": "lr_monitor", "strict": True},
+        ]
+    )
+    assert registry.list_hooks() == ["ema", "lr_monitor"]
+    (_, monitor) = registry.describe()
+    assert monitor.schedule == "every 5, sample 0.5, from epoch 2"
+    assert registry._entry("ema").strict
+
+
+def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apart():
+    path = f"{__name__}.Scheduled"
+    registry = HookRegistry(
+        [
+            {"name": path, "every": 3},
+            {"name": path, "every": 3, "init_args": {"every": 9}},
+            {"class_path": path, "init_args": {"every": 9}, "name": "named"},
+            {"class_path": path, "as": "named_too"},
+        ]
+    )
+    assert registry.get_hook("scheduled").mine == 3
+    assert registry.get_hook("scheduled_2").mine == 9
+    schedules = [one.schedule for one in registry.describe()]
+    assert schedules == ["always", "every 3", "always", "always"]
+    assert registry.list_hooks()[2:] == ["named", "named_too"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hook": {"loop": []}}, "'hook' is no section of hooks. Did you mean 'hooks'?"),
+        ({"hooks": {"foward": []}}, "Did you mean 'forward'? The sections are: loop, forward"),
+        ({"hooks": {"loop": "ema"}}, "'hooks.loop' is 'ema'; expected a list of hooks."),
+        ({"hooks": "ema"}, "'hooks' is 'ema'; expected a list of hooks."),
+        ({"hooks": 3}, "'hooks' is 3; expected a list of hooks."),
+        ({"loop": [3]}, "hooks.loop[0]: 3 is a int; expected a hook's name, or a mapping"),
+        (
+            {"loop": [{"nam": "ema"}]},
+            "There is no 'name': that of a hook, or a class path. Did you",
+        ),
+        ({"loop": [{"name": 3}]}, "'name' is 3; expected a word."),
+        ({"loop": [{"name": "ema", "as": ""}]}, "'as' is ''; expected a word."),
+        ({"loop": [{"name": "ema", "enabled": "no"}]}, "'enabled' is 'no'; expected true or false"),
+        (
+            {"loop": [{"name": "ema", "decai": 0.5}]},
+            "EMA: 'decai' is no option. Did you mean 'decay'?",
+        ),
+        ({"loop": [{"name": "ema", "decay": 2.0}]}, "EMA: 'decay' is 2.0."),
+        ({"loop": [{"name": "ema", "init_args": 3}]}, "'init_args' is 3; expected a mapping."),
+        (
+            {"loop": [{"name": "ema", "init_args": {"decay": 0.5}, "decay": 0.4}]},
+            "'decay' stands under 'init_args' and beside it. Keep one.",
+        ),
+        (
+            {"loop": [{"name": "a", "class_path": "x.Y", "as": "b"}]},
+            "'name' and 'as' both name the hook",
+        ),
+        ({"loop": [{"name": "lr_monitor", "every": 0}]}, "every is 0; expected a whole number"),
+        ({"loop": [{"name": "ema", "after": "emma"}]}, "There is no hook 'emma'."),
+        ({"loop": ["ema", {"name": "lr_monitor", "as": "ema"}]}, "The name 'ema' is taken."),
+        ({"forward": ["ema"]}, "hooks.forward[0]: 'ema' is of kind 'loop'. Move it to 'loop'."),
+        (
+            {"loop": ["capture"]},
+            "hooks.loop[0]: 'capture' is of kind 'probe'. Move it to 'probes'.",
+        ),
+        ({"loop": ["upload"]}, "UploadHook needs the option 'destination'."),
+        ({"probes": [{"name": "edit", "modules": "x"}]}, "enable_intervention=True"),
+        ({"loop": [f"{__name__}.Broken"]}, "cannot be made with {} (ZeroDivisionError: no)."),
+        ({"loop": [f"{__name__}.Loks"]}, "has no 'Loks'. Did you mean 'Looks'?"),
+        ({"loop": ["torch.nn.Linear"]}, "'torch.nn.Linear' is not a hook"),
+        ({"loop": ["nowhere.at.All"]}, "the module 'nowhere.at' could not be imported"),
+        ({"loop": [".x"]}, "'.x' is no class path"),
+        ({"loop": ["..x.y"]}, "'..x.y': the module '..x' could not be imported"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_place(config, message):
+    with pytest.raises(ConfigError) as error:
+        HookRegistry(config)
+    assert message in str(error.value)
+
+
+def test_several_mistakes_are_said_at_once_and_nothing_is_registered():
+    registry = HookRegistry({"loop": ["ema"]})
+    registry.remove_hook("ema")
+    before = dict(registry._gone)
+    bad = {"loop": ["lr_monitr", "ema", {"name": "json_log", "everry": 1}], "forward": ["ema"]}
+    with pytest.raises(ConfigError) as error:
+        registry.add_configured(bad)
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "hooks.loop[0]",
+        "hooks.loop[2]",
+        "hooks.forward[0]",
+    ]
+    assert registry.list_hooks() == []
+    assert registry._gone == before
+
+
+def test_more_hooks_can_be_added_from_a_configuration_later():
+    registry = HookRegistry()
+    assert registry.add_configured({"update": [TIMES, PLUS]}) == ["times", "plus"]
+    assert registry.add_configured([PLUS]) == ["plus_2"]
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def test_a_short_class_name_works_where_one_known_hook_has_it():
+    assert load_hook_class("GradientMonitor") is hookline.GradientMonitor
+    assert load_hook_class("Capture") is hookline.probes.Capture
+    assert load_hook_class("hookline.EMA") is hookline.EMA
+    assert where_is("GradientMonitor").name == "gradient_monitor"
+
+
+def test_every_own_name_leads_to_a_class_that_gets_this_name():
+    for name in {**BUILT_INS, **PROBES}:
+        kind = load_hook_class(name)
+        assert known_hooks()[name].class_name == kind.__name__
+    assert {load_hook_class(name).hookline_kind for name in PROBES} == {"probe"}
+
+
+def test_probes_get_the_names_they_are_listed_under():
+    needs = {
+        "monitor": {"modules": "*"},
+        "edit": {"modules": "*", "value": 0.0, "enable_intervention": True},
+    }
+    registry = HookRegistry({"probes": [{"name": name, **needs.get(name, {})} for name in PROBES]})
+    assert sorted(registry.list_hooks()) == sorted(PROBES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gradient_moniter", "no hook has this name. Did you mean 'gradient_monitor'?"),
+        ("GradientMoniter", "Did you mean 'GradientMonitor'?"),
+        ("emma", "'emma' is no class path"),
+        ("", "'' is no class path"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest(name, message):
+    with pytest.raises(ConfigError) as error:
+        make_hook(name, {})
+    assert message in str(error.value)
+
+
+def test_a_module_with_an_error_of_its_own_is_named(tmp_path, monkeypatch):
+    (tmp_path / "half_written.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'half_written' could not be imported \(SyntaxError"):
+        load_class("half_written.Hook")
+
+
+# -- installed packages ---------------------------------------------------------------------------
+
+
+def install(target: Path) -> Path:
+    """Install the package as anybody would; pip needs no network for it."""
+    source = target / "source"
+    shutil.copytree(PACKAGE, source)  # building leaves files there
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    apart = [
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--target",
+        str(target / "site"),
+    ]
+    done = subprocess.run([*pip, *apart, str(source)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target / "site"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def installed(site, monkeypatch):
+    monkeypatch.syspath_prepend(site)
+    yield
+    sys.modules.pop("acme_hooks", None)
+
+
+def describe_package(folder: Path, package: str, points: dict[str, str]) -> None:
+    """What pip leaves of a package: its metadata."""
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (info / "entry_points.txt").write_text(f"[hookline.hooks]\n{lines}")
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_adds_hooks_by_being_installed(tmp_path):
+    registry = HookRegistry(
+        {"loop": [{"name": "loss_ceiling", "ceiling": 0.0}], "update": ["gradient_sign"]}
+    )
+    assert registry.list_hooks() == ["loss_ceiling", "gradient_sign"]
+    assert known_hooks()["loss_ceiling"].package == "acme-hooks"
+    fields = HooksConfig(
+        hook_classes=["loss_ceiling", "gradient_sign"],
+        hook_configs={"loss_ceiling": {"ceiling": 0.0}},
+    )
+    config = TrainerConfig(runs=tmp_path, progress="off", hooks=fields)
+    trainer = Trainer(config, *make(), loss_fn=torch.nn.functional.mse_loss).fit(batches(5))
+    assert (trainer.status, trainer.step) == ("stopped", 1)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_packages_hook_is_called_as_its_entry_point_is():
+    registry = HookRegistry(["loss_ceiling", "acme-hooks:loss_ceiling", "LossCeiling"])
+    assert registry.list_hooks() == ["loss_ceiling", "loss_ceiling_2", "loss_ceiling_3"]
+
+
+def test_without_the_package_its_name_is_unknown():
+    with pytest.raises(ConfigError, match="'loss_ceiling' is no class path, and no hook has"):
+        make_hook("loss_ceiling", {})
+
+
+@pytest.mark.usefixtures("installed")
+def test_options_of_a_packages_hook_are_checked():
+    with pytest.raises(ConfigError, match=r"'cieling' is no option\. Did you mean 'ceiling'"):
+        HookRegistry([{"name": "loss_ceiling", "cieling": 1.0}])
+
+
+def test_a_built_in_keeps_its_name_and_that_is_said(tmp_path, monkeypatch, caplog):
+    describe_package(tmp_path, "rival", {"ema": f"{__name__}:Scheduled"})
+    monkeypatch.syspath_prepend(tmp_path)
+    with caplog.at_level(logging.WARNING, "hookline"):
+        assert load_hook_class("ema") is hookline.EMA
+    assert "'ema' is Hookline's own; that of the package 'rival' is 'rival:ema'." in caplog.text
+    assert load_hook_class("rival:ema") is Scheduled
+    assert HookRegistry(["rival:ema"]).list_hooks() == ["ema"]
+    assert known_hooks()["ema"].package == "hookline"
+    assert known_hooks()["rival:ema"].path == f"{__name__}.Scheduled"
+
+
+def test_a_name_of_two_packages_has_to_be_said_in_full(tmp_path, monkeypatch):
+    describe_package(tmp_path, "one", {"same": f"{__name__}:Scheduled"})
+    describe_package(tmp_path, "two", {"same": f"{__name__}:Times"})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"several packages\. Say which: 'one:same', 'two:same'."):
+        load_hook_class("same")
+    assert load_hook_class("two:same") is Times
+    assert "same" not in known_hooks()
+
+
+def test_a_short_class_name_of_two_hooks_has_to_be_said_in_full(tmp_path, monkeypatch):
+    describe_package(tmp_path, "one", {"a": f"{__name__}:Times", "b": "elsewhere:Times"})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"the class of several hooks\. Say which: 'a', 'b'."):
+        load_hook_class("Times")
+
+
+def test_an_entry_point_that_is_no_hook_is_an_error_that_names_the_package(tmp_path, monkeypatch):
+    describe_package(tmp_path, "odd-one", {"odd": "os.path:join"})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="'odd' of odd-one is not a hook"):
+        load_hook_class("odd")
+
+
+# -- toggles --------------------------------------------------------------------------------------
+
+
+def test_hooks_are_toggled_by_name_or_by_number_within_their_kind():
+    registry = HookRegistry(CONFIG)
+    gradients = {"w": torch.ones(2)}
+    assert registry.call_update_hooks(gradients)["w"].tolist() == [4.0, 4.0]
+    registry.disable_hook("update", 0)
+    assert registry.call_update_hooks(gradients)["w"].tolist() == [2.0, 2.0]
+    registry.disable_hook("plus")
+    assert registry.call_update_hooks(gradients)["w"].tolist() == [1.0, 1.0]
+    registry.enable_hook("update", 0)
+    assert registry.call_update_hooks(gradients)["w"].tolist() == [3.0, 3.0]
+    registry.enable_hook("update", 1)  # disabled ones count: it is still the second
+    assert registry.call_update_hooks(gradients)["w"].tolist() == [4.0, 4.0]
+    registry.disable_hook("probes", 0)
+    assert registry.get_active_hooks("probe") == []
+    assert registry.name_at("forward", 1) == "second"
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "message"),
+    [
+        ("update", 2, "There is no hook 2 of kind 'update': 0 is 'times', 1 is 'plus'."),
+        ("update", -1, "There is no hook -1 of kind 'update'"),
+        ("update", True, "There is no hook True of kind 'update'"),
+        ("updates", 0, "There is no kind 'updates'. Did you mean 'update'?"),
+    ],
+)
+def test_a_hook_that_is_not_there_is_an_error_that_says_which_are(kind, index, message):
+    with pytest.raises(hookline.UnknownHookError) as error:
+        HookRegistry(CONFIG).disable_hook(kind, index)
+    assert message in str(error.value)
+
+
+# -- calls by hand --------------------------------------------------------------------------------
+
+
+def test_forward_hooks_see_activations_in_order_and_only_if_enabled():
+    registry = HookRegistry(CONFIG)
+    registry.call_forward_hooks(torch.full((2,), 3.0))
+    assert Looks.seen == [("b", 3.0)]
+    registry.enable_hook("looks")
+    Looks.seen.clear()
+    registry.call_forward_hooks(torch.full((2,), 4.0))
+    assert Looks.seen == [("looks", 4.0), ("b", 4.0)]
+    assert {one.name: one.calls for one in registry.describe()}["second"] == 2
+
+
+def test_a_forward_hook_gets_detached_activations_and_may_not_change_them():
+    seen = []
+
+    def look(activations):
+        seen.append(activations.requires_grad)
+
+    def spoil(activations):
+        activations.add_(1)
+
+    registry = HookRegistry()
+    registry.add_hook(look, kind="forward")
+    activations = torch.ones(2, requires_grad=True) * 2
+    registry.call_forward_hooks(activations)
+    assert seen == [False]
+    registry.add_hook(spoil, kind="forward")
+    with pytest.raises(hookline.ObserverError, match="changed the activations in place"):
+        registry.call_forward_hooks(activations)
+
+
+def test_forward_hooks_get_what_they_ask_for_besides():
+    seen = []
+
+    def look(activations, step, model):
+        seen.append((step, model))
+
+    class Source:
+        model = "the source's"
+
+    registry = HookRegistry(source=Source())
+    registry.add_hook(look, kind="forward")
+    registry.call_forward_hooks(torch.ones(2), step=5)
+    assert seen == [(5, "the source's")]
+    with pytest.raises(hookline.NotSuppliedError, match="without 'step'"):
+        registry.call_forward_hooks(torch.ones(2))
+    with pytest.raises(hookline.UnknownEventError, match="no argument 'stepp'"):
+        registry.call_forward_hooks(torch.ones(2), stepp=1)
+
+
+def test_updates_chain_and_the_given_mapping_stays_as_it_is():
+    registry = HookRegistry({"update": [PLUS, TIMES]})
+    gradients = {"w": torch.ones(2), "unused": None}
+    result = registry.call_update_hooks(gradients)
+    assert result["w"].tolist() == [4.0, 4.0]
+    assert result["unused"] is None
+    assert gradients["w"].tolist() == [1.0, 1.0]
+    assert HookRegistry().call_update_hooks(gradients) == gradients
+
+
+def test_built_in_updates_transform_by_hand_too():
+    registry = HookRegistry(
+        {
+            "update": [
+                {"name": "clip_norm", "max_norm": 1.0},
+                {"name": "mask", "patterns": ["first.bias"]},
+                "noise",
+            ]
+        }
+    )
+    registry.disable_hook("noise")
+    model, _ = make()
+    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    result = registry.call_update_hooks(gradients, model=model)
+    assert result["first.bias"].abs().max() == 0
+    total = torch.stack([g.square().sum() for g in result.values()]).sum()
+    assert 0.8 < total < 1.0
+    registry.enable_hook("noise")
+    assert registry.call_update_hooks(result, model=model)["first.bias"].abs().max() > 0
+
+
+def test_an_update_may_leave_out_gradients_or_put_them_into_the_mapping():
+    def one(gradients):
+        return {"a": gradients["a"] * 2}
+
+    def other(gradients):
+        gradients["b"] = gradients["b"] * 5
+
+    def drops(gradients):
+        del gradients["a"]
+
+    registry = HookRegistry()
+    for function in (one, drops, other):
+        registry.add_hook(function, kind="update")
+    result = registry.call_update_hooks({"a": torch.ones(1), "b": torch.ones(1)})
+    assert (result["a"].item(), result["b"].item()) == (2.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"c": torch.ones(1)}, "a gradient for 'c', which is none of those it got"),
+        ({"a": torch.ones(2)}, "has shape torch.Size([2]); expected torch.Size([1])"),
+        ({"a": torch.ones(1).double()}, "has dtype torch.float64; expected torch.float32"),
+        ({"a": 3.0}, "has shape None; expected torch.Size([1])"),
+        (3, "not a int"),
+    ],
+)
+def test_what_an_update_may_not_return_ends_training_with_the_reason(returned, message):
+    registry = HookRegistry()
+    registry.add_hook(lambda gradients: returned, "odd", kind="update")
+    with pytest.raises(hookline.HookFailedError) as error:
+        registry.call_update_hooks({"a": torch.ones(1)})
+    assert message in str(error.value.__cause__)
