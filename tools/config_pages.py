@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -54,7 +55,12 @@ def tables() -> str:
     lines: list[str] = []
     for title, model in SECTIONS:
         purpose = " ".join((model.__doc__ or "").split())
-        lines += [f"**{title}.** {purpose}", "", "| key | values | default | meaning |"]
+        purpose = purpose.removeprefix(title).removeprefix(". ").removeprefix(": ")
+        lines += [
+            f"**{title}.** {purpose[0].upper()}{purpose[1:]}",
+            "",
+            "| key | values | default | meaning |",
+        ]
         lines += ["|---|---|---|---|"]
         inherited = {name for base in model.__mro__[1:] for name in _own(base)}
         shown = {n: f for n, f in model.model_fields.items() if n not in inherited}
@@ -85,8 +91,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return "its defaults"
-    words = {None: "null", True: "true", False: "false"}
-    return f"`{words.get(value, value) if not isinstance(value, list | dict) else value}`"
+    return f"`{json.dumps(value)}`"
 
 
 def _values(annotation: Any) -> str:
