@@ -182,7 +182,13 @@ def project(tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "docs").mkdir()
-    for name in ("docs/events.md", "docs/trainer.md", "docs/built_in.md", "README.md"):
+    for name in (
+        "docs/events.md",
+        "docs/trainer.md",
+        "docs/built_in.md",
+        "docs/configuration.md",
+        "README.md",
+    ):
         shutil.copy(ROOT / name, tmp_path / name)
     generate(tmp_path)  # what others are writing just now shall not matter here
     return tmp_path

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import config_pages
 import hook_pages
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -196,6 +197,7 @@ TARGETS = (
     ("docs/trainer.md", "<!-- config: ", "<!-- end of config", config_tables),
     ("docs/trainer.md", "<!-- loop: ", "<!-- end of loop", loop_map),
     ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
+    ("docs/configuration.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
 )
 

@@ -62,7 +62,7 @@ __all__ = ["Trainer", "get_trainer"]
 log = logging.getLogger("hookline")
 
 
-class Trainer(HookHolder):
+class Trainer(HookHolder[HookRegistry]):
     """Trains a model, and calls hooks while it does.
 
         trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
@@ -81,8 +81,6 @@ class Trainer(HookHolder):
         tokens_fn: how many tokens a batch has; by default the size of its `input_ids`.
         hooks: hooks to register, in this order.
     """
-
-    hooks: HookRegistry
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hookline.dispatch.manager import HookManager
 from hookline.hook import Hook
@@ -11,13 +11,16 @@ from hookline.hook import Hook
 __all__ = ["HookHolder"]
 
 
-class HookHolder:
+Manager = TypeVar("Manager", bound=HookManager)
+
+
+class HookHolder(Generic[Manager]):
     """Something with hooks."""
 
-    hooks: HookManager
+    hooks: Manager
 
     @property
-    def hook_manager(self) -> HookManager:
+    def hook_manager(self) -> Manager:
         """Another name for `hooks`."""
         return self.hooks
 

@@ -31,7 +31,7 @@ log = logging.getLogger("hookline")
 T = TypeVar("T")
 
 
-class Session(HookHolder):
+class Session(HookHolder[HookManager]):
     """What `attach` returns: the handle to detach, and the calls that tell hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends

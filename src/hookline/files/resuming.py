@@ -1,0 +1,65 @@
+"""Which run a training goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hookline.checkpoint import find_checkpoint
+from hookline.errors import CheckpointError
+from hookline.files.loading import Training
+from hookline.runs.find import find_run, run_folders
+from hookline.runs.opened import OpenedRun
+from hookline.runs.process import is_alive
+
+__all__ = ["NEWEST", "find_resume"]
+
+NEWEST = "newest"
+_UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
+
+
+def find_resume(training: Training, given: str) -> tuple[Path | None, str]:
+    """Return the checkpoint to resume from, or None to start afresh, and a sentence about it.
+
+    Args:
+        training: the training.
+        given: a run's id (or its beginning or end), its folder, or a checkpoint's; or "newest": the
+            newest run of this configuration that has not finished and has a checkpoint.
+    """
+    runs = training.trainer.config.runs
+    if given != NEWEST:
+        path = Path(given)
+        path = path if path.exists() else find_run(given, runs or Path("runs"))
+        checkpoint = find_checkpoint(path)
+        return checkpoint, f"Resuming from {checkpoint}."
+    if runs is None:
+        return None, "There is nothing to resume, because `runs` is null: starting afresh."
+    return _newest(training.config_hash, runs)
+
+
+def _newest(config_hash: str, runs: Path) -> tuple[Path | None, str]:
+    """The newest run counts; an older one is taken only where those after it have no checkpoint."""
+    without = 0
+    for folder in run_folders(runs):
+        run = OpenedRun(folder)
+        manifest = run.manifest
+        if manifest.get("config_hash") != config_hash or not _is_unfinished(run):
+            continue
+        try:
+            checkpoint = find_checkpoint(folder)
+        except CheckpointError:
+            without += 1
+            continue
+        return checkpoint, f"Resuming the run {run.id} ({run.status}) from {checkpoint}."
+    what = f"{without} unfinished without a checkpoint" if without else "no unfinished run"
+    return None, f"In {runs} there is {what} of this configuration: starting afresh."
+
+
+def _is_unfinished(run: OpenedRun) -> bool:
+    status = run.status
+    if status == "training":
+        parts = run.manifest.get("parts") or [{}]
+        return is_alive(parts[-1]) is not True  # of another machine nobody knows
+    if status == "stopped":  # a time limit is no end, it is how a job makes room for the next
+        ends = run.events("end")
+        return bool(ends) and "time limit" in str(ends[-1].get("reason"))
+    return status in _UNFINISHED

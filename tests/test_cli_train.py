@@ -1,0 +1,262 @@
+"""`hookline train`, `check` and `schema`, as a user meets them: real processes and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hookline
+
+COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
+PROJECT = """
+import os, time, torch
+from torch import nn
+import hookline
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
+    def forward(self, x):
+        return self.second(self.first(x))
+
+def batches(count: int = 4):
+    return [(torch.ones(2, 8), torch.ones(2, 4)) for _ in range(count)]
+
+class Saves(hookline.Hook):
+    def on_step_end(self, trainer, step):
+        import late  # found while it trains, too
+        if step == 2:
+            trainer.save_checkpoint()
+        if os.environ.get("SLOW"):
+            time.sleep(0.2)
+
+def make_trainer(lr=0.1, steps=3):
+    model = Net()
+    return hookline.get_trainer(
+        "simple", model, batches(), torch.optim.SGD(model.parameters(), lr=lr), max_steps=steps,
+    )
+"""
+
+TRAINING = """\
+seed: 0
+model: {class_path: net.Net, init_args: {width: 3}}
+data: {train: net.batches, val: net.batches}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+trainer: {max_epochs: 2}
+hooks: [net.Saves, {name: early_stopping, patience: 9, enabled: false}]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(PROJECT)
+    (tmp_path / "late.py").write_text("")
+    (tmp_path / "train.yaml").write_text(TRAINING)
+    return tmp_path
+
+
+def run(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=project,
+        env={**ENVIRONMENT, **environment},
+    )
+
+
+def runs_in(project: Path) -> list[Path]:
+    return sorted((project / "runs").iterdir()) if (project / "runs").exists() else []
+
+
+def test_train_ends_with_the_runs_path(project: Path) -> None:
+    done = run(project, "train", "train.yaml", "trainer.max_epochs=1", "model.init_args.width=5")
+    assert done.returncode == 0, done.stderr
+    (path,) = runs_in(project)
+    assert done.stdout.splitlines()[-1].split() == ["run", f"runs/{path.name}"]
+    assert "completed after 4 steps" in done.stdout
+    manifest = hookline.open_run(path).manifest
+    assert manifest["status"] == "completed"
+    assert manifest["config"]["model"]["init_args"] == {"width": 5}
+    assert done.stdout.startswith(f"config {manifest['config_hash'][:8]}  train.yaml\n")
+    assert done.stderr == ""
+
+
+def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "train", "train.yaml", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=project,
+        env={**ENVIRONMENT, "SLOW": "1"},
+    )
+
+
+def wait_for_a_checkpoint(project: Path) -> Path:
+    for _ in range(600):
+        found = list((project / "runs").glob("*/checkpoints/last"))
+        if found:
+            return found[0].parent.parent
+        time.sleep(0.05)
+    raise AssertionError("no checkpoint")
+
+
+def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
+    with start(project) as process:
+        path = wait_for_a_checkpoint(project)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "hookline: Interrupted.\n"
+    assert printed.splitlines()[-1] == f"run runs/{path.name}"
+    assert hookline.open_run(path).status == "interrupted"
+
+    other = run(project, "train", "train.yaml", "model.init_args.width=4", "--resume")
+    assert "no unfinished run of this configuration: starting afresh" in other.stdout
+    assert len(runs_in(project)) == 2
+
+    again = run(project, "train", "train.yaml", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert f"Resuming the run {path.name} (interrupted) from runs/{path.name}/" in again.stdout
+    assert again.stdout.splitlines()[-1] == f"run runs/{path.name}"
+    opened = hookline.open_run(path)
+    assert opened.status == "completed"
+    assert opened.overview()["steps"] == 8
+    assert len(runs_in(project)) == 2
+
+
+def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path) -> None:
+    with start(project) as process:
+        path = wait_for_a_checkpoint(project)
+        process.kill()
+        process.communicate(timeout=60)
+    again = run(project, "train", "--resume", "train.yaml")
+    assert f"Resuming the run {path.name} (lost)" in again.stdout
+    assert hookline.open_run(path).status == "completed"
+    once_more = run(project, "train", "train.yaml", "--resume", path.name, "trainer.max_epochs=3")
+    assert once_more.returncode == 0, once_more.stderr
+    assert "Resuming from " in once_more.stdout
+    assert hookline.open_run(path).overview()["steps"] == 12
+    unknown = run(project, "train", "train.yaml", "--resume=2020")
+    assert unknown.returncode == 1
+    assert "There is no run '2020'" in unknown.stderr
+
+
+def test_train_from_python(project: Path) -> None:
+    done = run(project, "train", "net.py:make_trainer", "steps=2", "lr=0.5")
+    assert done.returncode == 0, done.stderr
+    (path,) = runs_in(project)
+    assert hookline.open_run(path).overview()["steps"] == 2
+    config = hookline.open_run(path).manifest["config"]
+    assert config["python"] == {
+        "function": "net:make_trainer",
+        "arguments": {"steps": 2, "lr": 0.5},
+    }
+
+
+def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> None:
+    done = run(project, "check", "train.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1])
+    assert lines["model"] == "Net, 43 parameters"
+    assert lines["train"].startswith("4 batches, the first: tuple(Tensor[2, 8] of float32")
+    assert lines["backward"] == "reaches 4 of 4 tensors"
+    assert lines["optimizer"] == "SGD"
+    assert lines["hooks"].startswith("saves, early_stopping (disabled)")
+    assert lines["length"] == "2 epochs"
+    assert done.stdout.splitlines()[-1] == "OK"
+    assert runs_in(project) == []
+
+
+def test_check_answers_programs(project: Path) -> None:
+    done = run(project, "check", "train.yaml", "--json")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    assert facts["ok"] is True
+    assert facts["train"]["loss"] > 0
+    assert facts["val"]["batches"] == 4
+    bad = run(project, "check", "train.yaml", "--json", "model.init_args.widht=3", "trainer.seed=1")
+    assert bad.returncode == 1
+    said = json.loads(bad.stdout)
+    assert said["ok"] is False
+    assert [one["key"] for one in said["problems"]] == ["model.init_args.widht", "trainer.seed"]
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_mistakes_are_a_message_with_their_places(project: Path, command: str) -> None:
+    (project / "bad.yaml").write_text(TRAINING.replace("width", "widht").replace("lr:", "rate:"))
+    done = run(project, command, "bad.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[0] == "hookline: 2 problems:"
+    assert "bad.yaml:2: model.init_args.widht: Net has no argument 'widht'. Did you" in done.stderr
+    assert "bad.yaml:4: optimizer.init_args.rate: SGD has no argument 'rate'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_finds_a_batch_that_does_not_fit_the_model(project: Path) -> None:
+    done = run(
+        project,
+        "check",
+        "train.yaml",
+        "model={class_path: torch.nn.Linear, init_args: {in_features: 3, out_features: 4}}",
+    )
+    assert done.returncode == 1
+    assert "With a batch of data.train, tuple(Tensor[2, 8] of float32" in done.stderr
+    assert "RuntimeError" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "Missing argument"),
+        (["train", "train.yaml", "epochs"], "'epochs' is no setting. Expected key=value"),
+        (["check", "net.py"], "net.py:make_trainer"),
+        (["schema", "--out", "no/such/folder"], "'no/such/folder' cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -> None:
+    done = run(project, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_schema_is_printed_or_written(project: Path) -> None:
+    printed = run(project, "schema")
+    assert json.loads(printed.stdout)["title"] == "Hookline training"
+    written = run(project, "schema", "--out", "train.schema.json")
+    assert written.stdout == "train.schema.json\n"
+    assert (project / "train.schema.json").read_text() == printed.stdout
+
+
+def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        "for name in ('train', 'check', 'schema'):\n"
+        "    sys.argv = ['hookline', name, '--help']\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'yaml'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "hookline train train.yaml --resume" in done.stdout
+    assert "hookline check train.yaml" in done.stdout
+    assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--resume", "--help", "--json", "--out"}

@@ -1,0 +1,1069 @@
+"""Training files: what they may say, what comes of it, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hookline
+from hookline.files import FileError, load_training, training_schema
+from hookline.files.merging import merge_files, parse_override
+from hookline.files.model import HookConfig, ObjectConfig, TrainingConfig
+from hookline.files.python import is_python, load_python
+from hookline.files.resuming import NEWEST, find_resume
+from hookline.runs.confighash import config_hash
+
+PROJECT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import hookline
+
+class Net(nn.Module):
+    def __init__(self, width: int, act: nn.Module | None = None, fn=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
+        self.act, self.fn = act, fn
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x if self.act is None else self.act(x))
+
+    @classmethod
+    def small(cls):
+        return cls(2)
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, count: int = 8):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, i):
+        return torch.full((8,), float(i)), torch.ones(4)
+
+def batches(count: int = 2):
+    return [(torch.ones(2, 8), torch.ones(2, 4)) for _ in range(count)]
+
+def step(model, batch, scale=1.0):
+    return {"loss": scale * F.mse_loss(model(batch[0]), batch[1]), "seen": torch.tensor(7.0)}
+
+def tokens(batch, each=3):
+    return each
+
+class Watch(hookline.Hook):
+    def __init__(self, threshold=1.0, helper=None):
+        self.threshold, self.helper, self.steps = threshold, helper, []
+    def on_step_end(self, step):
+        self.steps.append(step)
+
+class Look(hookline.ForwardHook):
+    def __call__(self, activations):
+        pass
+
+def broken():
+    raise RuntimeError("no network today")
+
+ANSWER = 42
+"""
+
+BASE = """\
+model:
+  class_path: net.Net
+  init_args: {width: 4}
+data:
+  train: net.batches
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 0.1}
+loss_fn: torch.nn.functional.mse_loss
+trainer: {runs: null, progress: "off"}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(PROJECT)
+    (tmp_path / "train.yaml").write_text(BASE)
+    return tmp_path
+
+
+def load(project: Path, *overrides: str, more: str = "") -> Any:
+    """The training of the base file with more in it, as `key=value` or as text."""
+    (project / "more.yaml").write_text(f"include: train.yaml\n{more}")
+    return load_training(project / "more.yaml", *overrides)
+
+
+def refused(project: Path, *overrides: str, more: str = "") -> str:
+    with pytest.raises(FileError) as caught:
+        load(project, *overrides, more=more)
+    return str(caught.value)
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+SAME = {
+    "a.yaml": "x: {n: 1, f: 1.0e-3, t: true, s: 'no', d: '2026-11-15'}\nl: [1, [2], {k: v}]\n",
+    "a.toml": 'l = [1, [2], {k = "v"}]\n[x]\nn = 1\nf = 1e-3\nt = true\ns = "no"\nd = 2026-11-15\n',
+    "a.json": '{"x": {"n": 1, "f": 1e-3, "t": true, "s": "no", "d": "2026-11-15"},'
+    '"l": [1, [2], {"k": "v"}]}',
+}
+
+
+def read(folder: Path, name: str, text: str, *overrides: str, **variables: str) -> Any:
+    (folder / name).write_text(text)
+    return merge_files(folder / name, overrides, variables)
+
+
+def wrong(folder: Path, name: str, text: str, *overrides: str, **variables: str) -> str:
+    with pytest.raises(FileError) as caught:
+        read(folder, name, text, *overrides, **variables)
+    return str(caught.value)
+
+
+def test_yaml_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    seen = [read(tmp_path, name, text).values for name, text in SAME.items()]
+    x = {"n": 1, "f": 0.001, "t": True, "s": "no", "d": "2026-11-15"}
+    assert seen == [{"x": x, "l": [1, [2], {"k": "v"}]}] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("3.", 3.0),
+        (".5", 0.5),
+        ("-1_000", -1000),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("010", 10),
+        ("no", "no"),
+        ("on", "on"),
+        ("12:30:00", "12:30:00"),
+        ("2026-11-15", "2026-11-15"),
+        ("~", None),
+        ("", None),
+        ("True", True),
+        (".inf", float("inf")),
+        ("!!str 5", "5"),
+        ("[a, {b: 1}]", ["a", {"b": 1}]),
+    ],
+)
+def test_yaml_is_read_by_its_newer_rules(tmp_path: Path, text: str, value: Any) -> None:
+    assert read(tmp_path, "a.yaml", f"x: {text}").values == {"x": value}
+    assert parse_override(f"x={text}") == (("x",), value)
+
+
+def test_keys_are_words_in_yaml_too(tmp_path: Path) -> None:
+    assert read(tmp_path, "a.yaml", "{on: 1, 2: 3, null: 4}").values == {"on": 1, "2": 3, "null": 4}
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\n"
+    values = read(tmp_path, "a.yaml", text).values
+    assert values == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "a: 1\nb: [1", ["a.yaml:2:", "not YAML"]),
+        ("a.yaml", "a: 1\nb: 2\na: 3", ["a.yaml:3:", "'a' stands twice", "line 1"]),
+        ("a.yaml", "a: !!python/object:os.system x", ["a.yaml:1:", "!!python/object:os.system"]),
+        ("a.yaml", "a: !mine [1]", ["a.yaml:1:", "'!mine'", "not understood"]),
+        ("a.yaml", "a: !!int x", ["a.yaml:1:", "'x' is no int"]),
+        ("a.yaml", "[1, 2]", ["[1, 2]", "expected a mapping"]),
+        ("a.yaml", "? [1]\n: 2", ["a.yaml:1:", "A key is a list"]),
+        ("a.yaml", "a: 1\n---\nb: 2", ["a.yaml:2:", "not YAML"]),
+        ("a.yaml", "a: &a [*a]", ["nested more than 40"]),
+        ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
+        ("a.yaml", "a: \x00", ["not YAML"]),
+        ("a.toml", "a = 1\nb = [", ["a.toml", "not TOML"]),
+        ("a.toml", "a = 1\na = 2", ["a.toml:2:", "not TOML"]),
+        ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
+        ("a.json", '{"a": 1,\n "b": }', ["a.json:2:", "not JSON"]),
+        ("a.json", '{"a": 1, "a": 2}', ["'a' stands twice"]),
+        ("a.json", "[" * 100000, ["not JSON"]),
+        ("a.jsn", "{}", ["'.jsn'", "Did you mean '.json'?"]),
+        ("a.py", "", ["train.py:make_trainer"]),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_its_line(
+    tmp_path: Path, name: str, text: str, words: list[str]
+) -> None:
+    said = wrong(tmp_path, name, text)
+    for word in words:
+        assert word in said
+
+
+def test_aliases_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    assert "more than 100,000 values" in wrong(tmp_path, "a.yaml", "\n".join(lines))
+
+
+def test_a_file_that_is_not_there_is_an_error_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("")
+    with pytest.raises(FileError, match=r"There is no such file. Did you mean 'train.yaml'\?"):
+        merge_files(tmp_path / "trian.yaml")
+
+
+def test_a_file_in_another_encoding_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes("a: ü".encode("latin-1"))
+    with pytest.raises(FileError, match="UTF-8"):
+        merge_files(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "a: 1\nb:\n  - x: 1\n  - x: 1\n    y:\n      z: 2\n"),
+        ("a.toml", 'a = """\nb = 1\n"""\n[[b]]\nx = 1\n[[b]]\nx = 1\n[b.y]\nz = 2\n'),
+        ("a.json", '{\n"a": "\\"",\n "b": [{"x": 1},\n{"x": 1, "y": {\n"z": 2}}]}'),
+    ],
+)
+def test_every_format_knows_the_line_of_a_key(tmp_path: Path, name: str, text: str) -> None:
+    file, line = read(tmp_path, name, text).place(("b", 1, "y", "z"))
+    assert file == str(tmp_path / name)
+    assert line == next(i for i, one in enumerate(text.splitlines(), 1) if "z" in one)
+
+
+# -- the environment ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${LR}", 0.5),
+        ("${NAME}", "web"),
+        ("${LR:3}", 0.5),
+        ("${NONE:3}", 3),
+        ("${NONE:true}", True),
+        ("${NONE:}", ""),
+        ("${NONE:a:b}", "a:b"),
+        ("${NONE:[1, 2]}", "[1, 2]"),
+        ("data/${NAME}/${LR}", "data/web/0.5"),
+        ("$${NAME}", "${NAME}"),
+        ("$NAME", "$NAME"),
+    ],
+)
+def test_variables_of_the_environment(tmp_path: Path, text: str, value: Any) -> None:
+    for name in ("a.json", "a.yaml"):
+        quoted = json.dumps({"x": [text]})
+        merged = read(tmp_path, name, quoted, LR="0.5", NAME="web")
+        assert merged.values == {"x": [value]}
+        assert type(merged.values["x"][0]) is type(value)
+
+
+def test_variables_that_are_missing_are_named_all_at_once(tmp_path: Path) -> None:
+    said = wrong(tmp_path, "a.yaml", "a: ${LERN_RATE}\nb:\n  c: ${x y}\n", LEARN_RATE="1")
+    assert (
+        "a.yaml:1: a: The environment has no variable 'LERN_RATE'. Did you mean 'LEARN_RA" in said
+    )
+    assert "${LERN_RATE:…}" in said
+    assert "a.yaml:3: b.c: " in said
+    assert "$${" in said
+
+
+# -- includes -------------------------------------------------------------------------------------
+
+
+def test_what_includes_wins_over_what_is_included(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "one.toml").write_text(
+        'include = "two.json"\na = 1\n[m]\nx = 1\ny = [1, 2]\n'
+    )
+    (tmp_path / "sub" / "two.json").write_text('{"a": 0, "two": 2, "m": {"w": 0}}')
+    (tmp_path / "three.yaml").write_text("m: {x: 3}\n")
+    merged = read(tmp_path, "a.yaml", "include: [sub/one.toml, three.yaml]\nm: {y: [9]}\n")
+    assert merged.values == {"a": 1, "two": 2, "m": {"w": 0, "x": 3, "y": [9]}}
+    assert merged.place(("m", "x")) == (str(tmp_path / "three.yaml"), 1)
+    assert merged.place(("a",)) == (str(tmp_path / "sub" / "one.toml"), 2)
+
+
+def test_another_class_does_not_inherit_arguments(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: {class_path: a.B, init_args: {x: 1}}\n")
+    other = read(tmp_path, "a.yaml", "include: base.yaml\nmodel: {class_path: a.C}\n")
+    assert other.values == {"model": {"class_path": "a.C"}}
+    same = read(tmp_path, "a.yaml", "include: base.yaml\nmodel: {class_path: a.B}\n")
+    assert same.values["model"]["init_args"] == {"x": 1}
+
+
+def test_files_that_include_each_other_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
+    said = wrong(tmp_path, "a.yaml", "include: b.yaml\n")
+    assert "a.yaml includes b.yaml includes a.yaml" in said
+
+
+def test_a_file_may_be_included_twice(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("x: 1\n")
+    (tmp_path / "b.yaml").write_text("include: c.yaml\n")
+    assert read(tmp_path, "a.yaml", "include: [b.yaml, c.yaml]\n").values == {"x": 1}
+
+
+def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text("a: 1\nb: [\n")
+    said = wrong(tmp_path, "a.yaml", "include:\n  - bas.yaml\n  - 3\n  - broken.yaml\n")
+    assert "a.yaml:2: include.0: " in said
+    assert "There is no such file" in said
+    assert "a.yaml:3: include.1: It is 3; expected the name of a file." in said
+    assert "broken.yaml:3: It is not YAML" in said
+
+
+# -- the command line's settings ------------------------------------------------------------------
+
+
+def test_settings_win_over_the_file(tmp_path: Path) -> None:
+    text = "a: 1\nl: [{k: 1}, 2]\nn: null\nhooks: [lr_monitor]\nmodel: a.B\n"
+    settings = ["a=2", "l.0.k=[1, x]", "l[1]=5", "n.x.y=1e-3", "hooks.0.every=3", "s=a=b"]
+    merged = read(tmp_path, "a.yaml", text, *settings, "model.init_args.w=1")
+    assert merged.values == {
+        "a": 2,
+        "l": [{"k": [1, "x"]}, 5],
+        "n": {"x": {"y": 0.001}},
+        "hooks": [{"name": "lr_monitor", "every": 3}],
+        "s": "a=b",
+        "model": {"class_path": "a.B", "init_args": {"w": 1}},
+    }
+    assert merged.place(("l", 0, "k")) == ("command line", None)
+
+
+def test_settings_that_cannot_be_made_are_all_named(tmp_path: Path) -> None:
+    said = wrong(tmp_path, "a.yaml", "l: [1]\na: 1\n", "l.1=2", "l.x=2", "a.b=1", "nothing", "x=[")
+    assert "'l' is a list of 1, which has no '1'" in said
+    assert "which has no 'x'" in said
+    assert "'a.b' cannot be set: 'a' is 1, which has no keys." in said
+    assert "'nothing' is no setting. Expected key=value" in said
+    assert "The value in 'x=[' cannot be read" in said
+
+
+# -- the models -----------------------------------------------------------------------------------
+
+
+def test_all_mistakes_are_named_at_once_with_line_and_nearest_key(project: Path) -> None:
+    (project / "train.yaml").write_text(
+        "modle: a.B\n"
+        "data:\n"
+        "  trian: net.batches\n"
+        "optimizer:\n"
+        "  clas_path: torch.optim.SGD\n"
+        "trainer:\n"
+        "  max_epoch: 3\n"
+        "  precision: bf61\n"
+        "seed: x\n"
+        "hooks:\n"
+        "  loop: [{patience: 3}]\n"
+        "  updates: []\n"
+    )
+    with pytest.raises(FileError) as caught:
+        load_training(project / "train.yaml")
+    problems = {one.key: one for one in caught.value.problems}
+    assert {key: one.line for key, one in problems.items()} == {
+        "modle": 1,
+        "model": None,
+        "data.train": 2,
+        "data.trian": 3,
+        "optimizer.class_path": 4,
+        "optimizer.clas_path": 5,
+        "trainer.max_epoch": 7,
+        "trainer.precision": 8,
+        "seed": 9,
+        "hooks.loop.0": 11,
+        "hooks.updates": 12,
+    } | {"model": problems["model"].line}
+    assert all(one.file == str(project / "train.yaml") for one in problems.values())
+    assert "Did you mean 'model'?" in problems["modle"].text
+    assert "Expected the model" in problems["model"].text
+    assert "Did you mean 'train'?" in problems["data.trian"].text
+    assert "Did you mean 'class_path'?" in problems["optimizer.clas_path"].text
+    assert "Did you mean 'max_epochs'?" in problems["trainer.max_epoch"].text
+    assert "'fp32', 'bf16' or 'fp16'" in problems["trainer.precision"].text
+    assert "needs `name` or `class_path`" in problems["hooks.loop.0"].text
+    assert "Did you mean 'update'?" in problems["hooks.updates"].text
+    assert str(caught.value).startswith("11 problems:\n  ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model=3", "model: It is 3. Expected a mapping."),
+        ("model.class_path=Net", "'Net'. Expected a class path, `package.module.Name`."),
+        ("hooks=lr_monitor", "hooks: It is 'lr_monitor'. Expected a mapping or a list."),
+        ("data.train={clas_path: net.batches}", "data.train.clas_path: 'clas_path' is no key. Did"),
+        ("optimizer=[]", "at least 1 item"),
+        ("scheduler.optimizer=-1", "greater than or equal to 0"),
+        ("trust=numpy", "Input should be a valid list"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(
+    project: Path, setting: str, said: str
+) -> None:
+    assert said in refused(project, setting)
+
+
+def test_strings_are_short_for_mappings(project: Path) -> None:
+    short = TrainingConfig.model_validate(yaml.safe_load(BASE) | {"hooks": ["lr_monitor"]})
+    assert short.loss_fn == ObjectConfig(class_path="torch.nn.functional.mse_loss")
+    assert short.hooks == [HookConfig(name="lr_monitor")]
+
+
+# -- trust ----------------------------------------------------------------------------------------
+
+
+def test_other_packages_are_refused_with_the_setting_that_allows_them(project: Path) -> None:
+    sys.modules.pop("this", None)
+    said = refused(project, "model.class_path=this.Zen", "loss_fn=os.path.join")
+    assert "command line: model.class_path: 'this.Zen' is not trusted" in said
+    assert "`trust: [this]`" in said
+    assert "`trust: [os]`" in said
+    assert "this" not in sys.modules  # nothing was imported
+
+
+def test_trust_lets_a_package_be_named(project: Path) -> None:
+    assert load(project, "loss_fn=math.dist", "trust=[math]").trainer.loss_fn is not None
+    assert load(project, "loss_fn=math.dist", "trust=['*']").trainer.loss_fn is not None
+    said = refused(project, "loss_fn=os.path.join", "trust=[math]")
+    assert "`trust: [math, os]`" in said
+
+
+def test_trust_may_be_a_part_of_a_package(project: Path) -> None:
+    load(project, "loss_fn=xml.dom.minidom.parse", "trust=[xml.dom]")
+    assert "is not trusted" in refused(project, "loss_fn=xml.sax.parse", "trust=[xml.dom]")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.os.system",
+        "torch.serialization.os.system",
+        "torch.serialization.closing",
+        "hookline.files.merging.os.system",
+        "torch.nn.Linear.__init__",
+        "torch.nn.Linear.__init__.__globals__",
+        "builtins.eval",
+    ],
+)
+def test_a_trusted_package_lends_only_what_is_its_own(project: Path, path: str) -> None:
+    said = refused(project, f"loss_fn={path}")
+    assert path in said
+
+
+def test_hooks_need_trust_too(project: Path) -> None:
+    said = refused(
+        project,
+        "hooks=[this.Hook, {class_path: antigravity.Hook}]",
+        "trainer.hooks.hook_classes=[turtle.Hook]",
+        "model.init_args.act={class_path: sched.Act}",
+    )
+    for package in ("this", "antigravity", "turtle", "sched"):
+        assert f"`trust: [{package}]`" in said
+    assert "hooks.1.class_path" in said
+    assert "trainer.hooks.hook_classes.0" in said
+    assert "model.init_args.act.class_path" in said
+
+
+def test_a_file_with_the_name_of_another_module_does_not_make_it_trusted(project: Path) -> None:
+    (project / "json.py").write_text("def dumps(): pass\n")
+    (project / "yaml").mkdir()  # Python would import the installed one
+    assert "is not trusted" in refused(project, "loss_fn=json.dumps")
+    assert "is not trusted" in refused(project, "loss_fn=yaml.safe_load")
+
+
+def test_the_project_may_use_what_it_imports(project: Path) -> None:
+    (project / "parts.py").write_text("from json import dumps\n")
+    assert load(project, "loss_fn=parts.dumps").trainer.loss_fn is json.dumps
+
+
+def test_pythons_search_path_is_as_it_was(project: Path) -> None:
+    before = list(sys.path)
+    load(project)
+    refused(project, "model.init_args.width=x")
+    assert sys.path == before
+
+
+def test_two_projects_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
+    for name, width in (("one", 3), ("two", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "net.py").write_text(PROJECT + f"\ndef sized(): return Net({width})\n")
+        (tmp_path / name / "train.yaml").write_text(BASE)
+    for name, width in (("one", 3), ("two", 5), ("one", 3)):
+        training = load_training(tmp_path / name / "train.yaml", "model={class_path: net.sized}")
+        assert training.trainer.model.first.out_features == width
+
+
+def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
+    (project / "inner" / "deep").mkdir(parents=True)
+    (project / "inner" / "deep" / "nets.py").write_text(PROJECT)
+    training = load(project, "model.class_path=inner.deep.nets.Net")
+    assert type(training.trainer.model).__module__ == "inner.deep.nets"
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.init_args.widht=1", "Net has no argument 'widht'. Did you mean 'width'? It takes:"),
+        ("model.init_args={}", "model.init_args.width: Net needs the argument 'width'."),
+        ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
+        ("model.init_args.width='4'", "A number is written without quotes."),
+        ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
+        ("model.class_path=net.ANSWER", "It is a int; expected a class or a function."),
+        ("model.class_path=nett.Net", "'nett.Net' is not trusted"),
+        ("model.class_path=torch.nnn.Linear", "'torch' has no module 'nnn'. Did you mean 'nn'?"),
+        ("model.class_path=torch.nn", "It is a module"),
+        ("optimizer.init_args.params=[]", "'params' of SGD is given without being named."),
+        ("optimizer.init_args.learning_rate=1", "SGD has no argument 'learning_rate'."),
+        ("scheduler=torch.optim.lr_scheduler.StepLR", "StepLR needs the argument 'step_size'."),
+        ("data.train.loader={batchsize: 3}", "data.train.loader.batchsize: DataLoader has no ar"),
+        ("loss_fn.init_args.reducton=sum", "Did you mean 'reduction'?"),
+        ("loss_fn.init_args.reduction=3", "loss_fn.init_args.reduction: It is 3."),
+        ("model.init_args.act={class_path: torch.nn.GELU, args: 1}", "'args' is no key."),
+        ("model.init_args.act={class_path: 3}", "act.class_path: It is 3. Expected a class path."),
+        ("model.init_args.act={class_path: torch.nn.GELU, init_args: 3}", "Expected a mapping."),
+        ("model.init_args.act={class_path: torch.nn.GELU, init_args: {a: 3}}", "act.init_args.a: "),
+        ("model.init_args.act={class_path: torch.nn.GELU, call: 3}", "Expected true or false."),
+        (
+            "model.init_args.fn={class_path: torch.relu, call: false, init_args: {x: 3}}",
+            "nothing is called",
+        ),
+        ("hooks=[{name: early_stopping, patiense: 3}]", "Did you mean 'patience'?"),
+        ("hooks=[{name: early_stopping, patience: x}]", "'patience' is 'x'."),
+        ("hooks=[early_stoping]", "Did you mean 'early_stopping'?"),
+        ("hooks=[net.Net]", "is not a hook"),
+        ("hooks={update: [clip_norm]}", "hooks.update.0: ClipNorm needs the option 'max_norm'."),
+        ("hooks={update: [lr_monitor]}", "'lr_monitor' is of kind 'loop'. Move it to 'loop'."),
+        ("hooks=[{name: lr_monitor, every: -1}]", "hooks.0"),
+        ("hooks=[{name: lr_monitor, before: nobody}]", "There is no hook 'nobody'."),
+        ("step_fn=net.step", "There is a `loss_fn`, too"),
+        ("scheduler.optimizer=1", "needs the argument"),
+    ],
+)
+def test_what_does_not_fit_a_signature_is_said_before_anything_is_made(
+    project: Path, setting: str, said: str
+) -> None:
+    more = "scheduler: torch.optim.lr_scheduler.StepLR\n" if "scheduler.o" in setting else ""
+    assert said in refused(project, setting, more=more)
+
+
+def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
+    said = refused(project, "seed=1", "trainer.seed=2")
+    assert "trainer.seed: It is 2, and `seed` is 1." in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model={class_path: net.broken}", "RuntimeError: no network today (net.py, line "),
+        ("model={class_path: net.batches}", "It gave a list; expected a torch.nn.Module."),
+        ("optimizer.params=[thrid]", "optimizer.params: No parameter matches 'thrid'"),
+        ("data.train={class_path: net.Net.small}", "It gave a Net; expected what gives batches"),
+        ("optimizer.init_args.lr=-1.0", "ValueError: Invalid learning rate"),
+        ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
+        ("trainer.loaders.order=weighted", "weights"),
+        (
+            "data.train={class_path: net.Points, loader: {batch_size: -1}}",
+            "data.train.loader: It c",
+        ),
+        ("model={class_path: torch.nn.Identity}", "The model has no parameters to train."),
+        ("seed=9223372036854775808", "less than 9223372036854775808"),
+        ("optimizer.groups=[{params: [first]}, {params: [first.bias]}]", "in an earlier group"),
+    ],
+)
+def test_what_cannot_be_made_is_an_error_with_its_place(
+    project: Path, setting: str, said: str
+) -> None:
+    assert said in refused(project, setting)
+
+
+# -- what is made ---------------------------------------------------------------------------------
+
+
+def test_arguments_may_be_objects_or_functions_themselves(project: Path) -> None:
+    training = load(
+        project,
+        "model.init_args.act={class_path: torch.nn.Sequential.append, call: false}",
+        "model.init_args.fn=[{class_path: torch.nn.Softmax, init_args: {dim: 1}}]",
+    )
+    model = training.trainer.model
+    assert model.act is torch.nn.Sequential.append
+    assert model.fn[0].dim == 1
+
+
+def test_a_method_of_a_class_makes_the_model(project: Path) -> None:
+    model = load(project, "model={class_path: net.Net.small}").trainer.model
+    assert model.first.out_features == 2
+
+
+def test_the_seed_gives_the_same_weights(project: Path) -> None:
+    def weights(*settings: str) -> torch.Tensor:
+        return load(project, *settings).trainer.model.first.weight.detach().clone()
+
+    assert torch.equal(weights("seed=3"), weights("seed=3"))
+    assert torch.equal(weights("seed=3"), weights("trainer.seed=3"))
+    assert not torch.equal(weights("seed=3"), weights("seed=4"))
+    assert load(project, "seed=3").trainer.config.seed == 3
+
+
+def test_groups_of_parameters_have_options_of_their_own(project: Path) -> None:
+    trainer = load(project, more="optimizer: {groups: [{params: [second.*], lr: 0.5}]}\n").trainer
+    model = trainer.model
+    rest, group = trainer.optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.second.parameters()]
+    assert [id(p) for p in rest["params"]] == [id(p) for p in model.first.parameters()]
+    assert (rest["lr"], group["lr"]) == (0.1, 0.5)
+
+
+def test_several_optimizers_share_the_parameters_and_schedulers_choose_theirs(
+    project: Path,
+) -> None:
+    (project / "train.yaml").write_text(BASE.replace("optimizer:", "ignored: &o") + "x: 1\n")
+    text = BASE.replace(
+        "optimizer:\n  class_path: torch.optim.SGD\n  init_args: {lr: 0.1}\n",
+        "optimizer:\n"
+        "  - {class_path: torch.optim.SGD, init_args: {lr: 0.1}, params: [first]}\n"
+        "  - {class_path: torch.optim.AdamW, params: [second]}\n"
+        "scheduler:\n"
+        "  - {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 1}, "
+        "optimizer: 1}\n",
+    )
+    (project / "two.yaml").write_text(text)
+    trainer = load_training(project / "two.yaml").trainer
+    assert [type(one).__name__ for one in trainer.optimizers] == ["SGD", "AdamW"]
+    assert trainer.schedulers[0].optimizer is trainer.optimizers[1]
+    with pytest.raises(FileError, match=r"scheduler.0.optimizer: It is 2, and there are 2"):
+        load_training(project / "two.yaml", "scheduler.0.optimizer=2")
+
+
+def test_a_dataset_is_loaded_as_its_options_say(project: Path) -> None:
+    training = load(
+        project,
+        "data.train={class_path: net.Points, init_args: {count: 6}, loader: {batch_size: 3, "
+        "collate_fn: {class_path: torch.utils.data.default_collate, call: false}}}",
+        "data.val={class_path: net.Points}",
+    )
+    assert training.trainer._train.length() == 2
+    assert training.trainer._val.length() == 8
+    assert training.fit().step == 2
+
+
+def test_loaders_may_have_names_or_stand_in_a_list(project: Path) -> None:
+    named = load(
+        project,
+        "data.train={web: net.batches, code: {class_path: net.batches, init_args: {count: 3}}}",
+        "trainer.loaders.order=round_robin",
+    )
+    assert list(named.trainer._train.names) == ["web", "code"]
+    assert named.fit().step == 5
+    listed = load(project, "data.train=[net.batches, net.batches]")
+    assert list(listed.trainer._train.names) == ["0", "1"]
+
+
+def test_losses_are_functions_bound_functions_or_objects(project: Path) -> None:
+    x, y = torch.zeros(2, 4), torch.ones(2, 4)
+    plain = load(project).trainer.loss_fn
+    bound = load(project, "loss_fn.init_args.reduction=sum").trainer.loss_fn
+    made = load(project, "loss_fn={class_path: torch.nn.L1Loss, init_args: {reduction: sum}}")
+    assert plain is torch.nn.functional.mse_loss
+    assert (float(plain(x, y)), float(bound(x, y))) == (1.0, 8.0)
+    assert isinstance(made.trainer.loss_fn, torch.nn.L1Loss)
+
+
+def test_steps_and_tokens_may_be_functions_of_the_project(project: Path) -> None:
+    training = load(
+        project,
+        "loss_fn=null",
+        "step_fn={class_path: net.step, init_args: {scale: 2.0}}",
+        "tokens_fn={class_path: net.tokens, init_args: {each: 5}}",
+        "hooks=[net.Watch]",
+    )
+    trainer = training.fit()
+    assert trainer._moment.tokens_seen == 10
+    assert trainer.hooks.get_hook("watch").steps == [1, 2]
+
+
+def test_hooks_are_registered_as_the_file_says(project: Path) -> None:
+    trainer = load(
+        project,
+        more="hooks:\n"
+        "  loop:\n"
+        "    - {class_path: net.Watch, init_args: {threshold: 3}, as: mine, every: 2}\n"
+        "    - {name: early_stopping, patience: 7, enabled: false}\n"
+        "    - {name: net.Watch, helper: {class_path: torch.nn.GELU}}\n"
+        "  forward: [net.Look]\n"
+        "  update: [{name: clip_norm, max_norm: 2.0}]\n"
+        "  probes: [{name: monitor, modules: [first]}]\n",
+    ).fit()
+    infos = {info.name: info for info in trainer.hooks.describe()}
+    assert infos["mine"].options["threshold"] == 3
+    assert trainer.hooks.get_hook("mine").steps == [2]
+    assert isinstance(trainer.hooks.get_hook("watch").helper, torch.nn.GELU)
+    assert infos["early_stopping"].status == "disabled"
+    assert infos["early_stopping"].options["patience"] == 7
+    assert {infos[name].kind for name in ("look", "clip_norm", "monitor")} == {
+        "forward",
+        "update",
+        "probe",
+    }
+
+
+def test_probes_for_modules_that_are_not_there_are_an_error(project: Path) -> None:
+    said = refused(project, "hooks={probes: [{name: monitor, modules: [frist]}]}")
+    assert "hooks.probes.0" in said
+    assert "frist" in said
+
+
+def test_every_field_of_the_trainer_is_taken(project: Path) -> None:
+    config = load(project, "trainer.max_epochs=3", "trainer.clip_norm=2", "seed=5").trainer.config
+    assert (config.max_epochs, config.clip_norm, config.runs) == (3, 2.0, None)
+
+
+def test_steps_alone_train_for_so_many_steps(project: Path) -> None:
+    assert load(project, "trainer.max_steps=5").fit().step == 5
+
+
+# -- the hash -------------------------------------------------------------------------------------
+
+
+def text_of(tree: Any, suffix: str) -> str:
+    return {".json": json.dumps, ".yaml": _yaml, ".toml": _toml}[suffix](tree)
+
+
+def _yaml(tree: Any, indent: str = "") -> str:
+    if isinstance(tree, dict) and tree:
+        lines = [f"{indent}{json.dumps(k)}:{_yaml(v, indent + '  ')}" for k, v in tree.items()]
+        return "\n" + "\n".join(lines)
+    if isinstance(tree, list) and tree:
+        return "\n" + "\n".join(f"{indent}-{_yaml(v, indent + '  ')}" for v in tree)
+    return f" {json.dumps(tree)}"
+
+
+def _toml(tree: dict[str, Any]) -> str:
+    return "\n".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in tree.items())
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return json.dumps(value)
+
+
+LETTERS = st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="$\x7f")
+SCALARS = st.one_of(
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(LETTERS, max_size=6),
+)
+TREES = st.dictionaries(
+    st.text(LETTERS, min_size=1, max_size=6).filter(lambda key: key not in ("include", "$schema")),
+    st.recursive(
+        SCALARS,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text(LETTERS, max_size=4), inner, max_size=3)
+        ),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(tree=TREES)
+def test_the_hash_is_the_same_for_yaml_toml_and_json_of_the_same_meaning(
+    tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    hashes = set()
+    for suffix in (".json", ".yaml", ".toml"):
+        file = tmp_path / f"same{suffix}"
+        file.write_text(text_of(tree, suffix), encoding="utf-8", newline="")
+        merged = merge_files(file, (), {})
+        assert merged.values == tree
+        hashes.add(config_hash(merged.values))
+    assert len(hashes) == 1
+
+
+def test_the_hash_of_a_training_does_not_depend_on_how_it_is_written(project: Path) -> None:
+    base = yaml.safe_load(BASE)
+    del base["trainer"]["runs"]  # TOML has no null
+    first = load_training(project / "train.yaml", "trainer.runs=here").config_hash
+    for suffix in (".json", ".yaml", ".toml"):
+        file = project / f"same{suffix}"
+        file.write_text(text_of(base, suffix))
+        assert load_training(file, "trainer.runs=here").config_hash == first
+    again = load(
+        project,
+        "trainer.runs=here",
+        "trainer.max_epochs=1",
+        "optimizer.init_args.lr=1e-1",
+        "loss_fn={class_path: torch.nn.functional.mse_loss, init_args: {}}",
+        "trust=[numpy]",
+    )
+    assert again.config_hash == first
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.init_args.width=5",
+        "optimizer.init_args.lr=0.2",
+        "trainer.max_epochs=2",
+        "trainer.max_steps=1",
+        "hooks=[lr_monitor]",
+        "seed=1",
+        "data.train={class_path: net.batches, init_args: {count: 3}}",
+    ],
+)
+def test_the_hash_of_another_training_is_another(project: Path, setting: str) -> None:
+    assert load(project, setting).config_hash != load(project).config_hash
+
+
+def test_steps_alone_are_another_training_than_steps_within_an_epoch(project: Path) -> None:
+    alone = load(project, "trainer.max_steps=5")
+    within = load(project, "trainer.max_steps=5", "trainer.max_epochs=1")
+    assert alone.config_hash != within.config_hash
+
+
+def test_the_record_of_a_run_has_the_whole_configuration_and_its_hash(project: Path) -> None:
+    runs = project / "runs"
+    training = load(project, f"trainer.runs={runs}", "seed=2", "hooks=[lr_monitor]")
+    trainer = training.fit()
+    manifest = hookline.open_run(trainer.run.path).manifest
+    assert manifest["config_hash"] == training.config_hash
+    assert manifest["config"]["model"] == {"class_path": "net.Net", "init_args": {"width": 4}}
+    assert manifest["config"]["trainer"]["max_epochs"] == 1
+    assert manifest["config"]["seed"] == manifest["seed"] == 2
+    assert manifest["config"]["hooks"][0]["name"] == "lr_monitor"
+    assert "include" not in manifest["config"]
+
+
+def test_secrets_do_not_stand_in_the_record(project: Path) -> None:
+    hook = "hooks=[{name: notification, webhook_url: 'http://127.0.0.1:9/hush', enabled: false}]"
+    training = load(project, f"trainer.runs={project / 'runs'}", hook)
+    path = training.fit().run.path
+    assert "hush" not in (path / "manifest.json").read_text()
+    assert hookline.open_run(path).manifest["config_hash"] == training.config_hash
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+import hookline
+import net
+
+def make_trainer(lr=0.1, width=4, **more):
+    model = net.Net(width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return hookline.get_trainer(
+        "simple", model, net.batches(), optimizer, loss_fn=torch.nn.functional.mse_loss,
+        progress="off", runs=None, **more,
+    )
+
+def with_loaders(val=False):
+    model = net.Net(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = hookline.Trainer(
+        {"progress": "off", "runs": None}, model, optimizer, loss_fn=torch.nn.functional.mse_loss
+    )
+    return (trainer, net.batches(3), net.batches()) if val else (trainer, net.batches(3))
+
+def without_data():
+    return with_loaders()[0]
+
+def nothing():
+    pass
+
+def needs(lr):
+    pass
+"""
+
+
+@pytest.fixture
+def script(project: Path) -> str:
+    (project / "script.py").write_text(SCRIPT)
+    return str(project / "script.py")
+
+
+def test_a_function_makes_the_training_with_settings_as_arguments(script: str) -> None:
+    training = load_python(f"{script}:make_trainer", "lr=0.5", "width=3", "max_epochs=2")
+    assert training.trainer.optimizer.param_groups[0]["lr"] == 0.5
+    assert training.fit().step == 4
+    calls = [("make_trainer", "lr=0.5"), ("make_trainer", "lr=0.4"), ("with_loaders", "val=true")]
+    hashes = {load_python(f"{script}:{name}", given).config_hash for name, given in calls}
+    assert len(hashes) == 3
+
+
+def test_a_function_may_return_loaders_beside_the_trainer(script: str) -> None:
+    assert load_python(f"{script}:with_loaders").fit().step == 3
+    trainer = load_python(f"{script}:with_loaders", "val=true").fit()
+    assert trainer.validates
+
+
+def test_a_function_of_a_module_is_found_from_the_folder(
+    script: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert load_python("script:make_trainer").fit().step == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "settings", "said"),
+    [
+        ("script.py:make_triner", [], "Did you mean 'make_trainer'?"),
+        ("scrpt.py:make_trainer", [], "There is no file"),
+        ("script.py:with_loaders", ["vall=1"], "Did you mean 'val'? It takes: val."),
+        ("script.py:with_loaders", ["a.b=1"], "has no argument 'a.b'"),
+        ("script.py:needs", [], "needs this argument: lr=…"),
+        ("script.py:without_data", [], "a trainer without data"),
+        ("script.py:nothing", [], "returned a NoneType; expected a Trainer"),
+        ("json.py:loads", [], "Python has another module 'json'"),
+    ],
+)
+def test_functions_that_do_not_fit_are_a_clear_error(
+    script: str, project: Path, target: str, settings: list[str], said: str
+) -> None:
+    (project / "json.py").write_text("")
+    with pytest.raises(hookline.ConfigError) as caught:
+        load_python(str(project / target), *settings)
+    assert said in str(caught.value)
+
+
+def test_what_is_a_function_and_what_is_a_file(tmp_path: Path) -> None:
+    assert is_python("train.py:make_trainer")
+    assert is_python("package.module:make")
+    assert not is_python("train.yaml")
+    assert not is_python("C:train.yaml")
+    (tmp_path / "a:b").write_text("")
+    assert not is_python(str(tmp_path / "a:b"))
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_unfinished_run_of_the_configuration_is_resumed(project: Path) -> None:
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 1:
+                trainer.save_checkpoint()
+            if step == 2:
+                raise RuntimeError("the end")
+
+    runs = f"trainer.runs={project / 'runs'}"
+
+    def training(*settings: str) -> Any:
+        return load(project, runs, "trainer.max_epochs=3", *settings)
+
+    def fail(one: Any) -> Any:
+        one.trainer.add_hook(Fails())
+        with pytest.raises(hookline.HookFailedError):
+            one.fit()
+        return one.trainer.run.path
+
+    assert find_resume(training(), NEWEST)[0] is None
+    training().fit()  # completed
+    assert "no unfinished run of this configuration" in find_resume(training(), NEWEST)[1]
+    first = fail(training())
+    fail(training("model.init_args.width=3"))
+    found, said = find_resume(training(), NEWEST)
+    assert found == first / "checkpoints" / "step_000001"
+    assert first.name in said
+    again = training()
+    again.fit(found)
+    assert again.trainer.run.path == first
+    assert again.trainer.step == 6
+    assert find_resume(training(), NEWEST)[0] is None
+    assert find_resume(training(), first.name[:-2])[0] == found
+    assert find_resume(training(), str(found))[0] == found
+
+
+def test_a_run_that_its_time_limit_stopped_is_unfinished(project: Path) -> None:
+    (project / "slow.py").write_text(
+        "import time, hookline\n"
+        "class Slow(hookline.Hook):\n"
+        "    def on_step_end(self): time.sleep(0.05)\n"
+    )
+    more = (
+        f"trainer: {{runs: {project / 'runs'}, max_epochs: 1000}}\n"
+        "hooks: [slow.Slow, {name: time_limit, limit: 0.1}]\n"
+    )
+    training = load(project, more=more)
+    assert training.fit().status == "stopped"
+    found, _ = find_resume(load(project, more=more), NEWEST)
+    assert found is not None
+    assert found.parent.parent == training.trainer.run.path
+
+
+def test_without_runs_there_is_nothing_to_resume(project: Path) -> None:
+    assert find_resume(load(project), NEWEST) == (
+        None,
+        "There is nothing to resume, because `runs` is null: starting afresh.",
+    )
+
+
+# -- the schema -----------------------------------------------------------------------------------
+
+
+def references(node: Any) -> set[str]:
+    if isinstance(node, dict):
+        own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+        return own.union(*(references(one) for one in node.values()))
+    return set().union(*(references(one) for one in node)) if isinstance(node, list) else set()
+
+
+def test_the_schema_describes_every_section_and_every_option() -> None:
+    schema = training_schema()
+    for name, section in schema["properties"].items():
+        assert section.get("description"), name
+    names = {*TrainingConfig.model_fields, "$schema"}
+    assert set(schema["properties"]) == names
+    definitions = schema["$defs"]
+    patience = definitions["early_stopping_options"]["properties"]["patience"]
+    assert patience["description"]
+    assert patience["default"] == 3
+    assert patience["anyOf"][0]["type"] == "integer"
+    assert patience["anyOf"][1] == {"$ref": "#/$defs/Variable"}
+    mapping = definitions["HookConfig"]["anyOf"][1]
+    rules = {one["if"]["properties"]["name"]["const"]: one["then"] for one in mapping["allOf"]}
+    assert {"early_stopping", "clip_norm", "monitor"} <= set(rules)
+    assert rules["early_stopping"]["additionalProperties"] is False
+    assert {"patience", "every", "enabled", "as", "init_args"} <= set(
+        rules["early_stopping"]["properties"]
+    )
+    for reference in references(schema):
+        node: Any = schema
+        for part in reference.removeprefix("#/").split("/"):
+            node = node[part]
+
+
+def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
+    script = (
+        "import sys, hookline, hookline.files\n"
+        "assert not {'yaml', 'pydantic', 'typer', 'torch'} & set(sys.modules)\n"
+        "import hookline.files.loading\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
