@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError, listed
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "Call", "is_recomputing"]
 
 log = logging.getLogger("hookline")
+
+_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Attachment:
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")  # on, for compiled edits
         self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None
-        self._counts = threading.local()
+        self._counts = _Counts()
         self._ends: list[_End] = []
         self._told = False
 
@@ -233,16 +236,13 @@ class Attachment:
 
     def upcoming(self, name: str) -> int:
         """What `count` will say next."""
-        by_name: dict[str, int] | None = getattr(self._counts, "by_name", None)
-        return by_name.get(name, 0) if by_name else 0
+        return self._counts.by_name.get(name, 0)
 
     def count(self, name: str) -> int:
         """Which call of this name it is within the outermost call, in this thread."""
-        by_name: dict[str, int] | None = getattr(self._counts, "by_name", None)
-        if by_name is None:
-            by_name = self._counts.by_name = {}
         if self.root is None:
             return 0
+        by_name = self._counts.by_name
         index = by_name.get(name, 0)
         by_name[name] = index + 1
         return index
@@ -251,6 +251,13 @@ class Attachment:
     def silent(self) -> list[str]:
         """The modules and taps that have not been seen to be called."""
         return self._silent_modules() + (self.taps.silent if self.taps is not None else [])
+
+
+class _Counts(threading.local):
+    """The calls of the forward that runs in this thread, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
 
 
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
@@ -292,32 +299,32 @@ class Site:
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module is about to run."""
-        again = is_recomputing()
+        again = _graph_task() != -1  # is_recomputing(), but this is called all the time
         attachment = self.attachment
         probe = attachment.probe
         if again and not (probe.edits or probe.wants_recomputed):
             return None
-        context = attachment.context
         index = 0 if again else attachment.upcoming(self.name)
-        call = Call(self.name, self.module, args, kwargs, None, index, recomputed=again)
-        if context is not None:
+        call = Call(self.name, self.module, args, kwargs, None, index, again)
+        if (context := attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
-        return self._checked(attachment.guard(probe.before, call))
+        returned = attachment.guard(probe.before, call)
+        return None if returned is None else self._checked(returned)
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The module has run."""
-        again = is_recomputing()
+        again = _graph_task() != -1  # is_recomputing(), but this is called all the time
         attachment = self.attachment
         probe = attachment.probe
         if again and not (probe.edits or probe.wants_recomputed):
             return None
         index = 0 if again else attachment.count(self.name)
         self.fired = True
-        context = attachment.context
-        call = Call(self.name, self.module, args, kwargs, output, index, recomputed=again)
-        if context is not None:
+        call = Call(self.name, self.module, args, kwargs, output, index, again)
+        if (context := attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
-        return self._checked(attachment.guard(probe.after, call))
+        returned = attachment.guard(probe.after, call)
+        return None if returned is None else self._checked(returned)
 
     def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
         """The operator in a compiled graph has run; the first tensors are what came in."""
@@ -374,7 +381,7 @@ class _Tap:
             # that it takes keyword arguments, and sets that a moment later.
             return None
         kwargs, output = more[0], more[-1]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if self._before:
                 return None
             went_out = compiled.tensors(output)
@@ -407,7 +414,7 @@ class _End:
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         """The model is called, or being compiled."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             compiled.see([], self._number)
         else:
             self._call(output is None)  # after an exception there is no output

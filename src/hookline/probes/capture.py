@@ -116,6 +116,7 @@ class Capture(BuiltIn, Probe):
         self.wants_before = self.wants_input = input or kwargs
         self.wants_recomputed = gradient
         self._take = Taking(self, by, device, dtype, select, reduce, dim)
+        self._plain_output = output and self._take.plain
         self._every = every
         self._layer_idx = layer_idx
         self._limits = _limits(max_states, memory_limit_mb, policy, folder, shared=store)
@@ -166,7 +167,10 @@ class Capture(BuiltIn, Probe):
         if self._every != 1 and not self._is_due(call):
             self._follow(call, None, None)  # it counts, for who finds the calls again
             return
-        state = self._new_state(call)
+        name = call.name
+        layer = self._layers[name] if name in self._layers else self._layer_of(name)
+        kind = CapturedState if self._take.at_once else LateState
+        state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
             args, *taken = self._here.came_in.pop(call.name, (None,))
             # Not the same: another hook has replaced what comes in, after this one has seen it.
@@ -174,23 +178,16 @@ class Capture(BuiltIn, Probe):
             state.input, state.kwargs = came_in
             if check is not None and isinstance(state, LateState):
                 state.checks |= {"input": check, "kwargs": check}
-        if self._kept["output"]:
-            state.output, check = self._take(call.output, call.name, copy=call.compiled)
+        output = call.output
+        if type(output) is Tensor and self._plain_output:  # as most often
+            state.output = output.detach().clone()
+        elif self._kept["output"]:
+            state.output, check = self._take(output, name, copy=call.compiled)
             if check is not None and isinstance(state, LateState):
                 state.checks["output"] = check
         key = self._store.add(self._key or self.key, state)
         if self._kept["gradient"]:
             self._follow(call, key, state)
-
-    def _new_state(self, call: Call) -> CapturedState:
-        return (CapturedState if self._take.at_once else LateState)(
-            call.name,
-            self.probe_name,
-            call.step,
-            call.epoch,
-            call.index,
-            self._layer_of(call.name),
-        )
 
     def _came_in(self, call: Call) -> tuple[Any, Check | None]:
         args = call.args if self._kept["input"] else None
@@ -214,12 +211,10 @@ class Capture(BuiltIn, Probe):
         return due[call.name]
 
     def _layer_of(self, name: str) -> int | None:
-        if self._layer_idx is not None:
-            return self._layer_idx
-        if name not in self._layers:
-            numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-            self._layers[name] = numbers[0] if numbers else None
-        return self._layers[name]
+        numbers = (int(part) for part in name.split(".") if part.isdecimal())
+        layer = next(numbers, None) if self._layer_idx is None else self._layer_idx
+        self._layers[name] = layer
+        return layer
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -6,12 +6,9 @@ since. Both are settled when somebody reads, not when it is captured: nothing wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from hookline.nested import tensors_in
 from hookline.probes.state import CONTENTS, CapturedState
 
 __all__ = ["Check", "LateState"]
@@ -31,10 +28,9 @@ class LateState(CapturedState):
         self.checks: dict[str, Check] = {}
         super().__init__(*args, **fields)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors within; for their sizes, so nothing is waited for."""
-        for raw in _RAW.values():
-            yield from tensors_in(raw.__get__(self))
+    def contents(self) -> tuple[Any, ...]:
+        """Return what was captured; for its size, so nothing is waited for."""
+        return tuple(raw.__get__(self) for raw in _RAW.values())
 
     def __repr__(self) -> str:
         contents = {name: raw.__get__(self) for name, raw in _RAW.items()}

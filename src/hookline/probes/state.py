@@ -50,16 +50,18 @@ class CapturedState(Mapping[str, Any]):
     output: Any = None
     gradient: Any = None
 
+    def contents(self) -> tuple[Any, ...]:
+        """Return what was captured, as it stands, without the names."""
+        return self.input, self.kwargs, self.output, self.gradient
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors within, one in several places each time."""
-        for value in (self.input, self.kwargs, self.output, self.gradient):
-            if value is not None:  # most often
-                yield from tensors_in(value)
+        return tensors_in(self.contents())
 
     @property
     def nbytes(self) -> int:
         """The bytes that it keeps alive: whole storages, also under views, each once."""
-        return sum(size for size, _ in storages(self.tensors()).values())
+        return sum(size for size, _ in storages(self.contents()).values())
 
     def __getitem__(self, name: str) -> Any:
         if name not in _FIELDS:
@@ -90,6 +92,7 @@ class CapturedState(Mapping[str, Any]):
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
 _WHERE = ("probe", "step", "epoch", "call", "layer_idx")
+_STRIDED = torch.strided
 
 
 class _Shape:
@@ -102,11 +105,18 @@ class _Shape:
         return self._text
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[Any, tuple[int, Any]]:
-    """Return the memory that tensors keep alive: by its place, its bytes and who holds it."""
+def storages(values: Iterable[Any]) -> dict[Any, tuple[int, Any]]:
+    """Return the memory that the tensors in values keep alive.
+
+    Returns:
+        By the memory's place, its bytes and who holds it.
+    """
     found: dict[Any, tuple[int, Any]] = {}
-    for tensor in tensors:
-        for part in _dense(tensor):
+    for value in values:
+        if value is None:
+            continue
+        plain = type(value) is Tensor and value.layout is _STRIDED  # as most often
+        for part in (value,) if plain else _dense(value):
             try:
                 storage = part.untyped_storage()
                 where, size = storage.data_ptr(), storage.nbytes()
@@ -114,23 +124,23 @@ def storages(tensors: Iterable[Tensor]) -> dict[Any, tuple[int, Any]]:
                 found[id(part)] = (part.numel() * part.element_size(), part)
                 continue
             if where:  # else it is empty, or has no memory behind it (meta)
-                found[part.device, where, size] = (size, storage)
+                found[where, size] = (size, storage)  # no two devices have the same addresses
     return found
 
 
-def _dense(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor is made of: itself, unless it is sparse or a wrapper."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from _dense(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        yield tensor
+def _dense(value: Any) -> Iterator[Tensor]:
+    """Yield what the tensors in a value are made of: themselves, unless sparse or wrappers."""
+    for tensor in tensors_in(value):
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is not None:
+            yield from _dense([getattr(tensor, name) for name in flatten()[0]])
+        elif tensor.layout is _STRIDED:
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        else:
+            yield tensor

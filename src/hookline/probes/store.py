@@ -77,6 +77,7 @@ class Store:
         self.cleanup_interval = cleanup_interval
         self.seed = seed
         self._limit = math.inf if memory_limit is None else memory_limit
+        self._patient = policy in ("drop_oldest", "spill")  # makes room for what is new
         self._lock = RLock()
         self._ledger = Ledger()
         self._books: dict[str, Book] = {}
@@ -97,19 +98,22 @@ class Store:
         Returns:
             A number to `amend` the state by, also when it was dropped.
         """
-        places = storages(state.tensors())
+        places = storages(state.contents())
+        nbytes = 0
+        for size, _ in places.values():
+            nbytes += size
         with self._lock:
             if self._closed:
                 raise HooklineError("This store of captured states is closed. Make a new one.")
-            book = self._book(probe)
+            book = self._books.get(probe) or self._new_book(probe)
             book.captured += 1
-            record = Record(next(self._keys), state, places, _size(places))
-            if self.policy == "sample":
-                record.rank = book.random.random()
-            if self._fits(book, record):
+            record = Record(next(self._keys), state, places, nbytes)
+            if (self._patient and nbytes <= self._limit) or self._fits(book, record):
                 self._keep(book, record)
-            self._clean_up(book)
-            self._make_room()
+            if self.max_states is not None:
+                self._clean_up(book, self.max_states)
+            if self._ledger.nbytes > self._limit:
+                self._make_room()
             return record.key
 
     def amend(self, key: int, **contents: Any) -> bool:
@@ -206,11 +210,9 @@ class Store:
 
     # -- how
 
-    def _book(self, probe: str) -> Book:
-        book = self._books.get(probe)
-        if book is None:
-            # Each probe draws for itself: what others capture does not change its sample.
-            book = self._books[probe] = Book(probe, random.Random(f"{self.seed} {probe}"))
+    def _new_book(self, probe: str) -> Book:
+        # Each probe draws for itself: what others capture does not change its sample.
+        book = self._books[probe] = Book(probe, random.Random(f"{self.seed} {probe}"))
         return book
 
     def _chosen(self, probe: str | None) -> list[Book]:
@@ -220,6 +222,8 @@ class Store:
 
     def _fits(self, book: Book, record: Record) -> bool:
         """Whether to keep a new state in memory; else it has been dealt with."""
+        if self.policy == "sample":
+            record.rank = book.random.random()
         if self.policy == "error":
             self._refuse(book, record)
         elif record.nbytes > self._limit and self.policy == "spill":
@@ -262,14 +266,12 @@ class Store:
         book.nbytes -= record.nbytes
         self._ledger.release(record.places)
 
-    def _clean_up(self, book: Book) -> None:
+    def _clean_up(self, book: Book, max_states: int) -> None:
         """Hold the number of states, every so many captures."""
-        if self.max_states is None:
-            return
         book.since_cleanup += 1
         if book.since_cleanup >= self.cleanup_interval:
             book.since_cleanup = 0
-            while len(book.memory) > self.max_states:
+            while len(book.memory) > max_states:
                 self._give_up(book)
 
     def _make_room(self) -> None:
@@ -318,7 +320,7 @@ class Store:
         assert isinstance(state, CapturedState)
         before = {name: getattr(state, name) for name in contents}
         _set(state, contents)
-        places = storages(state.tensors())
+        places = storages(state.contents())
         full = self._ledger.nbytes + self._ledger.new(places) > self._limit
         alone = _size(places) > self._limit
         if (full and self.policy == "error") or (alone and self.policy != "spill"):

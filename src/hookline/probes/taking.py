@@ -70,7 +70,8 @@ class Taking:
             raise ConfigError("dim goes with a named reduction, such as reduce='mean'.")
         self.at_once = by == "copy" and self._device is None
         """Whether all is settled when it is taken."""
-        self._plain = self.at_once and dtype is None and select is None and reduce is None
+        self.plain = self.at_once and dtype is None and select is None and reduce is None
+        """Whether a tensor is copied as it is."""
 
     def __call__(self, value: Any, name: str, *, copy: bool = False) -> tuple[Any, Check | None]:
         """Take the tensors within a value.
@@ -83,9 +84,8 @@ class Taking:
         Returns:
             The value with what was taken instead of its tensors, and what to do before reading it.
         """
-        if self._plain:
-            one = isinstance(value, Tensor)  # as most often
-            return (value.detach().clone() if one else map_tensors(value, _copied)), None
+        if self.plain:
+            return map_tensors(value, _copied), None
         by: By = "copy" if copy else self._by
         checks: list[Check] = []
         taken = map_tensors(value, lambda tensor: self._take(tensor, name, by, checks))
