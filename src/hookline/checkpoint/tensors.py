@@ -17,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hookline.memory import unshared
+
 __all__ = ["read_tensors", "write_tensors"]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -44,7 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         metadata["hookline.same"] = json.dumps(same)
     if viewed:
         metadata["hookline.viewed"] = json.dumps(viewed)
-    save_file(_unshared(written), path, metadata=metadata)
+    save_file(unshared(written), path, metadata=metadata)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
@@ -70,14 +72,3 @@ def _identity(tensor: Tensor, name: str) -> Any:
         return name
     where = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
     return (*where, tensor.is_conj(), tensor.is_neg())
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share a part of their memory with others: safetensors refuses these."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in seen:
-            tensors[name] = tensor.clone()
-        seen.add(storage)
-    return tensors

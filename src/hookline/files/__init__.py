@@ -8,8 +8,9 @@ Names are loaded when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hookline.lazy import lazily
 
 if TYPE_CHECKING:
     from hookline.files.loading import Training, load_training
@@ -26,19 +27,12 @@ __all__ = [
     "training_schema",
 ]
 
-_WHERE = {
-    "FileError": "hookline.files.problems",
-    "Problem": "hookline.files.problems",
-    "Training": "hookline.files.loading",
-    "TrainingConfig": "hookline.files.model",
-    "load_training": "hookline.files.loading",
-    "training_schema": "hookline.files.schema",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'hookline.files' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "loading": ("Training", "load_training"),
+        "model": ("TrainingConfig",),
+        "problems": ("FileError", "Problem"),
+        "schema": ("training_schema",),
+    },
+)

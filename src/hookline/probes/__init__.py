@@ -5,8 +5,9 @@ The short form is `hookline.probe(model, "blocks.*.mlp")`. Names are loaded when
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hookline.lazy import lazily
 
 if TYPE_CHECKING:
     from hookline.probes.attaching import Call
@@ -47,35 +48,20 @@ __all__ = [
     "tap",
 ]
 
-_WHERE = {
-    "Call": "hookline.probes.attaching",
-    "Calls": "hookline.probes.capture",
-    "Capture": "hookline.probes.capture",
-    "CapturedState": "hookline.probes.state",
-    "Counts": "hookline.probes.store",
-    "Debug": "hookline.probes.debug",
-    "DebugProbe": "hookline.probes.debug",
-    "Edit": "hookline.probes.edit",
-    "Finding": "hookline.probes.debug",
-    "Flow": "hookline.probes.flow",
-    "GradientFlow": "hookline.probes.flow",
-    "HookManager": "hookline.probes.manager",
-    "Monitor": "hookline.probes.monitor",
-    "NotCapturedError": "hookline.probes.capture",
-    "Probe": "hookline.probes.probe",
-    "ProbeInfo": "hookline.probes.manager",
-    "Probes": "hookline.probes.manager",
-    "Seen": "hookline.probes.short",
-    "Store": "hookline.probes.store",
-    "StoreFullError": "hookline.probes.store",
-    "gradient_flow": "hookline.probes.flow",
-    "tap": "hookline.probes.taps",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'hookline.probes' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "attaching": ("Call",),
+        "capture": ("Calls", "Capture", "NotCapturedError"),
+        "debug": ("Debug", "DebugProbe", "Finding"),
+        "edit": ("Edit",),
+        "flow": ("Flow", "GradientFlow", "gradient_flow"),
+        "manager": ("HookManager", "ProbeInfo", "Probes"),
+        "monitor": ("Monitor",),
+        "probe": ("Probe",),
+        "short": ("Seen",),
+        "state": ("CapturedState",),
+        "store": ("Counts", "Store", "StoreFullError"),
+        "taps": ("tap",),
+    },
+)

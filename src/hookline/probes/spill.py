@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.errors import HooklineError
+from hookline.memory import unshared
 from hookline.nested import map_tensors
 from hookline.probes.state import CONTENTS, CapturedState
 
@@ -75,7 +76,7 @@ def write(state: CapturedState, path: Path) -> Spilled:
     shell = _mapped(state, lambda tensor: _store(tensor, tensors), {}, Tensor)
     said = {"module": state.module, "probe": state.probe, "step": str(state.step)}
     try:
-        save_file(_unshared(tensors), path, metadata=said)
+        save_file(unshared(tensors), path, metadata=said)
     except (OSError, SafetensorError) as error:
         path.unlink(missing_ok=True)
         raise CannotSpill(f"{path} could not be written: {error}") from error
@@ -115,14 +116,3 @@ def _load(file: Any, slot: _Slot) -> Tensor:
         tensor = tensor.as_subclass(slot.kind)
         vars(tensor).update(slot.attributes)
     return tensor
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory with others: safetensors refuses these."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        if storage in seen:
-            tensors[name] = tensor.clone()
-        seen.add(storage)
-    return tensors

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time as _time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hookline.memory import storages
 from hookline.nested import map_tensors, tensors_in
 
-__all__ = ["CONTENTS", "CapturedState", "storages"]
+__all__ = ["CONTENTS", "CapturedState"]
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
@@ -92,7 +92,6 @@ class CapturedState(Mapping[str, Any]):
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
 _WHERE = ("probe", "step", "epoch", "call", "layer_idx")
-_STRIDED = torch.strided
 
 
 class _Shape:
@@ -103,44 +102,3 @@ class _Shape:
 
     def __repr__(self) -> str:
         return self._text
-
-
-def storages(values: Iterable[Any]) -> dict[Any, tuple[int, Any]]:
-    """Return the memory that the tensors in values keep alive.
-
-    Returns:
-        By the memory's place, its bytes and who holds it.
-    """
-    found: dict[Any, tuple[int, Any]] = {}
-    for value in values:
-        if value is None:
-            continue
-        plain = type(value) is Tensor and value.layout is _STRIDED  # as most often
-        for part in (value,) if plain else _dense(value):
-            try:
-                storage = part.untyped_storage()
-                where, size = storage.data_ptr(), storage.nbytes()
-            except (NotImplementedError, RuntimeError):  # a layout that does not show its memory
-                found[id(part)] = (part.numel() * part.element_size(), part)
-                continue
-            if where:  # else it is empty, or has no memory behind it (meta)
-                found[where, size] = (size, storage)  # no two devices have the same addresses
-    return found
-
-
-def _dense(value: Any) -> Iterator[Tensor]:
-    """Yield what the tensors in a value are made of: themselves, unless sparse or wrappers."""
-    for tensor in tensors_in(value):
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is not None:
-            yield from _dense([getattr(tensor, name) for name in flatten()[0]])
-        elif tensor.layout is _STRIDED:
-            yield tensor
-        elif tensor.layout is torch.sparse_coo:
-            yield from (tensor._indices(), tensor._values())
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-        else:
-            yield tensor

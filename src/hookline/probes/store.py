@@ -18,10 +18,11 @@ from threading import RLock
 from typing import Any, Literal, get_args
 
 from hookline.errors import ConfigError, HooklineError, listed, nearest
+from hookline.memory import storages
 from hookline.probes.book import Book, Counts, Record
 from hookline.probes.ledger import Ledger
 from hookline.probes.spill import CannotSpill, Spilled, write
-from hookline.probes.state import CONTENTS, CapturedState, storages
+from hookline.probes.state import CONTENTS, CapturedState
 
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
 

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hookline.errors import ConfigError, nearest
-from hookline.hook import Hook
+from hookline.updates.carrying import Carried
 
 __all__ = ["GivenGradients"]
 
 
-class GivenGradients(dict[str, Any]):
+class GivenGradients(Carried):
     """Gradients on their way through the updates; each gets them as the one before left them."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._given = {name: one for name, one in given.items() if one is not None}
         super().__init__(self._given)
 
-    def carry(
-        self,
-        hook: Hook,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Call an update, and take what it returns."""
-        returned = call(*args, **kwargs)
-        if returned is not None:
-            if not isinstance(returned, Mapping):
-                raise TypeError(
-                    "An update returns a mapping from names to gradients, or None, not a "
-                    f"{type(returned).__name__}."
-                )
-            self.update(returned)
+    def _settle(self) -> None:
         for name, gradient in self._given.items():
             self.setdefault(name, gradient)  # left out: it keeps its gradient
         for name, gradient in self.items():

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hookline.errors import RunError
+from hookline.lazy import lazily
 
 if TYPE_CHECKING:
     from hookline.runs.diff import diff_runs
@@ -27,19 +27,13 @@ __all__ = [
     "read_records",
 ]
 
-_WHERE = {
-    "OpenedRun": "hookline.runs.opened",
-    "Run": "hookline.runs.run",
-    "SavedCheckpoint": "hookline.runs.saved",
-    "diff_runs": "hookline.runs.diff",
-    "open_run": "hookline.runs.opened",
-    "read_records": "hookline.runs.journal",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'hookline.runs' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "diff": ("diff_runs",),
+        "journal": ("read_records",),
+        "opened": ("OpenedRun", "open_run"),
+        "run": ("Run",),
+        "saved": ("SavedCheckpoint",),
+    },
+)

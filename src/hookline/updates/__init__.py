@@ -7,8 +7,9 @@ bare loop needs none of them.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hookline.lazy import lazily
 
 if TYPE_CHECKING:
     from hookline.updates.gradients import Gradients, NamedParameters
@@ -39,18 +40,12 @@ __all__ = [
     "SkipNonfinite",
 ]
 
-_WHERE = {
-    "Gradients": "gradients",
-    "NamedParameters": "gradients",
-    "SkipNonfinite": "skipping",
-    "EMAFilter": "stateful",
-    "Noise": "stateful",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'hookline.updates' has no attribute {name!r}")
-    value = getattr(import_module(f"hookline.updates.{_WHERE.get(name, 'shaping')}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    __name__,
+    {
+        "gradients": ("Gradients", "NamedParameters"),
+        "shaping": ("AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"),
+        "skipping": ("SkipNonfinite",),
+        "stateful": ("EMAFilter", "Noise"),
+    },
+)

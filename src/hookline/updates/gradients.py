@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hookline.errors import ConfigError, nearest
-from hookline.hook import Hook
 from hookline.parameters import named_parameters
 from hookline.sharding import is_sharded
+from hookline.updates.carrying import Carried
 
 __all__ = ["Gradients", "NamedParameters"]
 
@@ -37,7 +37,7 @@ class NamedParameters:
         return known
 
 
-class Gradients(dict[str, torch.Tensor]):
+class Gradients(Carried):
     """Gradients by the names of their parameters; those without a gradient are not in it.
 
     Each update gets it as the one before has left it. What an update returns, or has put into it,
@@ -48,25 +48,7 @@ class Gradients(dict[str, torch.Tensor]):
         self._parameters = parameters
         super().__init__((name, p.grad) for name, p in parameters.items() if p.grad is not None)
 
-    def carry(
-        self,
-        hook: Hook,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Call an update, and take what it returns."""
-        returned = call(*args, **kwargs)
-        if returned is not None:
-            if not isinstance(returned, Mapping):
-                raise TypeError(
-                    f"An update returns a mapping from names to gradients, or None, not a "
-                    f"{type(returned).__name__}."
-                )
-            self.update(returned)
-        self._apply()
-
-    def _apply(self) -> None:
+    def _settle(self) -> None:
         for name, parameter in self._parameters.items():
             gradient = self.get(name)
             if gradient is None:

@@ -1,0 +1,37 @@
+"""Gradients on their way through the updates: what each of them returns is taken."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hookline.hook import Hook
+
+__all__ = ["Carried"]
+
+
+class Carried(dict[str, Any]):
+    """Gradients by name; each update gets them as the one before has left them."""
+
+    def carry(
+        self,
+        hook: Hook,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Call an update, and take what it returns."""
+        returned = call(*args, **kwargs)
+        if returned is not None:
+            if not isinstance(returned, Mapping):
+                raise TypeError(
+                    "An update returns a mapping from names to gradients, or None, not a "
+                    f"{type(returned).__name__}."
+                )
+            self.update(returned)
+        self._settle()
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Check what is here now; what was left out keeps its gradient."""
