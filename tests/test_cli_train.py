@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
     assert "no unfinished run of this configuration: starting afresh" in other.stdout
     assert len(runs_in(project)) == 2
 
-    again = run(project, "train", "train.yaml", "--resume")
+    again = run(project, "train", "train.yaml", "trainer.progress=off", "--resume")
     assert again.returncode == 0, again.stderr
     assert f"Resuming the run {path.name} (interrupted) from runs/{path.name}/" in again.stdout
     assert again.stdout.splitlines()[-1] == f"run runs/{path.name}"

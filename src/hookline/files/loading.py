@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hookline.files.merging import Merged, merge_files
 from hookline.files.model import TrainingConfig
@@ -38,12 +38,18 @@ class Training:
     overrides: tuple[str, ...] = field(default=())
 
     @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as the run's manifest will have it."""
+        from hookline.runs.masking import masked
+
+        return cast("dict[str, Any]", masked(self.trainer.config.model_dump(mode="json")))
+
+    @property
     def config_hash(self) -> str:
         """The hash of the resolved configuration, as the run's manifest will have it."""
         from hookline.runs.confighash import config_hash
-        from hookline.runs.masking import masked
 
-        return config_hash(masked(self.trainer.config.model_dump(mode="json")))
+        return config_hash(self.config)
 
     def fit(self, resume_from: Any = None) -> Trainer:
         """Train."""

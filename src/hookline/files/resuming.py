@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hookline.checkpoint import find_checkpoint
 from hookline.errors import CheckpointError
 from hookline.files.loading import Training
+from hookline.runs.confighash import canonical
 from hookline.runs.find import find_run, run_folders
 from hookline.runs.opened import OpenedRun
 from hookline.runs.process import is_alive
@@ -33,16 +36,16 @@ def find_resume(training: Training, given: str) -> tuple[Path | None, str]:
         return checkpoint, f"Resuming from {checkpoint}."
     if runs is None:
         return None, "There is nothing to resume, because `runs` is null: starting afresh."
-    return _newest(training.config_hash, runs)
+    return _newest(_meaning(training.config), runs)
 
 
-def _newest(config_hash: str, runs: Path) -> tuple[Path | None, str]:
+def _newest(meaning: str, runs: Path) -> tuple[Path | None, str]:
     """The newest run counts; an older one is taken only where those after it have no checkpoint."""
     without = 0
     for folder in run_folders(runs):
         run = OpenedRun(folder)
-        manifest = run.manifest
-        if manifest.get("config_hash") != config_hash or not _is_unfinished(run):
+        config = run.manifest.get("config")
+        if not isinstance(config, dict) or _meaning(config) != meaning or not _is_unfinished(run):
             continue
         try:
             checkpoint = find_checkpoint(folder)
@@ -52,6 +55,14 @@ def _newest(config_hash: str, runs: Path) -> tuple[Path | None, str]:
         return checkpoint, f"Resuming the run {run.id} ({run.status}) from {checkpoint}."
     what = f"{without} unfinished without a checkpoint" if without else "no unfinished run"
     return None, f"In {runs} there is {what} of this configuration: starting afresh."
+
+
+def _meaning(config: Mapping[str, Any]) -> str:
+    """A configuration without what changes nothing of the training: where and how it is shown."""
+    trainer = config.get("trainer", config)  # a file has a section for it
+    shown = {"runs", "progress"}
+    kept = {name: one for name, one in trainer.items() if name not in shown}
+    return canonical(kept if trainer is config else {**config, "trainer": kept})
 
 
 def _is_unfinished(run: OpenedRun) -> bool:

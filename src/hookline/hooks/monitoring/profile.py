@@ -33,8 +33,9 @@ class RuntimeProfile(BuiltIn):
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are over all the time
-    but that of validation and checkpoints. `profile/memory_peak_mb` is the most that was allocated
-    on an accelerator so far; `profile/memory_resident_mb`, without one, what the process holds.
+    but that of validation, of checkpoints and of steps in which it is not called (as with
+    `every=10`). `profile/memory_peak_mb` is the most that was allocated on an accelerator so far;
+    `profile/memory_resident_mb`, without one, what the process holds.
 
     On an accelerator all phases but `data` are timed on the device itself: a wall clock would
     measure how long it takes to ask for work, not to do it.
@@ -54,7 +55,8 @@ class RuntimeProfile(BuiltIn):
         self.log_frequency = log_frequency
         self._device = torch.device("cpu")
         self._clock: Clock = HostClock()
-        self._reported = 0
+        self._reported = self._step = 0
+        self._tokens_then = 0  # those before what it has not seen
         # Since when the next batch is waited for, and counts; unknown before the first it has seen.
         self._idle_since: float | None = None
         self._counts_since: float | None = None
@@ -68,13 +70,18 @@ class RuntimeProfile(BuiltIn):
         """Start the clock."""
         self._device = device_of(model)
         self._clock = clock_for(self._device)
-        self._reported = step
+        self._reported = self._step = step
+        self._tokens_then = tokens_seen
         self._loaders = {}
         self._forget(tokens_seen)
         self._pause_ends()
 
-    def on_train_batch_start(self, dataloader_name: str) -> None:
+    def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
         """The batch is there: until now, it was waited for."""
+        if step != self._step:  # it has not seen the steps in between, so they do not count
+            self._step = step
+            self._tokens += tokens_seen - self._tokens_then
+            self._idle_since, self._counts_since = None, perf_counter()
         times = self._loaders.get(dataloader_name)
         if times is None:
             times = self._loaders[dataloader_name] = _Times()
@@ -113,6 +120,7 @@ class RuntimeProfile(BuiltIn):
             for name, value in self._report(tokens_seen):
                 trainer.log(name, value)
             self._forget(tokens_seen)
+        self._step, self._tokens_then = step, tokens_seen
         self._idle_since = perf_counter()  # what hooks did since the batch was no waiting for data
 
     def on_validation_end(self) -> None:
