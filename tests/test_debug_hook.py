@@ -294,7 +294,8 @@ def test_a_bare_loop_is_stopped(caplog):
             optimizer.zero_grad()
             session.backward(F.mse_loss(model(x), y))
             optimizer.step()
-    assert (session.status, session.step) == ("stopped", 2)
+    assert (session.status, session.step) == ("stopped", 1)
+    assert all(weight.isfinite().all() for weight in model.parameters())
     assert "batch[0]" in warnings(caplog)[0]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from loops import Net, batches, make, recorder, same, weights
@@ -89,12 +91,24 @@ def test_a_change_in_place_is_noticed_also_when_the_hook_fails_after_it():
         fit(function=meddle)
 
 
-def test_drawing_trainings_random_numbers_is_fatal_and_a_generator_of_its_own_is_fine():
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.randn(3),
+        random.random,
+        lambda: random.shuffle([1, 2, 3]),
+        numpy.random.rand,
+        lambda: numpy.random.permutation(3),
+    ],
+)
+def test_drawing_trainings_random_numbers_is_fatal_and_a_generator_of_its_own_is_fine(draw):
     def draws(activations):
-        torch.randn(3)
+        draw()
 
     def draws_its_own(activations):
         torch.randn(3, generator=torch.Generator().manual_seed(0))
+        random.Random(0).random()
+        numpy.random.default_rng(0).random()
 
     with pytest.raises(ObserverError, match="draws drew from training's random numbers"):
         fit(function=draws)

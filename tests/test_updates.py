@@ -493,8 +493,392 @@ def test_in_a_bare_loop_forward_hooks_observe():
     assert seen == [(4, 4)] * 2
 
 
-def test_skip_nonfinite_says_that_a_bare_loop_cannot_skip():
-    data = batches(1)
+def test_in_a_bare_loop_skip_nonfinite_leaves_out_the_step_and_nothing_moves():
+    data = batches(3)
+    data[1][0][0, 0] = math.inf
+    told = recorder(on_step_skipped=("reason",), on_step_end=("step",))
+    model, _ = make()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    moved = []
+    with hookline.attach(model, optimizer, hooks=[SkipNonfinite(), told]):
+        for x, y in data:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            before = weights(model)
+            optimizer.step()
+            moved.append(not same(weights(model), before))
+    assert moved == [True, False, True]
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+    assert told.told == [
+        ("on_step_end", {"step": 1}),
+        ("on_step_skipped", {"reason": "non-finite gradients"}),
+        ("on_step_end", {"step": 1}),
+        ("on_step_end", {"step": 2}),
+    ]
+
+
+def test_in_a_bare_loop_with_a_scaler_the_scaler_skips_and_says_so_once():
+    data = batches(2)
     data[0][0][0, 0] = math.inf
-    with pytest.raises(HookFailedError, match="this loop cannot be told to leave out a step"):
-        loop([SkipNonfinite()], data=data)
+    told = recorder(on_step_skipped=("reason",))
+    model, optimizer = make()
+    before = weights(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with hookline.attach(model, optimizer, scaler=scaler, hooks=[SkipNonfinite(), told]):
+        for x, y in data[:1]:
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert same(weights(model), before)
+    assert told.told == [
+        ("on_step_skipped", {"reason": "the scaler found non-finite gradients"}),
+    ]
+
+
+def zeros(gradients):
+    return {name: gradient * 0 for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_after_a_step_that_the_loop_left_out_updates_are_applied_again(set_to_none):
+    model, optimizer = make()
+    before = weights(model)
+    with hookline.attach(model, optimizer) as session:
+        session.hooks.add_hook(zeros, kind="update")
+        for i, (x, y) in enumerate(batches(4)):
+            optimizer.zero_grad(set_to_none)
+            nn.functional.mse_loss(model(x), y).backward()
+            session.updates()
+            session.updates()  # once more changes nothing
+            torch.autograd.grad(model(x).sum(), list(model.parameters()))  # nor does this
+            if i not in (0, 2):
+                optimizer.step()
+    assert same(weights(model), before)
+
+
+def test_with_a_scaler_too():
+    model, optimizer = make()
+    before = weights(model)
+    scaler = torch.amp.GradScaler("cpu")
+    with hookline.attach(model, optimizer, scaler=scaler) as session:
+        session.hooks.add_hook(zeros, kind="update")
+        for i, (x, y) in enumerate(batches(4)):
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            if i != 1:
+                scaler.step(optimizer)
+            scaler.update()
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_optimizers_with_backwards_of_their_own_get_their_own_updates(by_name):
+    model = Net()
+    first = torch.optim.SGD(model.first.parameters(), 0.1)
+    second = torch.optim.SGD(model.second.parameters(), 0.1)
+    before, calls = weights(model), []
+
+    def zeroes(gradients, optimizer_idx):
+        calls.append((optimizer_idx, list(gradients)))
+        return zeros(gradients)
+
+    with hookline.attach(model, [first, second]) as session:
+        session.hooks.add_hook(zeroes, kind="update")
+        for x, y in batches(2):
+            for optimizer in (first, second):
+                model.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                session.updates(optimizer if by_name else None)
+                optimizer.step()
+    assert same(weights(model), before)
+    if by_name:
+        assert [idx for idx, _ in calls] == [0, 1] * 2
+
+
+def test_in_a_bare_loop_a_parameter_of_two_optimizers_is_refused():
+    model, optimizer = make()
+    other = torch.optim.SGD(model.second.parameters(), 0.1)
+    with hookline.attach(model, [optimizer, other], hooks=[Scale(0.5)]):
+        nn.functional.mse_loss(*(lambda b: (model(b[0]), b[1]))(batches(1)[0])).backward()
+        with pytest.raises(
+            hookline.NotSuppliedError, match=r"share the parameter 'second\.weight'"
+        ):
+            optimizer.step()
+
+
+def test_an_optimizer_that_evaluates_many_times_is_refused_with_updates():
+    model, _ = make()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    x, y = batches(1)[0]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    refused = pytest.raises(hookline.LoopError, match=r"scale .*LBFGS evaluates")
+    with hookline.attach(model, optimizer, hooks=[Scale(0.5)]), refused:
+        optimizer.step(closure)
+
+
+# -- what is easily forgotten ---------------------------------------------------------------------
+
+EVERY = [
+    Scale(0.5),
+    Scale({"first": 0.5}),
+    Mask(["first"]),
+    ClipNorm(0.1),
+    ClipValue(0.1),
+    AGC(),
+    AGC(skip=["second"]),
+    Centralize(),
+    Noise(),
+    EMAFilter(),
+    SkipNonfinite(),
+]
+
+
+@pytest.mark.parametrize("update", EVERY, ids=lambda one: type(one).__name__)
+def test_an_optimizer_may_have_nothing_for_an_update(update):
+    model = Net()
+    parts = [[model.first.weight], [model.second.bias], [nn.Parameter(torch.ones(2))]]
+    optimizers = [torch.optim.SGD(part, 0.1) for part in parts]
+    fit(update, model=model, optimizer=optimizers)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [[EMAFilter()], [SkipNonfinite(), EMAFilter()], [EMAFilter(), SkipNonfinite()]],
+    ids=lambda updates: "+".join(type(one).__name__ for one in updates),
+)
+@pytest.mark.parametrize("bad", [0, 2])
+def test_what_is_not_finite_does_not_stay_in_the_average(updates, bad):
+    data = batches(5)
+    data[bad][0][0, 0] = math.inf
+    skipping = [] if len(updates) == 2 else [SkipNonfinite()]
+    trainer = fit(*updates, *skipping, data=data, on_nan="continue")
+    assert trainer.step == 4
+    assert all(weight.isfinite().all() for weight in weights(trainer.model))
+
+
+class Remembers(UpdateHook):
+    """Returns tensors that it keeps."""
+
+    def __init__(self, copies):
+        self.copies = copies
+        self.kept = {}
+
+    def __call__(self, gradients):
+        for name, gradient in gradients.items():
+            if name in self.kept:
+                self.kept[name].mul_(0.9).add_(gradient)
+            else:
+                self.kept[name] = gradient.clone()
+        return {name: one.clone() for name, one in self.kept.items()} if self.copies else self.kept
+
+
+@pytest.mark.parametrize(
+    "after", [[], [Scale(0.5)], [ClipNorm(0.01)]], ids=["clip", "scale", "norm"]
+)
+def test_what_an_update_returns_stays_its_own(after):
+    kept = fit(Remembers(copies=False), *after, clip_norm=0.1)
+    copied = fit(Remembers(copies=True), *after, clip_norm=0.1)
+    assert same(weights(kept.model), weights(copied.model))
+
+
+def test_returning_the_parameters_themselves_does_not_change_them():
+    model, optimizer = make()
+    before = weights(model)
+    parameters = dict(model.named_parameters())
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(lambda gradients: parameters, kind="update", name="silly")
+    trainer.add_hook(Scale(0.0))
+    trainer.fit(batches(2))
+    assert same(weights(model), before)
+
+
+def test_one_number_for_all_may_be_returned_and_clipped():
+    fit(
+        functions=[lambda gradients: {k: g.mean().expand_as(g) for k, g in gradients.items()}],
+        clip_norm=0.1,
+    )
+
+
+def test_a_gradient_that_is_put_on_the_parameter_itself_counts():
+    def halves(model):
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / 2
+
+    def by_hand(gradients, model):
+        halves(model)
+
+    assert same(
+        weights(fit(functions=[by_hand]).model),
+        weights(fit(functions=[lambda gradients: {k: g / 2 for k, g in gradients.items()}]).model),
+    )
+
+
+def test_none_for_a_parameter_without_a_gradient_is_as_if_left_out():
+    model, optimizer = make()
+    model.first.weight.requires_grad_(False)
+    gives_none = lambda gradients: {"first.weight": None}  # noqa: E731
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(gives_none, kind="update", name="none")
+    trainer.add_hook(ClipValue(0.1))
+    trainer.fit(batches(2))
+    assert trainer.step == 2
+
+
+def test_only_the_update_that_returned_an_unknown_name_is_to_blame():
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(lambda gradients: {"thrid": torch.ones(1)}, kind="update", name="guilty")
+    trainer.add_hook(lambda gradients: None, kind="update", name="innocent")
+    with pytest.raises(HookFailedError, match="guilty"):
+        trainer.fit(batches(2))
+    assert list(trainer.hooks.summary().failures) == ["guilty"]
+
+
+def test_noise_that_was_loaded_and_had_no_turn_saves_what_it_was_given():
+    noise = Noise()
+    fit(noise)
+    state = noise.state_dict()
+    again = Noise()
+    again.load_state_dict(state)
+    assert torch.equal(again.state_dict()["random"]["cpu"], state["random"]["cpu"])
+
+
+def test_training_does_not_change_a_state_that_was_loaded():
+    first = EMAFilter()
+    fit(first)
+    state = {
+        "averages": {name: one.clone() for name, one in first.state_dict()["averages"].items()}
+    }
+    before = {name: one.clone() for name, one in state["averages"].items()}
+    second = EMAFilter()
+    second.load_state_dict(state)
+    fit(second)
+    assert all(torch.equal(state["averages"][name], before[name]) for name in before)
+
+
+def test_parameters_that_are_replaced_or_join_while_training_are_updated():
+    model, optimizer = make()
+    seen, new = [], []
+
+    class Swap(hookline.Hook):
+        def on_step_end(self, step):
+            if step == 1:
+                model.second = nn.Linear(16, 4)
+                optimizer.param_groups[0]["params"][2:] = [*model.second.parameters()]
+                new.append(model.second.weight.clone())
+            if step == 2:
+                model.head = nn.Parameter(torch.ones(4))
+                optimizer.add_param_group({"params": [model.head], "lr": 0.1})
+
+    def step_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0]) * getattr(model, "head", 1.0), batch[1])
+
+    trainer = Trainer(config(), model, optimizer, step_fn=step_fn)
+    trainer.hooks.register_hooks([Swap(), Mask(["second"])])
+    trainer.add_hook(lambda gradients: seen.append(dict(gradients)), kind="update", name="look")
+    trainer.fit(batches(4))
+    assert all(not one["second.weight"].any() for one in seen)
+    assert [len(one) for one in seen] == [4, 4, 5, 5]
+    assert torch.equal(model.second.weight, new[0])
+
+
+def test_a_mask_applies_to_what_joins_later_and_may_be_used_again():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mask = Mask(["head", "second.bias"])
+    model.head = nn.Parameter(torch.ones(4))
+
+    class Join(hookline.Hook):
+        def on_step_end(self, step):
+            if step == 1:
+                optimizer.add_param_group({"params": [model.head]})
+
+    def step_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0]) * model.head, batch[1])
+
+    Trainer(config(), model, optimizer, step_fn=step_fn, hooks=[Join(), mask]).fit(batches(3))
+    assert torch.equal(model.head, torch.ones(4))
+
+    other = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))  # the same update in another trainer
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    with pytest.raises(HookFailedError, match="No parameter matches 'head'"):
+        Trainer(config(), other, optimizer, step_fn=lambda m, b: m(b[0]).sum(), hooks=[mask]).fit(
+            batches(1)
+        )
+
+
+def test_a_parameter_of_the_loss_has_a_name_that_updates_know():
+    model = Net()
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
+    trainer = Trainer(
+        config(),
+        model,
+        optimizer,
+        step_fn=lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]) * weight.sum(),
+        hooks=[AGC(), Mask(["optimizer_0.4"])],
+    )
+    trainer.fit(batches(2))
+    assert weight.item() == 1.0
+
+
+def test_a_tied_parameter_is_found_by_any_of_its_names():
+    model = Net()
+    model.tied = model.first
+    before = model.first.weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(Mask(["tied.weight"]), model=model, optimizer=optimizer)
+    assert torch.equal(model.first.weight, before)
+    assert not torch.equal(model.second.weight, make()[0].second.weight)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [ClipNorm(1.0), ClipValue(1.0), AGC(), Centralize(), Noise(), EMAFilter(), SkipNonfinite()],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_sparse_gradient_is_a_clear_error(update):
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(config(), model, optimizer, step_fn=lambda m, b: m(b).sum(), hooks=[update])
+    message = f"{type(update).__name__} needs dense gradients, and that of 'weight' is sparse"
+    with pytest.raises(HookFailedError, match=message):
+        trainer.fit([torch.tensor([1, 2])])
+
+
+def test_scale_and_mask_work_on_sparse_gradients():
+    model = nn.Embedding(10, 4, sparse=True)
+    before = model.weight.clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(
+        config(), model, optimizer, step_fn=lambda m, b: m(b).sum(), hooks=[Scale(0.5)]
+    )
+    trainer.fit([torch.tensor([1, 2])])
+    assert torch.allclose((before - model.weight)[1], torch.full((4,), 0.05))
+
+
+def test_a_gradient_may_have_another_dtype_than_its_parameter():
+    model, _ = make()
+    model.bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    seen = []
+
+    def doubles(gradients):
+        seen.extend(gradient.dtype for gradient in gradients.values())
+        return {name: gradient * 2 for name, gradient in gradients.items()}
+
+    def step_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0].bfloat16()), batch[1].bfloat16())
+
+    trainer = Trainer(config(), model, torch.optim.SGD(model.parameters(), 0.1), step_fn=step_fn)
+    trainer.add_hook(doubles, kind="update")
+    trainer.fit(batches(1))
+    assert set(seen) == {torch.float32}

@@ -1,12 +1,16 @@
 """What observers get: detached tensors, and a look afterwards whether these were left alone.
 
 An in-place operation by an observer is seen by the tensor's version, a random number that it drew
-by the generators' states. Either would silently change training, so either ends it, with a name.
+by the generators' states: torch's, Python's and NumPy's, which loaders and augmentations draw from.
+Either would silently change training, so either ends it, with a name.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Mapping
+from ctypes import string_at
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +21,8 @@ from hookline.hook import Hook
 from hookline.nested import map_tensors, tensors_in
 
 __all__ = ["Observation"]
+
+_MT19937 = 625 * 4  # bytes: its 624 numbers, and where it stands among them
 
 
 class Observation:
@@ -49,6 +55,7 @@ class Observation:
         generators = [_generator(device) for device in {t.device for t in tensors}]
         generators.append(torch.default_generator)
         states = [generator.get_state() for generator in generators]
+        others = _other_states()
         try:
             returned = call(*args, **kwargs)
         finally:
@@ -58,11 +65,13 @@ class Observation:
                     "would not be the same without it. Work on a copy: `activations.clone()`."
                 )
             drawn = zip(generators, states, strict=True)
-            if not all(torch.equal(generator.get_state(), state) for generator, state in drawn):
+            same = all(torch.equal(generator.get_state(), state) for generator, state in drawn)
+            if not same or _other_states() != others:
                 raise ObserverError(
                     f"{_name(hook)} drew from training's random numbers, but it only observes: "
                     "training would not be the same without it. Give it a generator of its own: "
-                    "`torch.Generator().manual_seed(0)`."
+                    "`torch.Generator().manual_seed(0)`, `random.Random(0)` or "
+                    "`numpy.random.default_rng(0)`."
                 )
         if returned is not None:
             raise TypeError(
@@ -77,6 +86,18 @@ def _generator(device: torch.device) -> torch.Generator:
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+def _other_states() -> tuple[Any, ...]:
+    """The states of Python's generator, and of NumPy's where it is in use."""
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return (random.getstate(),)
+    generator = numpy.get_bit_generator()
+    if type(generator).__name__ == "MT19937":
+        # Its memory: `generator.state` is put together number by number, which takes 70 µs.
+        return random.getstate(), string_at(generator.ctypes.state_address, _MT19937)
+    return random.getstate(), repr(generator.state)
 
 
 def _name(hook: Hook) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -11,7 +11,7 @@ import torch
 
 from hookline.errors import ConfigError, listed
 
-__all__ = ["chosen_names", "named_parameters", "parameters_by_name"]
+__all__ = ["chosen_names", "matching", "named_parameters", "parameters_by_name"]
 
 _NAMED = 8  # so many names stand in an error
 
@@ -24,13 +24,36 @@ def named_parameters(model: torch.nn.Module, patterns: Sequence[str] | None) -> 
     Raises:
         ConfigError: A pattern matches no name.
     """
-    names = {
-        id(parameter): _plain_name(model, name) for name, parameter in model.named_parameters()
-    }
-    if not patterns:
-        return names
-    chosen = set(chosen_names(patterns, list(names.values())))
-    return {key: name for key, name in names.items() if name in chosen}
+    names = _names(model)
+    chosen = matching(model, patterns) if patterns else None
+    return {key: of[0] for key, of in names.items() if chosen is None or of[0] in chosen}
+
+
+def matching(
+    model: torch.nn.Module, patterns: Sequence[str], others: Iterable[str] = ()
+) -> set[str]:
+    """Return the names of the parameters that a pattern matches; of a tied one the first.
+
+    Args:
+        model: whose parameters.
+        patterns: parts of names, globs or regular expressions; of a tied one any name may match.
+        others: names of parameters that are not the model's.
+
+    Raises:
+        ConfigError: A pattern matches no name.
+    """
+    first = {name: of[0] for of in _names(model).values() for name in of}
+    for name in others:
+        first.setdefault(name, name)
+    return {first[name] for name in chosen_names(patterns, list(first))}
+
+
+def _names(model: torch.nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its `id`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(_plain_name(model, name))
+    return names
 
 
 def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

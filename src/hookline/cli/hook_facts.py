@@ -82,13 +82,20 @@ def facts_of(known: Known) -> dict[str, Any]:
         "text": text,
         "options": [_option(one) for one in options_of(kind).values()],
         "events": _events(kind),
-        "order": _PLACES[kind.hookline_rank],
+        "order": _PLACES[_rank(kind)],
         "critical": bool(kind.critical),
         "intervenes": bool(kind.intervenes),
         "cost": kind.hookline_cost,
         "python": _python(kind, shown),
         "yaml": _yaml(known.name, kind, shown),
     }
+
+
+def _rank(kind: Any) -> Rank:
+    """Its place: forward hooks and updates keep the order in which they were registered."""
+    rank: Rank = kind.hookline_rank
+    in_order = kind.hookline_kind in ("forward", "update") and rank is not Rank.DEFAULT
+    return Rank.USER if in_order else rank
 
 
 def _is_hook(kind: Any) -> bool:

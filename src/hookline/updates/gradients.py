@@ -12,7 +12,7 @@ from hookline.parameters import named_parameters
 from hookline.sharding import is_sharded
 from hookline.updates.carrying import Carried
 
-__all__ = ["Gradients", "NamedParameters"]
+__all__ = ["Gradients", "NamedParameters", "dense"]
 
 
 class NamedParameters:
@@ -21,20 +21,21 @@ class NamedParameters:
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model = model
         self._optimizers = optimizers
-        self._known: dict[int, dict[str, torch.Tensor]] = {}
+        self._known: dict[int, tuple[list[int], dict[str, torch.Tensor]]] = {}
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Return those of this optimizer."""
         groups = self._optimizers[idx].param_groups
-        known = self._known.get(idx)
-        if known is None or len(known) != sum(len(group["params"]) for group in groups):
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        ids = [*map(id, parameters)]
+        if idx not in self._known or self._known[idx][0] != ids:
             names = named_parameters(self._model, None)
-            parameters = [parameter for group in groups for parameter in group["params"]]
-            known = self._known[idx] = {
+            by_name = {
                 names.get(id(parameter), f"optimizer_{idx}.{i}"): parameter
                 for i, parameter in enumerate(parameters)
             }
-        return known
+            self._known[idx] = (ids, by_name)
+        return self._known[idx][1]
 
 
 class Gradients(Carried):
@@ -45,32 +46,46 @@ class Gradients(Carried):
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
+        """All parameters of the optimizer, by the same names."""
         super().__init__((name, p.grad) for name, p in parameters.items() if p.grad is not None)
+        self._before = dict(self)
 
     def _settle(self) -> None:
-        for name, parameter in self._parameters.items():
-            gradient = self.get(name)
-            if gradient is None:
-                if parameter.grad is not None:
-                    self[name] = parameter.grad  # left out: it keeps its gradient
-            elif gradient is not parameter.grad:
-                self._check(name, parameter, gradient)
-                parameter.grad = self[name] = gradient.detach()
-        if len(self) > len(self._parameters) or any(name not in self._parameters for name in self):
-            unknown = next(name for name in self if name not in self._parameters)
-            raise ConfigError(
-                f"An update returned a gradient for '{unknown}', which is no parameter of this "
-                f"optimizer.{nearest(str(unknown), self._parameters)}"
-            )
+        new = {
+            name: one
+            for name, one in self.items()
+            if one is not None and one is not self._before.get(name)
+        }
+        try:
+            for name, gradient in new.items():
+                self._check(name, gradient)
+            for name, gradient in new.items():
+                # A copy: what follows may change it in place, and the update may have kept it.
+                self.parameters[name].grad = gradient.detach().clone()
+        finally:
+            self._take_back()
 
-    def _check(self, name: str, parameter: torch.Tensor, gradient: Any) -> None:
+    def _take_back(self) -> None:
+        """Hold what the parameters have: what was left out, or put there directly, too."""
+        self.clear()
+        self.update((name, p.grad) for name, p in self.parameters.items() if p.grad is not None)
+        self._before = dict(self)
+
+    def _check(self, name: str, gradient: Any) -> None:
+        parameter = self.parameters.get(name)
+        if parameter is None:
+            raise ConfigError(
+                f"An update returned a gradient for '{name}', which is no parameter of this "
+                f"optimizer.{nearest(str(name), self.parameters)}"
+            )
         if not isinstance(gradient, torch.Tensor):
             raise TypeError(
                 f"The gradient of '{name}' is a {type(gradient).__name__}; expected a tensor."
             )
+        of = parameter if parameter.grad is None else parameter.grad  # it may have another dtype
         for what in ("shape", "dtype", "device"):
-            has, needs = getattr(gradient, what), getattr(parameter, what)
+            has, needs = getattr(gradient, what), getattr(of, what)
             if has != needs:
                 raise ValueError(
                     f"The gradient of '{name}' has {what} {_shown(has)}; expected {_shown(needs)}, "
@@ -82,6 +97,17 @@ class Gradients(Carried):
                 f"The gradient of '{name}' is {kinds[is_sharded(gradient)]}; expected "
                 f"{kinds[is_sharded(parameter)]}, as its parameter is."
             )
+
+
+def dense(gradients: Mapping[str, torch.Tensor], who: object) -> list[torch.Tensor]:
+    """Return the gradients, for an update that has no way to work on sparse ones."""
+    for name, gradient in gradients.items():
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"{type(who).__name__} needs dense gradients, and that of '{name}' is sparse. Make "
+                "its layer with sparse=False, or leave the update out."
+            )
+    return list(gradients.values())
 
 
 def _shown(value: Any) -> str:

@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import PositiveFloat
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank, UpdateHook
-from hookline.parameters import named_parameters, parameters_by_name
+from hookline.parameters import matching, parameters_by_name
 from hookline.sharding import whole
+from hookline.updates.gradients import dense
 
 __all__ = ["AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"]
+
+_KNOWN = 64  # optimizers times patterns; parameters may come and go while training
 
 
 class _ByPattern(BuiltIn, UpdateHook):
@@ -24,13 +28,17 @@ class _ByPattern(BuiltIn, UpdateHook):
     def _chosen(
         self, gradients: Mapping[str, torch.Tensor], patterns: Sequence[str], model: torch.nn.Module
     ) -> list[torch.Tensor]:
-        """The gradients that match; a pattern has to match some parameter of the model."""
-        known: dict[tuple[str, ...], set[str]] = self.__dict__.setdefault("_known", {})
-        names = known.get(tuple(patterns))
-        if names is None:
-            found = named_parameters(model, patterns) if patterns else {}
-            names = known[tuple(patterns)] = set(found.values())
-        return [gradient for name, gradient in gradients.items() if name in names]
+        """The gradients that match; a pattern has to match some parameter."""
+        if not patterns:
+            return []
+        known: dict[Any, list[str]] = self.__dict__.setdefault("_known", {})
+        key = (id(model), *patterns, *gradients)
+        if key not in known:
+            if len(known) >= _KNOWN:
+                known.clear()
+            chosen = matching(model, patterns, others=gradients)
+            known[key] = [name for name in gradients if name in chosen]
+        return [gradients[name] for name in known[key]]
 
 
 class Identity(BuiltIn, UpdateHook):
@@ -60,10 +68,12 @@ class Scale(_ByPattern):
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
         """Multiply."""
         if not isinstance(self.factor, dict):
-            torch._foreach_mul_(list(gradients.values()), self.factor)
+            if gradients:
+                torch._foreach_mul_(list(gradients.values()), self.factor)
             return
         for pattern, factor in self.factor.items():
-            torch._foreach_mul_(self._chosen(gradients, [pattern], model), factor)
+            if chosen := self._chosen(gradients, [pattern], model):
+                torch._foreach_mul_(chosen, factor)
 
 
 class Mask(_ByPattern):
@@ -83,7 +93,8 @@ class Mask(_ByPattern):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
         """Set them to zero."""
-        torch._foreach_zero_(self._chosen(gradients, self.patterns, model))
+        if chosen := self._chosen(gradients, self.patterns, model):
+            torch._foreach_zero_(chosen)
 
 
 class ClipNorm(BuiltIn, UpdateHook):
@@ -100,7 +111,9 @@ class ClipNorm(BuiltIn, UpdateHook):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Clip."""
-        tensors = list(gradients.values())
+        tensors = dense(gradients, self)
+        if not tensors:
+            return
         norm = whole(torch.nn.utils.get_total_norm(tensors))
         torch._foreach_mul_(tensors, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -119,9 +132,9 @@ class ClipValue(BuiltIn, UpdateHook):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Clip."""
-        tensors = list(gradients.values())
-        torch._foreach_clamp_min_(tensors, -self.max_value)
-        torch._foreach_clamp_max_(tensors, self.max_value)
+        if tensors := dense(gradients, self):
+            torch._foreach_clamp_min_(tensors, -self.max_value)
+            torch._foreach_clamp_max_(tensors, self.max_value)
 
 
 class AGC(_ByPattern):
@@ -151,9 +164,12 @@ class AGC(_ByPattern):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
         """Clip each unit."""
+        dense(gradients, self)
         left = {id(gradient) for gradient in self._chosen(gradients, self.skip or [], model)}
-        weights = parameters_by_name(model)
+        weights = getattr(gradients, "parameters", None) or parameters_by_name(model)
         pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in left]
+        if not pairs:
+            return
         limits = [_unit_norm(weight.detach()) for weight, _ in pairs]
         torch._foreach_clamp_min_(limits, self.eps)
         torch._foreach_mul_(limits, self.clipping)
@@ -174,9 +190,10 @@ class Centralize(BuiltIn, UpdateHook):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Subtract."""
-        tensors = [gradient for gradient in gradients.values() if gradient.ndim > 1]
+        tensors = [gradient for gradient in dense(gradients, self) if gradient.ndim > 1]
         means = [tensor.mean(dim=tuple(range(1, tensor.ndim)), keepdim=True) for tensor in tensors]
-        torch._foreach_sub_(tensors, means)
+        if tensors:
+            torch._foreach_sub_(tensors, means)
 
 
 def _unit_norm(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hookline.builtin import BuiltIn
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
 from hookline.sharding import whole
+from hookline.updates.gradients import dense
 
 __all__ = ["SkipNonfinite"]
 
@@ -19,7 +20,8 @@ __all__ = ["SkipNonfinite"]
 class SkipNonfinite(BuiltIn, UpdateHook):
     """Leaves out an optimizer's step when one of its gradients has a NaN or an infinity.
 
-    Parameters, momentum and schedulers stay as they are; `on_step_skipped` is told.
+    Parameters, momentum and schedulers stay as they are; `on_step_skipped` is told. In a bare loop
+    the scheduler is the loop's own.
     """
 
     cost = "One norm of the gradients; it waits for the device in every step."
@@ -28,7 +30,8 @@ class SkipNonfinite(BuiltIn, UpdateHook):
         self, gradients: Mapping[str, torch.Tensor], trainer: Any, optimizer_idx: int
     ) -> None:
         """Look, and ask the trainer to leave out the step."""
-        norm = whole(torch.nn.utils.get_total_norm(list(gradients.values()), norm_type=math.inf))
+        tensors = dense(gradients, self)
+        norm = whole(torch.nn.utils.get_total_norm(tensors, norm_type=math.inf))
         if torch.isfinite(norm).item():
             return
         skip = getattr(trainer, "skip_optimizer_step", None)

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat
 from hookline.builtin import BuiltIn
 from hookline.hook import UpdateHook
 from hookline.sharding import is_sharded, local
+from hookline.updates.gradients import dense
 
 __all__ = ["EMAFilter", "Noise"]
 
@@ -51,7 +52,7 @@ class Noise(BuiltIn, UpdateHook):
         steps = self._steps.get(optimizer_idx, 0)
         self._steps[optimizer_idx] = steps + 1
         scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
-        parts = [local(gradient) for gradient in gradients.values()]
+        parts = [local(gradient) for gradient in dense(gradients, self)]
         sharded = any(is_sharded(gradient) for gradient in gradients.values())
         noise = [
             torch.randn(
@@ -62,7 +63,8 @@ class Noise(BuiltIn, UpdateHook):
             )
             for part in parts
         ]
-        torch._foreach_add_(parts, noise, alpha=scale)
+        if parts:
+            torch._foreach_add_(parts, noise, alpha=scale)
 
     def _generator(self, device: torch.device, sharded: bool) -> torch.Generator:
         """Its own generator there; where each rank has a part, each has numbers of its own."""
@@ -78,7 +80,8 @@ class Noise(BuiltIn, UpdateHook):
     def state_dict(self) -> dict[str, Any]:
         """Return how far it is, and the state of its random numbers."""
         states = {name: one.get_state() for name, one in self._generators.items()}
-        return {"steps": {str(k): n for k, n in self._steps.items()}, "random": states}
+        random = {**self._saved, **states}  # also of a device that had no turn since it was loaded
+        return {"steps": {str(k): n for k, n in self._steps.items()}, "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
@@ -90,14 +93,18 @@ class Noise(BuiltIn, UpdateHook):
 class EMAFilter(BuiltIn, UpdateHook):
     """Amplifies slow gradients: adds a running average of the gradients to them.
 
-    (Lee et al., 2024, "Grokfast".)
+    (Lee et al., 2024, "Grokfast".) What is not finite, as when a loss scale was too large, does not
+    get into the average: it would stay there for good.
 
     Args:
         alpha: how much of the average stays in each step.
         strength: how much of the average is added.
     """
 
-    cost = "Two foreach operations, and memory for a copy of the gradients."
+    cost = (
+        "Two foreach operations and a check of each gradient, and memory for two copies of them, "
+        "one of these for the moment."
+    )
 
     def __init__(
         self,
@@ -113,12 +120,14 @@ class EMAFilter(BuiltIn, UpdateHook):
         for name, gradient in gradients.items():
             average = self._averages.get(name)
             if average is None:
-                self._averages[name] = gradient.detach().clone()
+                self._averages[name] = gradient.detach().nan_to_num(0.0, 0.0, 0.0)
             elif average.device != gradient.device:
                 self._averages[name] = average.to(gradient.device)  # from a checkpoint
+        tensors = dense(gradients, self)
+        if not tensors:
+            return
         averages = [self._averages[name] for name in gradients]
-        tensors = list(gradients.values())
-        torch._foreach_lerp_(averages, tensors, 1.0 - self.alpha)
+        torch._foreach_lerp_(averages, _finite(tensors, averages), 1.0 - self.alpha)
         torch._foreach_add_(tensors, averages, alpha=self.strength)
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,4 +136,10 @@ class EMAFilter(BuiltIn, UpdateHook):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back."""
-        self._averages = dict(state["averages"])
+        self._averages = {name: one.clone() for name, one in state["averages"].items()}
+
+
+def _finite(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with the others' numbers where theirs are not finite. Nothing is waited for."""
+    pairs = zip(tensors, others, strict=True)
+    return [torch.where(tensor.isfinite(), tensor, other) for tensor, other in pairs]

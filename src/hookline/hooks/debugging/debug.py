@@ -150,7 +150,7 @@ class DebugHook(BuiltIn):
         if self._action == "break" and _in_terminal():
             _debugger(trainer, trainer.model, self._batch, problem)
         elif self._action != "warn":
-            if skip and hasattr(trainer, "skip_optimizer_step"):  # a bare loop steps by itself
+            if skip and hasattr(trainer, "skip_optimizer_step"):  # a host may not be able to
                 trainer.skip_optimizer_step(None, "NaN or Inf was found")
             trainer.stop(f"DebugHook: {problem}")
 

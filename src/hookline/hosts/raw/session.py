@@ -280,13 +280,27 @@ class Session(HookHolder[HookManager]):
         scaled = self.scaler.scale(divided) if self.scaler is not None else divided
         self._steps.run_backward(loss, lambda: scaled.backward(**options))
 
-    def updates(self) -> None:
+    def updates(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Say that this step's gradients are complete. Call it before clipping them.
 
-        Without it, hooks on `on_gradients_ready` are called just before `optimizer.step()`.
+        Without it, hooks on `on_gradients_ready`, and updates, are called just before
+        `optimizer.step()`.
+
+        Args:
+            optimizer: whose gradients are complete, where several have backwards of their own; by
+                default those of all.
         """
         self.begin()
-        self._steps.all_gradients_ready()
+        self._steps.gradients_ready(optimizer)
+
+    def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
+        """Let an optimizer's step change nothing this time; None: those of all.
+
+        Its gradients are taken away just before it. A learning rate scheduler is the loop's own.
+        """
+        if idx is not None and not 0 <= idx < len(self.optimizers):
+            raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
+        self._steps.leave_out(-1 if idx is None else idx, reason)
 
     def clip(self, max_norm: float, **options: Any) -> torch.Tensor:
         """Clip gradients by norm, unscaled, and tell hooks; returns the norm before clipping.

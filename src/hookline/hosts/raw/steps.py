@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["StepWatch"]
 
 log = logging.getLogger("hookline")
+
+_OVERFLOW = "the scaler found non-finite gradients"
+
+Versions = tuple[tuple[int, int], ...]
+"""Of each gradient which tensor it is, and how often that was changed in place."""
+
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
@@ -55,7 +61,10 @@ class StepWatch:
         self._losses = Losses(moment, scaler)
         self._turns: dict[int, bool] = {}
         self._ready: set[int] = set()
-        self._versions: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._versions: dict[int, Versions] = {}
+        self._stale: dict[int, Versions] = {}  # of what was ready when another backward began
+        self._tells_ready = False
+        self._left_out: dict[int, str] = {}  # steps, by optimizer, with the reason; -1 for all
         self._found_inf: torch.Tensor | None = None
         self._in_scaler_step = False
         self._unchecked = True
@@ -108,6 +117,7 @@ class StepWatch:
             self._losses.wanted
             or live.on_after_backward is not None
             or live.on_gradients_ready is not None
+            or (live.update is not None and self._tells_ready)
         )
         watching = (live.on_before_forward, live.on_after_forward, live.forward)
         calls = any(one is not None for one in watching)
@@ -144,8 +154,15 @@ class StepWatch:
     def _backward_begins(self) -> None:
         if self._losses.wanted:
             self._losses.backward_begins(self._first_parameter())
+        if (
+            self._ready
+        ):  # the loop has left out a step, or its optimizers have backwards of their own
+            self._stale = {i: self._version_of(i) for i in self._ready}
 
     def _backward_ends(self) -> None:
+        if self._stale:
+            self._ready -= {i for i, one in self._stale.items() if self._version_of(i) != one}
+            self._stale = {}
         if self.live.on_gradients_ready is not None:
             self._note_versions()
         if self.live.on_after_backward is not None:
@@ -185,11 +202,21 @@ class StepWatch:
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def all_gradients_ready(self) -> None:
+    def leave_out(self, i: int, reason: str) -> None:
+        """Let an optimizer's next step change nothing; -1 stands for all."""
+        self._left_out[i] = reason
+
+    def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """The loop says so itself."""
+        if not self._tells_ready:
+            self._tells_ready = True
+            watched = self._model.on
+            self.hooks_changed()
+            if not watched:
+                self._model.calls_seen += 1  # it was called, before it was watched
         for i, optimizer in enumerate(self.optimizers):
-            if i in self._ready:
-                continue  # the loop has said so before
+            if i in self._ready or which not in (None, optimizer):
+                continue  # the loop has said so before, or does not mean it
             if self.scaler is not None and self.scaler.is_enabled():
                 self.scaler.unscale_(optimizer)  # tells us through `unscaled`
             else:
@@ -211,7 +238,7 @@ class StepWatch:
     def _note_versions(self) -> None:
         self._versions = {i: self._version_of(i) for i in range(len(self.optimizers))}
 
-    def _version_of(self, i: int) -> tuple[tuple[int, int], ...]:
+    def _version_of(self, i: int) -> Versions:
         """Changes whenever somebody changes a gradient in place or puts another there."""
         return tuple(
             (id(parameter.grad), parameter.grad._version)
@@ -231,6 +258,7 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if i in self._versions:
             self._versions[i] = self._version_of(i)
+        self._ready.discard(i)  # left from a step that was left out: a scaler unscales once
         self._gradients_ready(i)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -242,7 +270,7 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if self._in_scaler_step:
             self._in_scaler_step = False
-            self._skipped(i)
+            self._skipped(i, _OVERFLOW)
 
     # -- the optimizer's turn ---------------------------------------------------------------------
 
@@ -253,6 +281,8 @@ class StepWatch:
                 self._gradients_ready(0)
             if live.on_before_optimizer_step is not None:
                 live.on_before_optimizer_step(moment)
+            if self._left_out:
+                self._let_go(0)
             return None
         return self._before_any_step(optimizer, args, kwargs)
 
@@ -266,11 +296,23 @@ class StepWatch:
             return self._with_closure(i, closure, args, kwargs)
         self._refuse_going_around_the_scaler()
         self._found_inf = getattr(optimizer, "found_inf", None)
+        self._turn_begins(i)
+        return None
+
+    def _turn_begins(self, i: int) -> None:
         self._gradients_ready(i)
         if self.live.on_before_optimizer_step is not None:
             self.moment.optimizer_idx = i
             self.live.on_before_optimizer_step(self.moment)
-        return None
+        if self._left_out:
+            self._let_go(i)
+
+    def _let_go(self, i: int) -> None:
+        """Take the gradients away from a step that is to be left out: it changes nothing then."""
+        if i in self._left_out or -1 in self._left_out:
+            for group in self.optimizers[i].param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
         """Wrap the closure: gradients are there after it has run, not before the step."""
@@ -282,10 +324,7 @@ class StepWatch:
             if not evaluated:
                 evaluated = True
                 self._losses.keep_first()
-                self._gradients_ready(i)
-                if self.live.on_before_optimizer_step is not None:
-                    self.moment.optimizer_idx = i
-                    self.live.on_before_optimizer_step(self.moment)
+                self._turn_begins(i)
             return result
 
         if "closure" in kwargs:
@@ -293,7 +332,7 @@ class StepWatch:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._ordinary:
+        if self._ordinary and not self._left_out:
             if self.live.on_after_optimizer_step is not None:
                 self.live.on_after_optimizer_step(self.moment)
             self._end_step(skipped=False)
@@ -306,17 +345,21 @@ class StepWatch:
         if self._found_inf is not None and self._found_inf.item():
             # A fused optimizer skips inside its kernel. Reading this waits for the device, as a
             # scaler does for every other optimizer.
-            self._skipped(i)
+            self._skipped(i, _OVERFLOW)
+            return
+        reason = self._left_out.get(i) or self._left_out.get(-1)
+        if reason is not None:
+            self._skipped(i, reason)
             return
         if self.live.on_after_optimizer_step is not None:
             self.moment.optimizer_idx = i
             self.live.on_after_optimizer_step(self.moment)
         self._turn(i, stepped=True)
 
-    def _skipped(self, i: int) -> None:
+    def _skipped(self, i: int, reason: str) -> None:
         if self.live.on_step_skipped is not None:
             self.moment.optimizer_idx = i
-            self.moment.reason = "the scaler found non-finite gradients"
+            self.moment.reason = reason
             self.live.on_step_skipped(self.moment)
         self._turn(i, stepped=False)
 
@@ -346,6 +389,8 @@ class StepWatch:
         if self._ready:
             self._ready.clear()
             self._versions.clear()
+        if self._left_out:
+            self._left_out.clear()
         if self.session.has_probes:
             self.session.end_step()
         moment.skipped = False
@@ -388,10 +433,25 @@ class StepWatch:
             ]
         if self._model.on and not self._model.backwards_seen and self._needs_backward():
             return [f"Backward did not pass through what the model returned. {CALLS['backward']}"]
+        if self.live.update is not None and (shared := self._shared_parameter()):
+            return [
+                f"Two of the optimizers share the parameter '{shared}', so updates would transform "
+                "its gradient twice. Give each parameter to one of them."
+            ]
         self._losses.tell_step()
         if self._asks_for_loss and self.moment.known_loss is None:
             return [str(self._unknown_loss())]
         return []
+
+    def _shared_parameter(self) -> str | None:
+        seen: set[int] = set()
+        for i in range(len(self.optimizers)):
+            named = self.moment.named[i]
+            for name, parameter in named.items():
+                if id(parameter) in seen:
+                    return name
+            seen.update(map(id, named.values()))
+        return None
 
     def _needs_backward(self) -> bool:
         live = self.live
@@ -439,6 +499,7 @@ class StepWatch:
             for label in self.session.hooks.listeners(event)
         ]
         asked += self.session.hooks.wanted("on_step_end").get("grad_norm", [])
+        asked += self.session.hooks.listeners("update")
         if isinstance(optimizer, torch.optim.LBFGS) and asked:
             raise LoopError(
                 f"{', '.join(asked)} asks for the gradients that the optimizer uses, but LBFGS "
