@@ -580,3 +580,21 @@ def test_what_an_update_may_not_return_ends_training_with_the_reason(returned, m
     with pytest.raises(hookline.HookFailedError) as error:
         registry.call_update_hooks({"a": torch.ones(1)})
     assert message in str(error.value.__cause__)
+
+
+def test_a_trainer_takes_a_configuration_of_its_hooks():
+    config = {
+        "forward": [{"name": "activation_stats", "log_interval": 1}],
+        "update": [{"name": "scale", "factor": 0.0}, {"name": "noise", "enabled": False}],
+    }
+    model, optimizer = make()
+    before = [parameter.clone() for parameter in model.parameters()]
+    trainer = Trainer(
+        TrainerConfig(runs=None, progress="off"), model, optimizer, hooks={"hooks": config}
+    )
+    assert trainer.hooks.list_hooks() == ["activation_stats", "scale", "noise", "identity"]
+    trainer.fit(batches(2))
+    pairs = zip(model.parameters(), before, strict=True)
+    assert all(torch.equal(now, then) for now, then in pairs)
+    with pytest.raises(ConfigError, match="scael"):
+        Trainer(None, model, optimizer, hooks={"update": ["scael"]})

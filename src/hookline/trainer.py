@@ -79,7 +79,7 @@ class Trainer(HookHolder[HookRegistry]):
         loss_fn: `loss_fn(outputs, targets)`; see `LossOf` for what happens without.
         step_fn: `step_fn(model, batch)`, returns the loss or a mapping with `loss`.
         tokens_fn: how many tokens a batch has; by default the size of its `input_ids`.
-        hooks: hooks to register, in this order.
+        hooks: hooks to register, in this order; or a configuration of them, as `HookRegistry` takes.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Trainer(HookHolder[HookRegistry]):
         loss_fn: Callable[..., Any] | None = None,
         step_fn: Callable[..., Any] | None = None,
         tokens_fn: Callable[[Any], int] | None = None,
-        hooks: Iterable[Hook] = (),
+        hooks: Iterable[Hook] | Mapping[str, Any] = (),
     ) -> None:
         if isinstance(config, HooksConfig):
             config = TrainerConfig(hooks=config)
@@ -118,7 +118,9 @@ class Trainer(HookHolder[HookRegistry]):
         self._watch = ModelWatch(
             self.model, self._before_forward, self._after_forward, _nothing, _nothing
         )
-        self.hooks = HookRegistry(self.config.hooks, hooks=hooks, source=self._moment)
+        configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
+        self.hooks = HookRegistry(self.config.hooks, hooks=given, source=self._moment)
+        self.hooks.add_configured(configured)
         if "identity" not in self.hooks:
             self.hooks.add_hook(Identity())
         self._live = self.hooks.live
