@@ -79,7 +79,7 @@ class Trainer(HookHolder[HookRegistry]):
         loss_fn: `loss_fn(outputs, targets)`; see `LossOf` for what happens without.
         step_fn: `step_fn(model, batch)`, returns the loss or a mapping with `loss`.
         tokens_fn: how many tokens a batch has; by default the size of its `input_ids`.
-        hooks: hooks to register, in this order; or a configuration of them, as `HookRegistry` takes.
+        hooks: hooks to register, in this order; or a configuration, as for `HookRegistry`.
     """
 
     def __init__(
