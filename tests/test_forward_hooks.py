@@ -196,7 +196,10 @@ def test_activation_stats_takes_mappings_and_bf16(tmp_path):
     class Mapped(Net):
         def forward(self, x):
             out = super().forward(x)
-            return {"logits": out.bfloat16(), "count": torch.tensor(3), "loss": out.mean()}
+            waves = {"waves": (torch.complex(torch.ones(2), torch.full((2,), 3.0)),)}
+            return {"logits": out.bfloat16(), "count": torch.tensor(3), "loss": out.mean()} | {
+                "more": waves
+            }
 
     trainer = fit(
         ActivationStats(log_interval=4),
@@ -204,8 +207,10 @@ def test_activation_stats_takes_mappings_and_bf16(tmp_path):
         runs=tmp_path,
         step_fn=lambda model, batch: model(batch[0])["loss"],
     )
-    names = {one["name"] for one in records(trainer)}
-    assert names == {f"activations/{k}/{s}" for k in ("logits", "loss") for s in ("mean", "std")}
+    values = {one["name"]: one["value"] for one in records(trainer)}
+    kept = ("logits", "loss", "more/waves/0")
+    assert set(values) == {f"activations/{k}/{s}" for k in kept for s in ("mean", "std")}
+    assert values["activations/more/waves/0/mean"] == 2.0
 
 
 def test_the_loop_still_calls_other_hooks_in_order():

@@ -22,7 +22,8 @@ class ActivationStats(BuiltIn, ForwardHook):
     """Records mean and standard deviation of what the model returns.
 
     Of a tensor as `activations/mean` and `activations/std`; of a mapping with tensors as
-    `activations/<key>/mean` and so on; of other outputs, over all tensors in them by number.
+    `activations/<key>/mean` and so on, also within mappings; of other outputs, over all tensors in
+    them by number. The real and the imaginary parts of complex numbers count alike.
 
     Args:
         log_interval: report in each N-th batch, beginning with the first.
@@ -43,7 +44,8 @@ class ActivationStats(BuiltIn, ForwardHook):
             return
         for name, tensor in _named(activations):
             if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-                std, mean = torch.std_mean(tensor.float(), correction=0)
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                std, mean = torch.std_mean(real.float(), correction=0)
                 if trainer is not None:
                     trainer.log(f"{name}/mean", mean)
                     trainer.log(f"{name}/std", std)
@@ -68,13 +70,12 @@ class _Later:
         return f"mean {self._mean.item():.4g}, std {self._std.item():.4g}"
 
 
-def _named(activations: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(activations, torch.Tensor):
-        yield "activations", activations
-    elif isinstance(activations, Mapping):
-        for key, value in activations.items():
-            if isinstance(value, torch.Tensor):
-                yield f"activations/{key}", value
+def _named(value: Any, name: str = "activations") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(part, f"{name}/{key}")
     else:
-        for i, tensor in enumerate(tensors_in(activations)):
-            yield f"activations/{i}", tensor
+        for i, tensor in enumerate(tensors_in(value)):
+            yield f"{name}/{i}", tensor
