@@ -687,3 +687,13 @@ def test_nothing_pickles_and_plain_readers_read_the_files(tmp_path: Path) -> Non
     tree = json.loads((path / "state.json").read_text())["state"]
     assert tree == {"x": [{"$": "tensor", "v": "t0"}], "n": 5}
     assert same(load_file(path / "state.safetensors")["t0"], torch.arange(3))
+
+
+def test_others_may_read_a_checkpoint_as_far_as_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        saved = save(tmp_path / "one", {"a": torch.ones(2)}, {"w": torch.ones(2)})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in saved.iterdir()}
+    assert set(modes.values()) == {0o640}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import batches, make
+from loops import batches, make, same, weights
 from torch.nn import functional as F
 
 import hookline
@@ -101,6 +101,49 @@ def test_the_last_stays_too_when_asked_for(tmp_path):
     assert steps(trainer) == [3, 12]
     assert find_checkpoint(trainer.run.path) == hook.last_model_path
     assert load_checkpoint(hook.last_model_path).info["step"] == 12
+
+
+def test_the_last_is_the_state_at_the_end_of_training(tmp_path):
+    options = {"monitor": "val/score", "save_last": True, "every_n_steps": 100}
+    trainer = fit(tmp_path, Scores(1.0, 2.0), ModelCheckpoint(**options), n=4, max_epochs=2)
+    assert steps(trainer) == [8]
+    saved = load_checkpoint(find_checkpoint(trainer.run.path))
+    assert all(torch.equal(saved.model[n], p) for n, p in trainer.model.state_dict().items())
+
+    # What goes on from there is the training that was longer from the start.
+    longer = fit(tmp_path, Scores(1.0, 2.0, 3.0), ModelCheckpoint(**options), n=4, max_epochs=3)
+    again = fit(
+        tmp_path,
+        Scores(3.0),
+        ModelCheckpoint(**options),
+        n=4,
+        max_epochs=3,
+        resume_from=trainer.run.path,
+    )
+    assert same(weights(again.model), weights(longer.model))
+    assert steps(again)[-1] == 12
+
+
+@pytest.mark.parametrize("without", [{"save_last": False}, {"save_last": True}])
+def test_a_training_that_is_stopped_saves_its_end_and_one_that_fails_does_not(tmp_path, without):
+    class Ends(hookline.Hook):
+        critical = True
+
+        def __init__(self, how):
+            self.how = how
+
+        def on_step_end(self, trainer, step):
+            if step == 2 and self.how == "stop":
+                trainer.stop("enough")
+            elif step == 2:
+                raise RuntimeError("broken")
+
+    stopped = fit(tmp_path, Ends("stop"), ModelCheckpoint(monitor="val/score", **without))
+    assert steps(stopped) == ([2] if without["save_last"] else [])
+    failed = trainer_of(tmp_path, Ends("fail"), ModelCheckpoint(**without))
+    with pytest.raises(hookline.HookFailedError):
+        failed.fit(batches(3))
+    assert steps(failed) == []
 
 
 def test_only_the_last_stays_with_none_of_the_best(tmp_path):
@@ -213,7 +256,7 @@ def test_every_n_steps_takes_the_metric_of_a_validation_at_the_same_step(tmp_pat
         validate_every_steps=2,
         validate_every_epochs=None,
     )
-    assert names(trainer) == ["step=4", "step=6"]
+    assert names(trainer) == ["step=4", "step=7"]  # the last is that of the end
     assert hook.best_model_score == 1.0
     assert find_checkpoint(trainer.run.checkpoints / "best").name == "step=4"
 

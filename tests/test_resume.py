@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
+from hookline.runs import read_records
 
 
 def settings(tmp_path: Path, **fields):
@@ -191,3 +192,23 @@ def test_resuming_with_other_parts_or_data_is_a_clear_error(tmp_path):
         Trainer(settings(tmp_path), *parts()).fit(batches(1), resume_from=where)
     with pytest.raises(hookline.HooklineError, match="nowhere"):
         Trainer(settings(tmp_path), *parts()).fit(batches(4), resume_from=tmp_path / "nowhere")
+
+
+def test_what_was_recorded_before_a_checkpoint_is_there_when_it_is(tmp_path):
+    class Looks(hookline.Hook):
+        recorded = 0
+
+        def on_step_end(self, trainer, step):
+            if step == 3:
+                trainer.save_checkpoint()
+
+        def on_checkpoint_save(self, trainer):
+            # What a process that is killed now leaves behind.
+            found = read_records(trainer.run.path / "metrics.jsonl")
+            self.recorded = [one["step"] for one in found if one["name"] == "train/loss"]
+
+    looks = Looks()
+    model, optimizer = make()
+    config = TrainerConfig(runs=tmp_path, progress="off")
+    Trainer(config, model, optimizer, hooks=[looks]).fit(batches(5))
+    assert looks.recorded == [1, 2, 3]

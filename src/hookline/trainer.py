@@ -481,6 +481,7 @@ class Trainer(HookHolder[HookRegistry]):
         return self._save(path)
 
     def _save(self, path: Path | str | None) -> Path:
+        self._record.flush()  # or a run that is resumed from here might lack values before it
         saved = save_snapshot(self, self._record.checkpoint_folder(path, self._moment.step))
         self._record.event("checkpoint", path=str(saved), step=self._moment.step)
         self._moment.checkpoint_path = saved

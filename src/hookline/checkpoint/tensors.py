@@ -46,7 +46,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         metadata["hookline.same"] = json.dumps(same)
     if viewed:
         metadata["hookline.viewed"] = json.dumps(viewed)
-    save_file(unshared(written), path, metadata=metadata)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(unshared(written), path, metadata=metadata)  # makes it readable to its owner only
+    path.chmod(mode)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:

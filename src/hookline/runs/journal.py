@@ -68,11 +68,16 @@ class LineFile:
         else:
             self._torn = False
 
-    def close(self) -> None:
-        """Make what was written durable, and close the file."""
+    def sync(self) -> None:
+        """Make what was written durable."""
         if self._handle is not None:
             with suppress(OSError):
                 os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Make what was written durable, and close the file."""
+        self.sync()
+        if self._handle is not None:
             with suppress(OSError):
                 os.close(self._handle)
             self._handle = None

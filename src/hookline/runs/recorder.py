@@ -101,6 +101,11 @@ class Recorder:
             {"train/loss_epoch" if n == "train/loss" else n: value for n, value in means.items()},
         )
 
+    def flush(self) -> None:
+        """Make durable what was recorded so far."""
+        if self.run is not None:
+            self.run.flush(durable=True)
+
     def event(self, kind: str, **fields: Any) -> None:
         """Record that something happened."""
         if self.run is not None:

@@ -219,10 +219,16 @@ class Run:
             return 0
         return self.journal.file.lost + self._events.lost
 
-    def flush(self) -> None:
-        """Write what is waiting; numbers on a device are read now."""
+    def flush(self, *, durable: bool = False) -> None:
+        """Write what is waiting; numbers on a device are read now.
+
+        Args:
+            durable: also wait until the disk has it.
+        """
         if self.journal is not None:
             self.journal.flush()
+            if durable:
+                self.journal.file.sync()
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
         """End the run: everything is written, and the manifest says when and how it ended.

@@ -32,3 +32,7 @@ class CheckpointHook(SavingHook):
         """Save, when this epoch's turn has come."""
         if (epoch + 1) % self._every == 0:
             trainer.save_checkpoint(self._retention.ask(f"epoch_{epoch:04d}", step, None))
+
+    def on_train_end(self) -> None:
+        """Nothing is saved any more."""
+        self._release()

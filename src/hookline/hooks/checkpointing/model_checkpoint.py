@@ -36,7 +36,8 @@ class ModelCheckpoint(SavingHook):
         save_top_k: how many are kept, the best of them; 0 for none, -1 for all.
         monitor: the metric to rank by, such as `val/loss`; None: the newest is the best.
         mode: whether lower or higher is better.
-        save_last: save every time, and keep the newest too, whatever its rank.
+        save_last: save every time and at the end of training, and keep the newest too, whatever its
+            rank.
         save_on_train_epoch_end: save at the end of epochs; else after validation.
         every_n_steps: save every N steps instead, ranked by the latest value of the metric.
         every_n_epochs: save in every N-th epoch only.
@@ -74,6 +75,7 @@ class ModelCheckpoint(SavingHook):
         self._every_steps, self._every_epochs = every_n_steps, every_n_epochs or 1
         self._filename = Filename(filename, insert_names=auto_insert_metric_name)
         self._folder = None if folder is None else Path(folder)
+        self._save_last = save_last
         self._retention = Retention(
             keep=save_top_k,
             order="newest" if monitor is None else mode,
@@ -121,8 +123,8 @@ class ModelCheckpoint(SavingHook):
         """Save after validation."""
         if not self._trains:
             return
+        self._keep(metrics)
         if self._every_steps is not None:
-            self._keep(metrics)
             if step == self._saved_at:  # the same weights, measured only now
                 self._retention.rescore(step, self._score(self._latest))
         elif not self._at_epoch_end and step != self._saved_at:
@@ -131,15 +133,18 @@ class ModelCheckpoint(SavingHook):
     def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Any) -> None:
         """Save at the end of an epoch."""
         self._epochs_seen += 1
-        if self._every_steps is not None:
-            self._keep(metrics)
-        elif self._at_epoch_end or not _validates(trainer):
+        self._keep(metrics)
+        if self._every_steps is None and (self._at_epoch_end or not _validates(trainer)):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
-    def on_train_end(self) -> None:
-        """Nothing is saved any more."""
-        super().on_train_end()
+    def on_train_end(self, trainer: Any, epoch: int, step: int, status: str) -> None:
+        """Save the last state, unless training was cut off in the middle of a step."""
+        if self._save_last and status in ("completed", "stopped") and step > max(0, self._saved_at):
+            self._saved_at = step
+            self._trains = False
+            self._save(trainer, epoch, step, self._latest)
         self._trains = False
+        self._release()
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -160,8 +165,9 @@ class ModelCheckpoint(SavingHook):
         return None if self._monitor is None else self._value(metrics, self._monitor)
 
     def _value(self, metrics: Mapping[str, Any], name: str) -> float:
-        """A metric's value; NaN while it may still come, before the first epoch has ended."""
-        if self._every_steps is not None and name not in metrics and not self._epochs_seen:
+        """A metric's value; NaN while it may still come, or when training has ended before it."""
+        early = self._every_steps is not None and not self._epochs_seen
+        if name not in metrics and (early or not self._trains):
             return math.nan
         return monitored(metrics, name, type(self).__name__)
 

@@ -41,7 +41,7 @@ class SavingHook(BuiltIn):
         """A checkpoint is durable: rank it and remove what is not kept, if it is one of ours."""
         self._retention.saved(Path(checkpoint_path))
 
-    def on_train_end(self) -> None:
+    def _release(self) -> None:
         """Nothing is saved any more."""
         self._retention.release()
         self._resumed = False
