@@ -302,6 +302,74 @@ def test_gradients_are_looked_at_only_when_asked_for() -> None:
     assert probe.findings == []
 
 
+class Position(nn.Module):
+    """Returns a parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.position = nn.Linear(4, 4), Position()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.position(x)
+
+
+def test_a_parameter_that_is_returned_gets_no_hook_that_stays() -> None:
+    model = Positioned()
+    debug, flow = Debug(conditions=lambda g: True, gradients=True), GradientFlow()
+    norms: list[float] = []
+    for probe in (debug, flow):
+        probe.attach(model)
+        for _ in range(3):
+            backward(model)
+            norms += [row.norm or 0 for row in flow.table().rows if row.layer == "linear"]
+        assert not model.position.weight._backward_hooks
+        probe.detach()
+    assert norms[0] == pytest.approx(norms[-1])
+    of_gradients = [finding for finding in debug.findings if finding.of == "gradient"]
+    assert [(one.module, one.others) for one in of_gradients] == [("", ["linear"])] * 3
+
+
+def test_the_gradient_of_a_view_that_is_changed_in_place_is_seen() -> None:
+    def seen(inplace: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 4))
+        debug = Debug("0", {"magnitude": 1e-9}, "record", gradients=True, keep=1)
+        flow = GradientFlow("0")
+        for probe in (debug, flow):
+            probe.attach(model)
+        model(x_of().reshape(1, 3, 4)).square().sum().backward()
+        for probe in (debug, flow):
+            probe.detach()
+        (finding,) = [one for one in debug.findings if one.of == "gradient"]
+        return finding.states[0].gradient, flow.table().rows
+
+    (changed, rows), (expected, others) = seen(True), seen(False)
+    assert torch.equal(changed, expected)
+    assert rows == others
+    assert len(rows) == 1
+
+
+def test_a_condition_that_fails_for_a_gradient_is_isolated_and_counted(tmp_path: Any) -> None:
+    def fails(tensor: torch.Tensor) -> bool:
+        if torch._C._current_graph_task_id() != -1:
+            raise ZeroDivisionError
+        return False
+
+    probe = Debug("first", fails, gradients=True)
+    _, trainer = fit(probe, tmp_path, bad_step=None)
+    assert (trainer.status, trainer.step) == ("completed", 6)
+    assert trainer.hooks.summary().failures["debug_probe"] >= 3
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_a_call_under_checkpointing_is_found_once(how: str) -> None:
     model = Model(how)

@@ -19,6 +19,7 @@ from hookline.hook import Rank
 from hookline.nested import map_tensors, tensors_in
 from hookline.probes.attaching import Call
 from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions
+from hookline.probes.gradients import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.segments import note, noted
 from hookline.probes.state import CapturedState
@@ -91,8 +92,8 @@ class DebugProbe(BuiltIn, Probe):
         action: `warn`; `record` it in `findings` only; `stop` training, or outside of training
             raise `ProbeError`; `break` into the debugger that `breakpoint()` starts, where there is
             a terminal, and stop where there is none.
-        gradients: Look at the gradients of the outputs, too; not in compiled models. With a
-            `GradScaler` they are the scaled ones.
+        gradients: Look at the gradients of the outputs, too; not in compiled models, and not where
+            a module returns a parameter as it is. With a `GradScaler` they are the scaled ones.
         keep: How many states up to a finding it has, copied. All that flows through the modules in
             a step is held until its end.
         once: Tell of each module and condition only once.
@@ -181,13 +182,15 @@ class DebugProbe(BuiltIn, Probe):
             call.index = noted(who) or 0
             self._check_after_backward()  # not after that of the segment, which is another one
         for tensor in tensors_in(call.output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._saw_gradient, _finding(call, "gradient")))
+            on_gradient(tensor, partial(self._gradient_came, _finding(call, "gradient")))
 
-    def _saw_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
+    def _gradient_came(self, finding: Finding, gradient: torch.Tensor) -> None:
         attachment = self.attachment
-        if attachment is None or not attachment.enabled:
-            return
+        if attachment is not None and attachment.enabled:
+            attachment.guard(self._saw_gradient, (finding, gradient))
+
+    def _saw_gradient(self, what: tuple[Finding, torch.Tensor]) -> None:
+        finding, gradient = what
         state = None
         if self._keep:
             place = (finding.module, self.probe_name, finding.step, finding.epoch, finding.call)
