@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +119,20 @@ def test_each_condition_finds_what_it_is_for_and_nothing_else(
     (finding,) = found(model, Debug("layers.*", conditions, action="record"))
     assert (finding.module, finding.condition) == ("layers.1", name)
     assert found(Model(), Debug("layers.*", conditions)) == []
+
+
+@pytest.mark.parametrize("large", [1e30, -1e30])
+def test_a_large_value_is_found_beside_one_that_is_no_number(large: float) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([large, math.nan])
+
+    for conditions in ({"magnitude": 10}, ["nonfinite", {"magnitude": 10}]):
+        findings = found(Model(), Debug("", conditions, action="record"))
+        assert findings[-1].condition == "magnitude above 10"
+        assert len(findings) == (1 if isinstance(conditions, dict) else 2)
+    large = 5.0
+    assert found(Model(), Debug("", {"magnitude": 10})) == []
 
 
 def test_a_zero_among_other_values_is_not_dead() -> None:
@@ -473,6 +489,67 @@ def test_an_in_place_operation_after_a_module_does_not_change_what_is_kept() -> 
 
     (finding,) = found(InPlace(), Debug("layer", keep=1))
     assert finding.states[0].output.isinf().all()
+
+
+def test_what_an_in_place_module_got_is_kept_as_it_was_before_it_ran() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, *, more: torch.Tensor) -> torch.Tensor:
+            return x + more.mul_(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.relu, self.adds = nn.Linear(4, 4), nn.ReLU(inplace=True), Adds()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adds(self.relu(self.linear(x)), more=torch.ones(4))
+
+    model = Model()
+    for name in ("relu", "adds"):
+        (finding,) = found(model, Debug(name, lambda t: True, "record", keep=1))
+        (state,) = finding.states
+        if name == "relu":
+            assert torch.equal(state.input[0], model.linear(x_of()))
+            assert torch.equal(state.output, state.input[0].relu())
+        else:
+            assert state.kwargs["more"].tolist() == [1, 1, 1, 1]
+
+
+def test_what_came_in_is_that_of_its_own_call() -> None:
+    class Again(nn.Module):
+        """Calls itself, and fails when it is told to."""
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            if depth < 0:
+                raise ZeroDivisionError
+            return self(x + 1, depth - 1) + 0 if depth else x * 0
+
+    model, probe = nn.Sequential(Again()), Debug("0", "dead", "record", keep=3, limit=None)
+    probe.attach(model)
+    with pytest.raises(ZeroDivisionError):
+        model[0](torch.ones(2), -1)
+    model(torch.zeros(2))
+    probe.detach()
+    assert [state.input[0][0].item() for state in probe.findings[0].states] == [2.0]
+    assert [state.input[0][0].item() for state in probe._recent] == [2.0, 1.0, 0.0]
+
+
+def test_a_copy_and_a_pickle_are_on_no_model_and_have_found_nothing() -> None:
+    probe = Debug("layers.*", ["nonfinite", "dead", {"magnitude": 50}], keep=2, once=True)
+    model = bad_model()
+    probe.attach(model)
+    model(x_of())
+    assert len(probe.findings) == 1
+    for other in (copy.deepcopy(probe), copy.copy(probe), pickle.loads(pickle.dumps(probe))):
+        assert (other.attachment, other.findings, other.count) == (None, [], 0)
+        again = bad_model()
+        (finding,) = found(again, other)
+        assert (finding.module, finding.condition) == ("layers.1", "nonfinite")
+        assert len(finding.states) == 2
+        again.layers[1].factor = 1e4
+        assert [one.condition for one in found(again, other)[1:]] == ["magnitude above 50"]
+    assert len(probe.findings) == 1
+    probe.detach()
 
 
 def test_states_around_a_gradient_have_the_gradient() -> None:
