@@ -377,6 +377,71 @@ def test_the_gradient_of_what_is_changed_in_place_after_the_module_is_that_of_th
     assert torch.allclose(capture["0"].gradient, expected)
 
 
+class Turned(nn.Module):
+    """Returns a view of what it computes: turned around, or a part of it."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, a):
+        y = torch.sin(a)
+        return y[:, 1:] if self.part else y.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "shape"),
+    [
+        (nn.Linear(4, 4), (1, 2, 4)),
+        (nn.Linear(4, 4), (3, 5, 4)),
+        (nn.Sequential(nn.Linear(4, 4), Turned(False)), (4, 4)),
+        (nn.Sequential(nn.Linear(4, 5), Turned(True)), (3, 4)),
+        (nn.Sequential(nn.Conv1d(2, 1, 1), nn.Flatten()), (3, 2, 4)),
+    ],
+)
+def test_the_gradient_of_a_view_that_is_changed_in_place_is_that_of_the_module(first, shape):
+    def gradients(inplace):
+        net = model(first, nn.ReLU(inplace=inplace), nn.Linear(4, 2))
+        capture = Capture("*", gradient=True)
+        capture.attach(net)
+        net(x(*shape)).square().sum().backward()
+        capture.detach()
+        return [capture[name].gradient for name in "012"]
+
+    torch.manual_seed(0)
+    [changed, *others], [expected, *rest] = gradients(True), gradients(False)
+    assert changed.shape == expected.shape
+    assert torch.equal(changed, expected)
+    assert all(torch.equal(one, other) for one, other in zip(others, rest, strict=True))
+
+
+def test_the_gradient_of_a_view_is_its_own_and_not_that_of_others_who_use_the_same():
+    class Residual(nn.Module):
+        def __init__(self, inplace):
+            super().__init__()
+            self.linear, self.flat, self.unused = nn.Linear(4, 4), nn.Flatten(0), nn.Flatten(0)
+            self.inplace = inplace
+
+        def forward(self, a):
+            y = self.linear(a)
+            self.unused(y)
+            z = 3 * self.flat(y)
+            y = y.add_(1) if self.inplace else y + 1
+            return z.sum() + y.sum()
+
+    for inplace in (False, True):
+        net = Residual(inplace)
+        capture = Capture(["flat", "linear", "unused"], gradient=True)
+        capture.attach(net)
+        net(x(2, 3, 4)).backward()
+        net(x(2, 3, 4)).backward()
+        capture.detach()
+        assert [state.gradient.unique().tolist() for state in capture["flat"]] == [[3.0], [3.0]]
+        if not inplace:
+            assert capture["linear"].gradient.unique().tolist() == [4.0]
+            assert capture["unused"].gradient is None
+
+
 class TwoHeads(nn.Module):
     def forward(self, a):
         return {"used": a * 2, "unused": a * 3, "number": 1, "leaf": torch.ones(2)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +119,20 @@ def test_each_condition_finds_what_it_is_for_and_nothing_else(
     (finding,) = found(model, Debug("layers.*", conditions, action="record"))
     assert (finding.module, finding.condition) == ("layers.1", name)
     assert found(Model(), Debug("layers.*", conditions)) == []
+
+
+@pytest.mark.parametrize("large", [1e30, -1e30])
+def test_a_large_value_is_found_beside_one_that_is_no_number(large: float) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([large, math.nan])
+
+    for conditions in ({"magnitude": 10}, ["nonfinite", {"magnitude": 10}]):
+        findings = found(Model(), Debug("", conditions, action="record"))
+        assert findings[-1].condition == "magnitude above 10"
+        assert len(findings) == (1 if isinstance(conditions, dict) else 2)
+    large = 5.0
+    assert found(Model(), Debug("", {"magnitude": 10})) == []
 
 
 def test_a_zero_among_other_values_is_not_dead() -> None:
@@ -302,6 +318,74 @@ def test_gradients_are_looked_at_only_when_asked_for() -> None:
     assert probe.findings == []
 
 
+class Position(nn.Module):
+    """Returns a parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight
+
+
+class Positioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.position = nn.Linear(4, 4), Position()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.position(x)
+
+
+def test_a_parameter_that_is_returned_gets_no_hook_that_stays() -> None:
+    model = Positioned()
+    debug, flow = Debug(conditions=lambda g: True, gradients=True), GradientFlow()
+    norms: list[float] = []
+    for probe in (debug, flow):
+        probe.attach(model)
+        for _ in range(3):
+            backward(model)
+            norms += [row.norm or 0 for row in flow.table().rows if row.layer == "linear"]
+        assert not model.position.weight._backward_hooks
+        probe.detach()
+    assert norms[0] == pytest.approx(norms[-1])
+    of_gradients = [finding for finding in debug.findings if finding.of == "gradient"]
+    assert [(one.module, one.others) for one in of_gradients] == [("", ["linear"])] * 3
+
+
+def test_the_gradient_of_a_view_that_is_changed_in_place_is_seen() -> None:
+    def seen(inplace: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace), nn.Linear(4, 4))
+        debug = Debug("0", {"magnitude": 1e-9}, "record", gradients=True, keep=1)
+        flow = GradientFlow("0")
+        for probe in (debug, flow):
+            probe.attach(model)
+        model(x_of().reshape(1, 3, 4)).square().sum().backward()
+        for probe in (debug, flow):
+            probe.detach()
+        (finding,) = [one for one in debug.findings if one.of == "gradient"]
+        return finding.states[0].gradient, flow.table().rows
+
+    (changed, rows), (expected, others) = seen(True), seen(False)
+    assert torch.equal(changed, expected)
+    assert rows == others
+    assert len(rows) == 1
+
+
+def test_a_condition_that_fails_for_a_gradient_is_isolated_and_counted(tmp_path: Any) -> None:
+    def fails(tensor: torch.Tensor) -> bool:
+        if torch._C._current_graph_task_id() != -1:
+            raise ZeroDivisionError
+        return False
+
+    probe = Debug("first", fails, gradients=True)
+    _, trainer = fit(probe, tmp_path, bad_step=None)
+    assert (trainer.status, trainer.step) == ("completed", 6)
+    assert trainer.hooks.summary().failures["debug_probe"] >= 3
+
+
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_a_call_under_checkpointing_is_found_once(how: str) -> None:
     model = Model(how)
@@ -405,6 +489,67 @@ def test_an_in_place_operation_after_a_module_does_not_change_what_is_kept() -> 
 
     (finding,) = found(InPlace(), Debug("layer", keep=1))
     assert finding.states[0].output.isinf().all()
+
+
+def test_what_an_in_place_module_got_is_kept_as_it_was_before_it_ran() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, *, more: torch.Tensor) -> torch.Tensor:
+            return x + more.mul_(2)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.relu, self.adds = nn.Linear(4, 4), nn.ReLU(inplace=True), Adds()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.adds(self.relu(self.linear(x)), more=torch.ones(4))
+
+    model = Model()
+    for name in ("relu", "adds"):
+        (finding,) = found(model, Debug(name, lambda t: True, "record", keep=1))
+        (state,) = finding.states
+        if name == "relu":
+            assert torch.equal(state.input[0], model.linear(x_of()))
+            assert torch.equal(state.output, state.input[0].relu())
+        else:
+            assert state.kwargs["more"].tolist() == [1, 1, 1, 1]
+
+
+def test_what_came_in_is_that_of_its_own_call() -> None:
+    class Again(nn.Module):
+        """Calls itself, and fails when it is told to."""
+
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            if depth < 0:
+                raise ZeroDivisionError
+            return self(x + 1, depth - 1) + 0 if depth else x * 0
+
+    model, probe = nn.Sequential(Again()), Debug("0", "dead", "record", keep=3, limit=None)
+    probe.attach(model)
+    with pytest.raises(ZeroDivisionError):
+        model[0](torch.ones(2), -1)
+    model(torch.zeros(2))
+    probe.detach()
+    assert [state.input[0][0].item() for state in probe.findings[0].states] == [2.0]
+    assert [state.input[0][0].item() for state in probe._recent] == [2.0, 1.0, 0.0]
+
+
+def test_a_copy_and_a_pickle_are_on_no_model_and_have_found_nothing() -> None:
+    probe = Debug("layers.*", ["nonfinite", "dead", {"magnitude": 50}], keep=2, once=True)
+    model = bad_model()
+    probe.attach(model)
+    model(x_of())
+    assert len(probe.findings) == 1
+    for other in (copy.deepcopy(probe), copy.copy(probe), pickle.loads(pickle.dumps(probe))):
+        assert (other.attachment, other.findings, other.count) == (None, [], 0)
+        again = bad_model()
+        (finding,) = found(again, other)
+        assert (finding.module, finding.condition) == ("layers.1", "nonfinite")
+        assert len(finding.states) == 2
+        again.layers[1].factor = 1e4
+        assert [one.condition for one in found(again, other)[1:]] == ["magnitude above 50"]
+    assert len(probe.findings) == 1
+    probe.detach()
 
 
 def test_states_around_a_gradient_have_the_gradient() -> None:

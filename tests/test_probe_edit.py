@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,12 +143,63 @@ def test_an_edit_gives_the_outputs_and_gradients_of_the_model_written_with_it(ca
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("case", ["scale", "replace by a function", "scale the last column"])
+@pytest.mark.parametrize("case", CASES)
 def test_an_edit_is_applied_again_in_the_recomputation_of_checkpointing(
     case: str, how: str
 ) -> None:
     edit, by_hand = CASES[case]
     assert agree(results(Model(how=how), edit()), results(Model(by_hand)))
+
+
+CUTS: dict[str, Callable[[], Edit]] = {
+    "replace by a tensor": CASES["replace by a tensor"][0],
+    "replace by a number": CASES["replace by a number"][0],
+    "replace by a function": lambda: allowed(Edit.replace, torch.zeros_like),
+    "replace by what is learned": lambda: allowed(Edit.replace, nn.Parameter(VECTOR.clone())),
+    "ablate": CASES["ablate"][0],
+    "patch": CASES["patch"][0],
+}
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("case", CUTS)
+def test_what_is_before_a_replaced_output_gets_gradients_of_zero(case: str, how: str) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.how == "plain":
+                return self.second(self.first(x))
+            return self.second(checkpoint(self.first, x, use_reentrant=self.how == "reentrant"))
+
+    model, x, edit = Checkpointed(how=how), x_of(), CUTS[case]()
+    edit.attach(model)
+    model(x).sum().backward()
+    edit.detach()
+    for one in (x, *model.first.parameters()):
+        assert one.grad is not None
+        assert not one.grad.any()
+    assert model.second.weight.grad is not None
+
+
+@pytest.mark.parametrize("case", [*CUTS, "ablate to the mean"])
+def test_a_replaced_output_is_the_value_itself_whatever_the_module_gave(case: str) -> None:
+    def burst(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.tensor([math.inf, -math.inf, math.nan, 1, 1, 1])
+
+    model, edit = nn.Sequential(), (CUTS.get(case) or CASES[case][0])()
+    model.add_module("first", nn.Linear(4, 6))
+    model.add_module("second", nn.ReLU(inplace=True))
+    value = edit._value.detach().clone() if isinstance(edit._value, torch.Tensor) else None
+    model.first.register_forward_hook(burst)
+    edit.attach(model)
+    out = model(x_of())
+    edit.detach()
+    if case == "ablate to the mean":
+        assert out[:, 3:].isfinite().all()  # it can be changed in place
+        return
+    assert out.isfinite().all()
+    if value is not None:  # and what was given is not changed by what comes after
+        assert torch.equal(edit._value, value)
+        assert torch.equal(out, value.relu().expand_as(out))
 
 
 def test_an_added_vector_can_be_learned() -> None:
@@ -366,6 +418,54 @@ def test_wrong_options_are_errors_when_the_edit_is_made(options: Any, message: s
         Edit("first", enable_intervention=True, **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("operation", ["patch", "replace", "scale", "add"])
+def test_what_was_made_in_inference_mode_can_be_used_in_training(
+    operation: Any, dtype: torch.dtype
+) -> None:
+    value: Any
+    with torch.inference_mode():
+        if operation == "patch":
+            source = Model().to(dtype)
+            with hookline.probe(source, "first") as seen:
+                source(x_of().to(dtype))
+            value = seen["first"][0]
+        else:
+            value = WHOLE.to(dtype) * 1
+        edit = Edit("first", operation, value, enable_intervention=True)
+    for _ in range(2):
+        assert torch.equal(results(Model(), edit)[1], results(Model(), edit)[1])
+    with torch.inference_mode():
+        edit.attach(model := Model())
+        assert model(x_of()).isfinite().all()
+        edit.detach()
+
+
+def test_a_function_that_works_in_place_changes_nothing_but_what_it_returns() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table
+
+    def double(t: torch.Tensor) -> torch.Tensor:
+        return t.mul_(2)
+
+    model = Table()
+    for at in (None, slice(1)):
+        edit = Edit.replace("", double, at=at, enable_intervention=True)
+        edit.attach(model)
+        out = model(torch.zeros(1))
+        edit.detach()
+        assert out[0].tolist() == [2, 2, 2]
+        assert model.table.eq(1).all()
+    model.table.grad = None
+    out.sum().backward()
+    assert model.table.grad.tolist() == [[2] * 3, [1] * 3]
+
+
 def test_a_captured_state_without_that_output_is_an_error_when_the_edit_is_made() -> None:
     with pytest.raises(ProbeError, match="without any tensor"):
         allowed(Edit.patch, CapturedState("first"))
@@ -427,6 +527,8 @@ def test_an_edit_in_a_trainer_acts_and_is_listed_in_the_manifest(tmp_path: Any) 
         ("aot_eager", "scale the last column"),
         ("aot_eager", "replace by a function"),
         ("aot_eager", "patch at rows, from all"),
+        ("inductor", "ablate"),
+        ("aot_eager", "replace by a vector that stretches"),
     ],
 )
 def test_an_edit_in_a_compiled_model_is_switched_without_compiling_again(
@@ -458,6 +560,20 @@ def test_an_edit_in_a_compiled_model_is_switched_without_compiling_again(
     assert edit.attachment.silent == []
     graphs = [str(graph.graph) for graph in counter.graphs]
     assert sum("linear" in graph for graph in graphs) == 1
+    edit.detach()
+
+
+@pytest.mark.slow
+def test_a_compiled_edit_that_works_in_place_changes_nothing_while_it_is_off() -> None:
+    inner, edit = Model(), allowed(Edit.replace, lambda t: t.mul_(0))
+    edit.attach(inner)
+    edit.active = False
+    torch.compiler.reset()
+    model = torch.compile(inner, fullgraph=True, backend="aot_eager")
+    assert agree(results(model), results(Model()))
+    edit.active = True
+    inner.zero_grad()
+    assert agree(results(model), results(Model(lambda y: 0 * y)))
     edit.detach()
 
 

@@ -295,6 +295,30 @@ def test_powers_of_two_begin_their_bin():
     assert found["histogram"]["edges"][-3:] == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bins", [1, 3, 4])
+def test_the_values_next_to_an_edge_are_in_their_bins(bins, dtype):
+    exact = [2 ** (i / bins) for i in range(-20 * bins, 20 * bins + 1)]
+    near = torch.tensor(exact, dtype=dtype)
+    infinite = torch.tensor(math.inf, dtype=dtype)
+    values = torch.cat([near.nextafter(-infinite), near, near.nextafter(infinite)])
+    values = torch.cat([values, -values])
+    found = report_of(values, metrics=["histogram"], bins=bins)["histogram"]
+    for count, low, high in zip(
+        found["counts"][1:-1], found["edges"][1:], found["edges"][2:], strict=False
+    ):
+        wide = values.double()  # each bin has the edge that is nearer to zero
+        inside = (wide >= low) & (wide < high) if low > 0 else (wide > low) & (wide <= high)
+        if low < 0 < high:
+            inside = (wide > low) & (wide < high)
+        assert count == inside.sum(), (low, high)
+
+
+def test_a_value_just_below_a_power_of_two_is_not_in_the_bin_above():
+    found = report_of(torch.tensor([0.9999995]), metrics=["histogram"])["histogram"]
+    assert found["edges"][-1] == 1.0
+
+
 def test_a_unit_is_dead_when_it_never_gave_anything_but_zeros(where):
     first, second = torch.zeros(2, 3, 4), torch.zeros(5, 4)
     first[0, 1, 2] = -1
@@ -316,6 +340,25 @@ def test_units_of_convolutions_and_images_are_their_channels():
     assert report_of(image, metrics=["dead"]) == {"dead": 0.8}
     assert report_of(image, metrics=["dead"], unit_dim=-1) == {"dead": 0.0}
     assert report_of(torch.tensor([[1.0, 0], [1, 0]]), metrics=["dead"]) == {"dead": 0.5}
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (4,)])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv1d(2, 4, 3), (2, 8)),
+        (nn.Conv2d(2, 4, 3), (2, 8, 8)),
+        (nn.ConvTranspose2d(2, 4, 3), (2, 8, 8)),
+        (nn.Conv3d(2, 4, 3), (2, 8, 8, 8)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 8)),
+        (nn.InstanceNorm2d(4, affine=True), (4, 8, 8)),
+    ],
+)
+def test_channels_are_found_also_where_there_is_no_batch(module, shape, batch):
+    with torch.no_grad():
+        module.bias[:] = torch.tensor([1.0, 0, 0, 0])
+        module.weight[:] = 0
+    assert report_of(randn(*batch, *shape), module=module, metrics=["dead"]) == {"dead": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -446,7 +489,7 @@ def test_only_steps_that_are_reported_are_measured():
     for x, _ in batches(7):
         model(x)
         context.step += 1
-        monitor.on_step_end(trainer)
+        monitor.on_step_end(trainer, context.step)
     assert len(calls) == 2
     assert logged == [(3, "probes/first/own"), (6, "probes/first/own")]
 
@@ -714,6 +757,38 @@ def test_a_monitor_may_be_disabled_and_enabled():
     monitor = Monitor("first", every=1, functions={"own": lambda x: steps.append(1) or 0})
     fit(Toggles(), monitor)
     assert len(steps) == 4
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_was_not_measured_to_its_end_is_not_reported(tmp_path, every):
+    class Toggles(hookline.Hook):
+        def on_train_batch_start(self, trainer, batch_idx):
+            hooks = trainer.hooks
+            {3: hooks.disable_hook, 4: hooks.enable_hook}.get(batch_idx, len)("monitor")
+
+    sees = []
+    monitor = Monitor("", ["mean"], every=every, functions={"own": lambda x: sees.append(1) or 0})
+    fit(Toggles(), monitor, data=batches(8), folder=tmp_path, accumulate=2)
+    records = [one for one in logged(tmp_path) if one["name"] == "probes/mean"]
+    assert [one["step"] for one in records] == ([1, 3, 4] if every == 1 else [4])
+    assert len(sees) == (7 if every == 1 else 3)
+    expected = Monitor("", ["mean"], every=every)
+    fit(expected, data=batches(8), folder=tmp_path / "all", accumulate=2)
+    whole = {one["step"]: one["value"] for one in logged(tmp_path / "all")}
+    assert all(whole[one["step"]] == one["value"] for one in records)
+
+
+def test_what_a_run_that_ended_within_a_step_has_left_is_not_reported_by_the_next(tmp_path):
+    class Interrupts(hookline.Hook):
+        def on_train_batch_end(self, batch_idx):
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+
+    monitor = Monitor("", ["mean"], every=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit(Interrupts(), monitor, accumulate=2)
+    fit(monitor, folder=tmp_path, data=batches(8), accumulate=2)
+    assert [one["step"] for one in logged(tmp_path)] == [2, 4]
 
 
 def test_in_a_bare_loop_it_reports_too(tmp_path):

@@ -86,7 +86,7 @@ class Attachment:
         self.sites = {name: Site(self, name, module) for name, module in sites.items()}
         self.root = root
         self.context = context
-        self.guard = guard or _just_call
+        self.guard: Callable[..., Any] = guard or _just_call
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")  # on, for compiled edits
         self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,11 +37,13 @@ class Condition:
         name: As messages have it.
         holds: Whether it is so, by the smallest and the largest value.
         function: A user's: whether it is so, by the tensor; says so by a bool or a tensor.
+        beside_nan: Whether it needs to know what there is beside a NaN.
     """
 
     name: str
     holds: Callable[[float, float], bool] | None = None
     function: Callable[[Tensor], Any] | None = None
+    beside_nan: bool = False
 
     def ask(self, tensor: Tensor, what: str) -> Tensor | bool:
         """Ask a user's function, which gets the tensor detached and may do nothing to it."""
@@ -97,7 +100,8 @@ def _named(name: str, value: Any) -> Condition:
             raise ConfigError(
                 f"'magnitude' needs a positive number: {{'magnitude': 1e4}}, not {value!r}."
             )
-        return Condition(f"magnitude above {value:g}", lambda low, high: max(-low, high) > value)
+        holds = partial(_is_above, value)
+        return Condition(f"magnitude above {value:g}", holds, beside_nan=True)
     if name not in _NAMES:
         raise ConfigError(
             f"There is no condition '{name}'.{nearest(name, _NAMES)} There are {listed(_NAMES)}."
@@ -107,17 +111,32 @@ def _named(name: str, value: Any) -> Condition:
             f"The condition '{name}' takes no value, but True or False: not {value!r}."
         )
     if name == "dead":
-        return Condition("dead", lambda low, high: low == high == 0)
-    return Condition(
-        "nonfinite", lambda low, high: not (math.isfinite(low) and math.isfinite(high))
-    )
+        return Condition("dead", _is_dead)
+    return Condition("nonfinite", _is_nonfinite)
+
+
+def _is_above(value: float, low: float, high: float) -> bool:
+    return low < -value or high > value
+
+
+def _is_dead(low: float, high: float) -> bool:
+    return low == high == 0
+
+
+def _is_nonfinite(low: float, high: float) -> bool:
+    return not (math.isfinite(low) and math.isfinite(high))
 
 
 @torch.no_grad()
-def extremes(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tensor] | None:
     """Return the smallest and the largest value, unread; None where there is nothing to compare.
 
     Both are NaN when one value is. Of a sharded tensor it is this rank's part.
+
+    Args:
+        tensor: The tensor.
+        beside_nan: Have the largest magnitude of the others instead of the second NaN. That takes
+            two more passes where it cannot be seen whether there is one, which is not on a CPU.
     """
     tensor = local(tensor.detach())
     if tensor.layout is torch.sparse_coo:
@@ -131,6 +150,9 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     if tensor.element_size() == 1:  # of 8-bit numbers there is little that can be computed
         tensor = tensor.to(torch.bfloat16)
     low, high = torch.aminmax(tensor)
+    if beside_nan and (tensor.device.type != "cpu" or low != low):
+        others = tensor.nan_to_num(0.0, math.inf, -math.inf).abs().amax()
+        high = torch.where(high.isnan(), others, high)
     return low, high
 
 

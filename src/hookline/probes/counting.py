@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.probes.statistics import wide
+
 __all__ = ["Alive", "Histograms", "unit_dimension"]
 
 _LOW, _HIGH = -20, 20  # bins go from 2**-20 to 2**20, for each sign
 
-_CHANNELS_FIRST = (
-    torch.nn.modules.conv._ConvNd,
-    torch.nn.modules.batchnorm._BatchNorm,
-    torch.nn.modules.instancenorm._InstanceNorm,
-    torch.nn.GroupNorm,
-)
+_CHANNELS_SECOND = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.GroupNorm)
 
 
 class _Kept:
@@ -60,9 +57,10 @@ class Histograms(_Kept):
     def add(self, name: str, tensor: Tensor) -> None:
         """Count the values of a tensor; nothing waits for the device."""
         values = tensor.detach().reshape(-1)
-        values = values if values.dtype == torch.float64 else values.float()
+        # In single precision the logarithm of a value next to an edge is that of the edge.
+        values = values.to(wide(values.device))
         clean = values.nan_to_num(0.0, 0.0, 0.0)
-        place = clean.abs().log2_().sub_(_LOW).mul_(self._bins).floor_()
+        place = clean.abs().log2_().mul_(self._bins).floor_().sub_(_LOW * self._bins)
         place = place.clamp_(-1, self._half - 1).add_(1).copysign_(clean).add_(self._half)
         counts = torch.zeros(2 * self._half + 1, dtype=torch.int64, device=values.device)
         self._change(name, counts.scatter_add(0, place.long(), (clean == values).long()), torch.add)
@@ -121,8 +119,15 @@ class Alive(_Kept):
 def unit_dimension(module: torch.nn.Module | None, tensor: Tensor) -> int:
     """The dimension of a tensor along which units stand.
 
-    The second for images and volumes, and for what convolutions and their norms give; else the
-    last one.
+    For what convolutions and their norms give that of the channels, also without a batch; else the
+    second for images and volumes, and the last one for all others.
     """
-    channels_first = tensor.ndim > 3 or isinstance(module, _CHANNELS_FIRST)
-    return 1 if channels_first and tensor.ndim > 1 else -1
+    one = 0  # how many dimensions one of a batch has, where that is known
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        one = 1 + len(module.kernel_size)
+    elif isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+        one = module._get_no_batch_dim()
+    if one and tensor.ndim >= one:
+        return -one
+    channels_second = tensor.ndim > 3 or isinstance(module, _CHANNELS_SECOND)
+    return 1 if channels_second and tensor.ndim > 1 else -1

@@ -19,6 +19,7 @@ from hookline.hook import Rank
 from hookline.nested import map_tensors, tensors_in
 from hookline.probes.attaching import Call
 from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions
+from hookline.probes.gradients import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.segments import note, noted
 from hookline.probes.state import CapturedState
@@ -42,7 +43,7 @@ class Finding:
         epoch: The epoch; None outside of training.
         call: Which call of the module in its forward, from 0.
         low: The smallest value; NaN if there was one.
-        high: The largest value.
+        high: The largest value; beside a NaN, if a magnitude is looked for, that of the others.
         others: The modules after it where the condition held, too, until it was looked at.
         states: The last states up to this one, with `keep`.
     """
@@ -91,8 +92,8 @@ class DebugProbe(BuiltIn, Probe):
         action: `warn`; `record` it in `findings` only; `stop` training, or outside of training
             raise `ProbeError`; `break` into the debugger that `breakpoint()` starts, where there is
             a terminal, and stop where there is none.
-        gradients: Look at the gradients of the outputs, too; not in compiled models. With a
-            `GradScaler` they are the scaled ones.
+        gradients: Look at the gradients of the outputs, too; not in compiled models, and not where
+            a module returns a parameter as it is. With a `GradScaler` they are the scaled ones.
         keep: How many states up to a finding it has, copied. All that flows through the modules in
             a step is held until its end.
         once: Tell of each module and condition only once.
@@ -116,27 +117,41 @@ class DebugProbe(BuiltIn, Probe):
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, (taps,) if isinstance(taps, str) else taps)
-        self.findings: list[Finding] = []
-        self.count = 0
-        """How many findings there were, those over the limit too."""
-        self.wants_input = keep > 0
+        self.wants_before = self.wants_input = keep > 0
         self.wants_recomputed = gradients
         self._conditions = read_conditions(conditions)
         self._by_value = any(condition.holds is not None for condition in self._conditions)
+        self._beside_nan = any(condition.beside_nan for condition in self._conditions)
         self._functions = [one for one in self._conditions if one.function is not None]
         self._action = action
         self._gradients = gradients
         self._keep = keep
         self._once = once
         self._limit = limit
+        self._begin()
+
+    def _begin(self) -> None:
+        self.findings: list[Finding] = []
+        self.count = 0
+        """How many findings there were, those over the limit too."""
         self._told: set[tuple[str, str, str]] = set()
         self._measured: list[_Measured] = []
         self._recent: list[CapturedState] = []
         self._lock = threading.Lock()
+        self._here = _Here()
         self._queued = False
         self._said_compiled = False
 
     # -- measuring --------------------------------------------------------------------------------
+
+    def began(self) -> None:
+        """The model's forward begins: forget what a failed one has left."""
+        self._here.came_in.clear()
+
+    def before(self, call: Call) -> None:
+        """A module is about to run; with `keep`. It may change in place what comes in."""
+        if not call.recomputed:
+            self._here.came_in.append((call.name, call.args, _came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -149,9 +164,9 @@ class DebugProbe(BuiltIn, Probe):
     def _measure(self, finding: Finding, value: Any, state: CapturedState | None) -> None:
         found = _Measured(finding, [], [], state)
         for tensor in tensors_in(value):
-            measured = extremes(tensor) if self._by_value else None
-            if measured is not None:
-                found.extremes.append(measured)
+            if self._by_value:
+                measured = extremes(tensor, beside_nan=self._beside_nan)
+                found.extremes += [] if measured is None else [measured]
             for condition in self._functions:
                 what = f"the {finding.of} of '{finding.module}'"
                 found.answers.append((condition, condition.ask(tensor, what)))
@@ -181,13 +196,15 @@ class DebugProbe(BuiltIn, Probe):
             call.index = noted(who) or 0
             self._check_after_backward()  # not after that of the segment, which is another one
         for tensor in tensors_in(call.output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._saw_gradient, _finding(call, "gradient")))
+            on_gradient(tensor, partial(self._gradient_came, _finding(call, "gradient")))
 
-    def _saw_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
+    def _gradient_came(self, finding: Finding, gradient: torch.Tensor) -> None:
         attachment = self.attachment
-        if attachment is None or not attachment.enabled:
-            return
+        if attachment is not None and attachment.enabled:
+            attachment.guard(self._saw_gradient, (finding, gradient))
+
+    def _saw_gradient(self, what: tuple[Finding, torch.Tensor]) -> None:
+        finding, gradient = what
         state = None
         if self._keep:
             place = (finding.module, self.probe_name, finding.step, finding.epoch, finding.call)
@@ -204,8 +221,9 @@ class DebugProbe(BuiltIn, Probe):
 
     def _state(self, call: Call) -> CapturedState:
         place = (call.name, self.probe_name, call.step, call.epoch, call.index)
-        copies = map_tensors((call.args, dict(call.kwargs), call.output), _copy)
-        return CapturedState(*place, input=copies[0], kwargs=copies[1], output=copies[2])
+        came_in = self._here.ended(call) or _came_in(call)
+        output = map_tensors(call.output, _copy)
+        return CapturedState(*place, input=came_in[0], kwargs=came_in[1], output=output)
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -330,8 +348,44 @@ class DebugProbe(BuiltIn, Probe):
             raise ProbeError(f"The probe '{self.probe_name}' found {finding}.")
         trainer.stop(f"{self.probe_name}: {finding}")
 
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is on no model and has found nothing."""
+        return {name: value for name, value in super().__getstate__().items() if name not in _BEGUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
 
 Debug = DebugProbe
+
+_BEGUN = (
+    *("findings", "count", "_told", "_measured", "_recent", "_lock", "_here", "_queued"),
+    "_said_compiled",
+)
+"""What belongs to one probe, on one model."""
+
+
+class _Here(threading.local):
+    """What came into the modules that are running in this thread, each within the one before it."""
+
+    def __init__(self) -> None:
+        self.came_in: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def ended(self, call: Call) -> Any:
+        """Return what came into a call; None if nobody knows, or another hook has replaced it."""
+        for i in range(len(self.came_in) - 1, -1, -1):
+            name, args, came_in = self.came_in[i]
+            if name == call.name:
+                del self.came_in[i:]  # those within it have failed
+                return came_in if args is call.args else None
+        return None
+
+
+def _came_in(call: Call) -> Any:
+    return map_tensors((call.args, dict(call.kwargs)), _copy)
 
 
 def _finding(call: Call, of: Literal["output", "gradient"]) -> Finding:

@@ -36,7 +36,7 @@ class Edit(BuiltIn, Probe):
             zero or, with `value="mean"`, to the mean over all dimensions but the last; `add`
             `value`, times `coefficient`; `patch` with `value` from an earlier capture.
         value: A tensor, which has to fit the output or to stretch to it; a number; for `replace`
-            also a function of the output, for `patch` a captured state.
+            also a function of the output, which gets a copy; for `patch` a captured state.
         coefficient: What `add` multiplies its value by.
         at: Where in the tensor: an index such as `(slice(None), -1)`, or as text, `":, -1"`; None
             for all of it.
@@ -181,8 +181,9 @@ class Edit(BuiltIn, Probe):
         value = self._value
         if self._operation == "ablate":
             if value == "zero":
-                return torch.zeros_like(x)
-            return x.mean(dim=tuple(range(x.dim() - 1)), keepdim=True).expand_as(x)
+                return _instead(x, torch.zeros_like(x))
+            # A copy: in one that is only stretched, nothing after it could be changed in place.
+            return x.mean(dim=tuple(range(x.dim() - 1)), keepdim=True).expand_as(x).clone()
         if self._operation == "scale":
             scaled: torch.Tensor = x * self._fit(value, x, name)
             return scaled
@@ -190,13 +191,13 @@ class Edit(BuiltIn, Probe):
             added: torch.Tensor = x + self._coefficient * self._fit(value, x, name)
             return added
         if self._operation == "replace" and callable(value):
-            return _checked(value(x), x, name)
+            new = _checked(value(x.clone()), x, name)  # it may work in place
+            return new if new.requires_grad or not x.requires_grad else _instead(x, new)
         if isinstance(value, CapturedState):
             value = find(value.output, self._part, f"the captured {value.module}")[1]
         if self._operation == "patch" and self._at is not None and value.shape == whole.shape:
             value = value[self._at]
-        other: torch.Tensor = self._fit(value, x, name)
-        return other.expand_as(x)
+        return _instead(x, self._fit(value, x, name))
 
     def _fit(self, value: Any, x: torch.Tensor, name: str) -> Any:
         """Return a value as it can be computed with `x`: its dtype and device, brought once."""
@@ -227,13 +228,17 @@ def _check_value(operation: Operation, value: Any, part: Part) -> Any:
         good = isinstance(value, torch.Tensor | CapturedState)
         expected = "a captured state or a tensor"
         if isinstance(value, CapturedState):
-            find(value.output, part, f"the captured {value.module}")  # a state without outputs
+            captured = find(value.output, part, f"the captured {value.module}")[1]
+            value = captured if captured.is_inference() else value
     else:
         good, expected = number_or_tensor, "a number or a tensor"
     if not good:
         raise ConfigError(
             f"Edit: '{operation}' needs {expected} as its value, not {_described(value)}."
         )
+    if isinstance(value, torch.Tensor) and value.is_inference():
+        with torch.inference_mode(False):
+            return value.clone()  # that of inference mode cannot be used where gradients are
     return value
 
 
@@ -250,6 +255,16 @@ def _check_fit(value: torch.Tensor, x: torch.Tensor, name: str, operation: str) 
             f"The value to {operation} at '{name}' does not fit: it is {_shape(value)}, and the "
             f"output there is {_shape(x)}."
         )
+
+
+def _instead(x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return a value in the place of `x`, whose gradient is zero then.
+
+    It stays in the graph: what came before is trained as with any other output, by zeros. Neither
+    `0 * x` would do, which is NaN for what is not finite, nor the value itself, which somebody may
+    change in place further on.
+    """
+    return x.clone().copy_(new)
 
 
 def _checked(new: Any, x: torch.Tensor, name: str) -> torch.Tensor:

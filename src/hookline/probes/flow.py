@@ -17,6 +17,7 @@ from hookline.hook import Rank
 from hookline.nested import tensors_in
 from hookline.probes.attaching import Call
 from hookline.probes.conditions import read
+from hookline.probes.gradients import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.select import Which, clean_names, select
 from hookline.sharding import local
@@ -114,7 +115,7 @@ class GradientFlow(BuiltIn, Probe):
     """Measures the gradients of modules' outputs, for a table of how they flow.
 
     `table()` has those of the last forward's backward, in the order in which they came. It cannot
-    see those of compiled models.
+    see those of compiled models, nor that of a parameter which a module returns as it is.
 
     Args:
         modules: Which modules to look at, as for every probe.
@@ -149,13 +150,15 @@ class GradientFlow(BuiltIn, Probe):
                 "hookline.probes.gradient_flow(model) has those of the parameters."
             )
         for tensor in tensors_in(call.output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._saw, call.name))
+            on_gradient(tensor, partial(self._came, call.name))
 
-    def _saw(self, name: str, gradient: Tensor) -> None:
+    def _came(self, name: str, gradient: Tensor) -> None:
         attachment = self.attachment
-        if attachment is None or not attachment.enabled:
-            return
+        if attachment is not None and attachment.enabled:
+            attachment.guard(self._saw, (name, gradient))
+
+    def _saw(self, what: tuple[str, Tensor]) -> None:
+        name, gradient = what
         if self._again:
             self._again, self._sums = False, {}
         sums = _sums([gradient])

@@ -12,6 +12,7 @@ from weakref import ReferenceType
 from torch import Tensor
 
 from hookline.nested import map_tensors, tensors_in
+from hookline.probes.gradients import on_gradient
 from hookline.probes.late import Check, LateState
 from hookline.probes.state import CapturedState
 from hookline.probes.store import Store
@@ -47,13 +48,12 @@ def follow(
         state: the state, not kept alive: it may have been dropped when the gradient comes.
         guard: calls what is to be isolated.
     """
-    # A hook on a leaf, such as a parameter, would stay there for good.
     tensors = {id(t): t for t in tensors_in(output) if t.grad_fn is not None}
     if tensors:
         shape = map_tensors(output, lambda tensor: _Slot(id(tensor)))
         coming = _Coming(shape, name, take, store, key, state)
         for number, tensor in tensors.items():
-            tensor.register_hook(partial(_came, guard, coming, number))
+            on_gradient(tensor, partial(_came, guard, coming, number))
 
 
 def _came(guard: Callable[..., Any], coming: _Coming, number: int, gradient: Tensor) -> None:

@@ -71,12 +71,13 @@ class Monitor(BuiltIn, Probe):
     | `backward_time_ms` | all backwards together, with recomputation where there is any |
     | `memory` | bytes that a call has allocated and that are not free after it; the largest call |
 
-    Units stand along the last dimension, or along the second in the output of convolutions and
-    their norms and in whatever has more than three dimensions. `saturation` knows the bounds of
-    PyTorch's own bounded activations (tanh, sigmoid, hardtanh …); for other modules they are plus
-    and minus the largest magnitude in the tensor. `memory` is known on CUDA; elsewhere, and in
-    compiled models, it is the size of what the module returns. Times are not known in compiled
-    models; nor are backward times within activation checkpointing of the reentrant kind.
+    Units stand along the last dimension. In what convolutions and their norms give they are the
+    channels; in whatever else has more than three dimensions they stand along the second.
+    `saturation` knows the bounds of PyTorch's own bounded activations (tanh, sigmoid, hardtanh …);
+    for other modules they are plus and minus the largest magnitude in the tensor. `memory` is known
+    on CUDA; elsewhere, and in compiled models, it is the size of what the module returns. Times are
+    not known in compiled models; nor are backward times within activation checkpointing of the
+    reentrant kind.
 
     Args:
         modules: which: names, globs, regular expressions, types, predicates, or modules themselves;
@@ -158,10 +159,15 @@ class Monitor(BuiltIn, Probe):
             raise ConfigError(f"Monitor: bounds go from low to high, and not {self.bounds}.")
 
     def _begin(self) -> None:
-        wanted = set(self.metrics)
         self._lock = Lock()
+        self._running = _Running()
+        self._forget()
+
+    def _forget(self) -> None:
+        wanted = set(self.metrics)
         self._numbers: dict[str, int] = {}
         self._measured = False
+        self._step: int | None = None  # that which was measured
         self._sums = RunningSums(
             spread=bool(wanted & {"std", "norm"}),
             extremes=bool(wanted & {"min", "max"}),
@@ -173,7 +179,6 @@ class Monitor(BuiltIn, Probe):
         self._own: dict[tuple[str, str], _Mean] = {}
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
-        self._running = _Running()
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Monitor(BuiltIn, Probe):
         """A module has run: measure what it gave. Nothing waits for the device."""
         if not self._is_due(call):
             return
-        self._measured = True
+        self._note_step(call.step)
         output = call.output
         tensors = [output] if isinstance(output, Tensor) else _distinct(tensors_in(output))
         if not self.wants_before:
@@ -214,6 +219,12 @@ class Monitor(BuiltIn, Probe):
             for running in self._running.calls:
                 if running.span is not None:
                     running.span.pause(begin, end)
+
+    def _note_step(self, step: int | None) -> None:
+        with self._lock:
+            if self._measured and step != self._step:
+                self._forget()  # a step that has not come to its report: the monitor was off
+            self._measured, self._step = True, step
 
     def _note_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Take down what a call has taken; in compiled models no beginning is known."""
@@ -271,9 +282,17 @@ class Monitor(BuiltIn, Probe):
 
     # -- reports ----------------------------------------------------------------------------------
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_train_start(self) -> None:
+        """Training begins: what is left of another does not belong to it."""
+        self._forget()
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Report, if this step was measured."""
         if not self._measured:
+            return
+        # After a step that was skipped, its number is the same.
+        if self._step is not None and self._step not in (step - 1, step):
+            self._forget()
             return
         for module, values in self.report().items():
             start = f"{self.prefix}/{module}" if module else self.prefix
@@ -350,7 +369,7 @@ class Monitor(BuiltIn, Probe):
 
 _BEGUN = (
     *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_own", "_memory"),
-    *("_forward", "_backward", "_running"),
+    *("_step", "_forward", "_backward", "_running"),
 )
 """What belongs to one monitor, on one model."""
 
