@@ -553,3 +553,35 @@ def test_a_model_that_was_called_by_another_method_is_named_in_the_end(caplog):
             with probe(net, "0"):
                 net[0].forward(x())
     assert caplog.text.count("saw nothing of '0', nor a call of the model itself") == 2
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.layer(x)).sum() + self.relu(self.layer(-x)).sum()
+
+
+def test_in_a_compiled_model_inputs_are_as_they_were_before_the_module_ran() -> None:
+    model, x = InPlace(), torch.randn(3, 2)
+    with probe(model, ["layer", "relu"], input=True, kwargs=True) as seen:
+        torch.compile(model, fullgraph=True)(x)
+    assert len(seen["relu"]) == len(seen["layer"]) == 2
+    for relu, layer in zip(seen["relu"], seen["layer"], strict=True):
+        assert torch.equal(relu.input[0], layer.output)
+        assert torch.equal(relu.output, layer.output.relu())
+    assert torch.equal(seen["layer"][0].input[0], x)
+    assert not torch.equal(seen["relu"].input[0], seen["relu"].output)
+
+
+def test_in_a_compiled_model_every_counts_forwards_also_with_inputs() -> None:
+    model, x = InPlace(), torch.randn(3, 2)
+    with probe(model, "relu", input=True, every=2) as seen:
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(4):
+            compiled(x)
+    assert [state.call for state in seen["relu"]] == [0, 1, 0, 1]
+    assert all(state.input is not None for state in seen["relu"])

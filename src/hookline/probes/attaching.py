@@ -328,6 +328,7 @@ class Here(threading.local):
         self.raised: BaseException | None = None  # the error that was handled when it began
         self.step: int | None = None  # the step that is counted in where no such call is seen
         self.by_name: dict[str, int] = {}
+        self.came_in: dict[str, tuple[Any, ...]] = {}  # in compiled models, until the module ran
 
 
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
@@ -406,27 +407,27 @@ class Site:
             attachment.ended_alone()
         return None if returned is None else self._checked(returned)
 
-    def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
-        """The operator in a compiled graph has run; the first tensors are what came in."""
+    def before_compiled(self, tensors: list[torch.Tensor]) -> None:
+        """The operator before the module, in a compiled graph, has run."""
+        if is_recomputing() or not self.on:
+            return
+        attachment, here = self.attachment, self.attachment.here
+        call = self._compiled_call(tuple(tensors), None, attachment.upcoming(self.name))
+        here.came_in[self.name] = call.args
+        attachment.guard(attachment.probe.before, call)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """The operator after the module has run; if inputs are wanted, another before it has."""
         if is_recomputing():
             return
         self.fired = self.compiled = True
-        attachment, context = self.attachment, self.attachment.context
+        attachment = self.attachment
         probe = attachment.probe
         if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
-        output: Any = tuple(tensors[inputs:])
-        call = Call(
-            name=self.name,
-            module=self.module,
-            args=tuple(tensors[:inputs]),
-            kwargs={},
-            output=output[0] if len(output) == 1 else output,
-            index=attachment.count(self.name),
-            compiled=True,
-        )
-        if context is not None:
-            call.step, call.epoch = context.step, context.epoch
+        output = tensors[0] if len(tensors) == 1 else tuple(tensors)
+        args = attachment.here.came_in.pop(self.name, ())
+        call = self._compiled_call(args, output, attachment.count(self.name))
         if self._checked(attachment.guard(attachment.probe.after, call)) is not None:
             raise ProbeError(
                 f"The probe '{attachment.probe.probe_name}' returned a value for '{self.name}', "
@@ -434,6 +435,12 @@ class Site:
             )
         if not attachment.here.depth:
             attachment.ended_alone()
+
+    def _compiled_call(self, args: tuple[Any, ...], output: Any, index: int) -> Call:
+        call = Call(self.name, self.module, args, {}, output, index, compiled=True)
+        if (context := self.attachment.context) is not None:
+            call.step, call.epoch = context.step, context.epoch
+        return call
 
     def _checked(self, returned: Any) -> Any:
         if returned is not None and not self.attachment.probe.edits:
@@ -451,7 +458,9 @@ class _Tap:
     def __init__(self, site: Site, *, before: bool) -> None:
         self._site = site
         self._before = before
-        self._number = compiled.numbered(id(site))
+        self._number = compiled.numbered(id(self) if before else id(site))
+        if before:
+            _BY_NUMBER[id(self)] = self
         self._takes_input = site.attachment.probe.wants_input
         self._edit = site.attachment.probe.compiled_edit(site.name)
         self._on = site.attachment.flag
@@ -465,17 +474,22 @@ class _Tap:
         kwargs, output = more[0], more[-1]
         if is_compiling():
             if self._before:
+                if self._takes_input:
+                    compiled.see(compiled.tensors((args, kwargs)), self._number)
                 return None
             went_out = compiled.tensors(output)
             if self._edit is not None and went_out:
                 compiled.see([], self._number)
                 return self._edit(output, self._on.to(went_out[0].device))
-            came_in = compiled.tensors((args, kwargs)) if self._takes_input else []
-            compiled.see(came_in + went_out, self._number, len(came_in))
+            compiled.see(went_out, self._number)
             return None
         if self._before:
             return self._site.before(args, kwargs)
         return self._site.after(args, kwargs, output)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """The operator before a module has run."""
+        self._site.before_compiled(tensors)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing
@@ -502,10 +516,10 @@ class _End:
         else:
             self._call(None)
 
-    def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
-        """The operator in a compiled graph has run; `inputs` says whether with gradients."""
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """The operator in a compiled graph has run; `gradients` says whether with gradients."""
         self.compiled = True
-        self._call(bool(inputs))
+        self._call(bool(gradients))
 
     def detach(self) -> None:
         """Take it off."""
@@ -536,10 +550,10 @@ def _just_call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _saw(number: int, tensors: list[torch.Tensor], inputs: int) -> None:
+def _saw(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
     told = _BY_NUMBER.get(number)
     if told is not None:
-        told.after_compiled(tensors, inputs)
+        told.after_compiled(tensors, gradients)
 
 
 compiled.tell.append(_saw)

@@ -196,7 +196,7 @@ class Capture(BuiltIn, Probe):
 
     def _is_due(self, call: Call) -> bool:
         """Whether a call that is over is in a step, or a forward, that is captured."""
-        told_before = self.wants_before and call.module is not None and not call.compiled
+        told_before = self.wants_before and call.module is not None
         return self._due(call, begins=call.index == 0 and not told_before)
 
     def _due(self, call: Call, *, begins: bool) -> bool:

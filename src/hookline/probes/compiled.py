@@ -19,7 +19,9 @@ from torch.utils import _pytree
 __all__ = ["numbered", "see", "tell", "tensors", "token"]
 
 _library = torch.library.Library("hookline", "DEF")
-_library.define("see(Tensor[] seen, Tensor(a!) token, Tensor? site, int number, int inputs) -> ()")
+_library.define(
+    "see(Tensor[] seen, Tensor(a!) token, Tensor? site, int number, int gradients) -> ()"
+)
 
 tell: list[Callable[[int, list[torch.Tensor], int], None]] = []
 """Who is told what was seen: put here where probes are attached."""
@@ -33,12 +35,12 @@ def _see(
     token: torch.Tensor,
     site: torch.Tensor | None,
     number: int,
-    inputs: int,
+    gradients: int,
 ) -> None:
     # The memory of what flows through a compiled graph is used again: who keeps it has to copy.
     who = number if site is None else int(site)  # it is in the host's memory
     for one in tell:
-        one(who, [tensor.detach() for tensor in seen], inputs)
+        one(who, [tensor.detach() for tensor in seen], gradients)
 
 
 def _pretend(*_: Any) -> None:
@@ -49,18 +51,18 @@ _library.impl("see", _see, "CompositeExplicitAutograd")
 torch.library.register_fake("hookline::see", _pretend, lib=_library)
 
 
-def see(seen: list[torch.Tensor], site: torch.Tensor | int, inputs: int = 0) -> None:
+def see(seen: list[torch.Tensor], site: torch.Tensor | int, gradients: int = 0) -> None:
     """Put the operator here.
 
     Args:
         seen: What is seen.
         site: Who is told: a number, by `numbered` where there may be many.
-        inputs: How many of `seen`, the first ones, came in.
+        gradients: Whether gradients are on: 1, or 0 where nobody wants to know.
     """
     if isinstance(site, torch.Tensor):
-        torch.ops.hookline.see(seen, token, site, 0, inputs)
+        torch.ops.hookline.see(seen, token, site, 0, gradients)
     else:
-        torch.ops.hookline.see(seen, token, None, site, inputs)
+        torch.ops.hookline.see(seen, token, None, site, gradients)
 
 
 def numbered(number: int) -> torch.Tensor:

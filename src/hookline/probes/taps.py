@@ -235,7 +235,7 @@ for _function in (_edits, _number):
     cast(Any, _function)._dynamo_marked_constant = True
 
 
-def _saw(number: int, tensors: list[torch.Tensor], inputs: int) -> None:
+def _saw(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
     if number >= 0 or is_recomputing():
         return
     name = _NAMES[-1 - number]
@@ -243,7 +243,7 @@ def _saw(number: int, tensors: list[torch.Tensor], inputs: int) -> None:
     for taps in _there():
         site = taps.wants(name, taps in now, again=False)
         if site is not None:
-            site.after_compiled(tensors, inputs)
+            site.after_compiled(tensors, gradients)
 
 
 compiled.tell.append(_saw)
