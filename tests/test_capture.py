@@ -123,6 +123,84 @@ def test_tensors_anywhere_in_what_a_module_returns():
     assert out["data"].extra[1] == 5
 
 
+class Layer:
+    def __init__(self):
+        self.keys = self.values = None
+
+
+class Cache:
+    """As in Hugging Face's transformers: each module adds to it."""
+
+    def __init__(self, layers):
+        self.layers = [Layer() for _ in range(layers)]
+
+
+class Attention(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.key, self.value = number, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, a, cache):
+        layer = cache.layers[self.number]
+        layer.keys, layer.values = self.key(a), self.value(a)
+        return a + layer.keys * layer.values, cache
+
+
+class CachingModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(i) for i in range(3))
+
+    def forward(self, a):
+        cache = Cache(3)
+        for block in self.blocks:
+            a, cache = block(a, cache)
+        return a, cache
+
+
+def test_tensors_in_objects_are_copied_without_their_graph_and_counted():
+    net, capture = CachingModel(), Capture("blocks.1")
+    capture.attach(net)
+    out, cache = net(x())
+    [state] = capture.states()
+    before, after = state.input[1], state.output[1]
+    assert type(before) is type(after) is Cache
+    assert [layer.keys is not None for layer in before.layers] == [True, False, False]
+    assert [layer.keys is not None for layer in after.layers] == [True, True, False]
+    assert torch.equal(after.layers[1].keys, cache.layers[1].keys)
+    assert cache.layers[1].keys.requires_grad
+    assert not any(t.requires_grad for t in state.tensors())
+    # The input and one layer came in, the output and two layers went out.
+    assert capture.store.nbytes == state.nbytes == 8 * x().nbytes
+
+
+def test_objects_with_tensors_are_within_the_limit():
+    net = CachingModel()
+    capture = Capture("blocks.*", memory_limit_mb=0.001)
+    capture.attach(net)
+    for _ in range(10):
+        alive = [weakref.ref(layer) for layer in net(x())[1].layers]
+        assert 0 < capture.store.nbytes <= 1048
+    gc.collect()
+    assert not any(one() for one in alive)
+
+
+def test_objects_are_reduced_spilled_and_get_gradients_like_all_else(tmp_path):
+    net = CachingModel()
+    options = {"policy": "spill", "folder": str(tmp_path), "max_states": 1}
+    capture = Capture("blocks.0", reduce="mean", gradient=True, **options)
+    capture.attach(net)
+    for i in range(2):
+        out, cache = net(x(seed=i))
+        (out.sum() + cache.layers[0].keys.sum()).backward()
+    first = capture.states()[0]
+    layer = first.output[1].layers[0]
+    assert layer.keys.shape == ()
+    assert torch.equal(layer.keys, net.blocks[0].key(x(seed=0)).mean())
+    assert first.gradient[1].layers[0].keys.shape == ()
+    assert first.gradient[1].layers[1].keys is None
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()

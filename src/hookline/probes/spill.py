@@ -30,7 +30,7 @@ class CannotSpill(Exception):  # noqa: N818 - said and done with within the stor
     """A state cannot be written; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed as itself, as tensors are
 class _Slot:
     """Stands where a tensor was."""
 

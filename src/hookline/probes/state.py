@@ -82,16 +82,21 @@ class CapturedState(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         said = [f"{name}={self[name]!r}" for name in _WHERE if self[name] is not None]
-        held = [
-            f"{name}={map_tensors(self[name], _Shape)!r}"
-            for name in CONTENTS
-            if self[name] is not None
-        ]
+        held = [f"{name}={_shown(self[name])}" for name in CONTENTS if self[name] is not None]
         return f"CapturedState({', '.join([repr(self.module), *said, *held])})"
 
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
 _WHERE = ("probe", "step", "epoch", "call", "layer_idx")
+
+
+def _shown(value: Any) -> str:
+    """A value with shapes instead of tensors."""
+    try:
+        return repr(map_tensors(value, _Shape))
+    except Exception:  # an object that shows itself may need its tensors for that
+        shapes = ", ".join(repr(_Shape(tensor)) for tensor in tensors_in(value))
+        return f"<{type(value).__name__} of {shapes}>"
 
 
 class _Shape:
