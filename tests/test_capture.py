@@ -161,7 +161,7 @@ class CachingModel(nn.Module):
 def test_tensors_in_objects_are_copied_without_their_graph_and_counted():
     net, capture = CachingModel(), Capture("blocks.1")
     capture.attach(net)
-    out, cache = net(x())
+    _, cache = net(x())
     [state] = capture.states()
     before, after = state.input[1], state.output[1]
     assert type(before) is type(after) is Cache
