@@ -475,7 +475,7 @@ def test_an_edit_in_a_compiled_model_with_checkpointing_has_the_right_gradients(
 @pytest.mark.slow
 def test_an_edit_of_one_s_own_that_cannot_be_compiled_is_an_error() -> None:
     class Own(Probe):
-        edits = True
+        edits = enable_intervention = True
 
         def after(self, call: Call) -> Any:
             return call.output

@@ -7,9 +7,11 @@ import logging
 import pytest
 import torch
 from loops import batches, make, same, weights
+from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline import HookFailedError, Trainer, TrainerConfig
+from hookline.probes import Capture, Debug, Edit, Monitor
 from hookline.probes.probe import Probe
 
 
@@ -138,8 +140,7 @@ def test_a_probe_that_is_interrupted_leaves_the_model_clean():
 
 def test_an_edit_acts_in_validation_too_and_ends_with_training():
     class Doubles(Probe):
-        edits = True
-        intervenes = True
+        edits = enable_intervention = True
 
         def after(self, call):
             return call.output * 2
@@ -175,8 +176,7 @@ def test_in_a_bare_loop_a_probe_is_on_the_model_until_the_session_ends():
 
 
 class Halves(Probe):
-    edits = True
-    intervenes = True
+    edits = enable_intervention = True
 
     def after(self, call):
         return call.output / 2
@@ -232,3 +232,358 @@ def test_in_a_bare_loop_an_edit_waits_for_the_end_of_the_step_too():
             loss.backward()
             optimizer.step()
     assert on_model == [True, True, False]
+
+
+# -- schedules
+
+
+def test_a_schedule_of_the_registration_thins_out_calls_and_events_alike():
+    class SeesSteps(Sees):
+        ends = ()
+
+        def on_step_end(self, step):
+            self.ends = (*self.ends, step)
+
+    model, optimizer = make()
+    probe = SeesSteps("first")
+    trainer = Trainer(config(accumulate=2, max_epochs=2), model, optimizer)
+    trainer.add_hook(probe, every=3)
+    trainer.fit(batches(7), val_loaders=batches(1))  # 4 steps in each epoch
+    assert probe.ends == (3, 6)
+    assert [call[:2] for call in probe.calls] == [(2, 0), (2, 0), (5, 1), (5, 1)]
+
+
+def test_from_epoch_and_sample_rate_hold_for_probes():
+    model, optimizer = make()
+    late, sampled, told = Sees("first"), Sees("first"), []
+
+    class Steps(hookline.Hook):
+        def on_step_end(self, step):
+            told.append(step - 1)
+
+    trainer = Trainer(config(max_epochs=3), model, optimizer)
+    trainer.add_hook(late, "late", from_epoch=2)
+    trainer.add_hook(sampled, "sampled", sample_rate=0.3)
+    trainer.add_hook(Steps(), "sampled_2", sample_rate=0.3)
+    trainer.fit(batches(10))
+    assert {epoch for _, epoch, *_ in late.calls} == {2}
+    assert len(late.calls) == 10
+    seen = [step for step, *_ in sampled.calls]
+    schedule = trainer.hooks._entry("sampled").schedule
+    assert seen == [step for step in range(30) if schedule.samples("sampled", step + 1)]
+    assert 0 < len(seen) < 30
+    assert told != seen  # each name has steps of its own
+
+
+def test_a_scheduled_monitor_reports_the_numbers_of_its_steps_only(tmp_path):
+    model, optimizer = make()
+    trainer = Trainer(config(runs=tmp_path), model, optimizer)
+    capture = Capture("first", kwargs=False)
+    trainer.add_hook(Monitor("first", metrics=["max"], every=1), every=5)
+    trainer.add_hook(capture)
+    trainer.fit(batches(10))
+    rows = hookline.open_run(trainer.run.path).metrics("probes/first/max")
+    outputs = [state.output for state in capture.states()]
+    expected = [outputs[i].max().item() for i in (4, 9)]
+    assert [row["value"] for row in rows] == pytest.approx(expected)
+
+
+def test_schedules_of_probes_hold_in_a_bare_loop_and_need_what_it_tells():
+    model, optimizer = make()
+    probe, late = Sees("first"), Sees("first")
+    with hookline.attach(model, optimizer) as session:
+        session.add_hook(probe, "probe", every=2)
+        session.add_hook(late, "late", from_epoch=1)
+        for _ in range(2):
+            with session.epoch():
+                for x, y in batches(2):
+                    torch.nn.functional.mse_loss(model(x), y).backward()
+                    optimizer.step()
+    assert [step for step, *_ in probe.calls] == [1, 3]
+    assert [step for step, *_ in late.calls] == [2, 3]
+
+
+def test_from_epoch_in_a_loop_without_epochs_is_said(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer) as session:
+        session.add_hook(Sees("first"), from_epoch=1)
+        for x, y in batches(4):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert "'sees' is QUARANTINED" in caplog.text
+    assert "session.epoch()" in caplog.text
+
+
+def test_an_edit_takes_no_schedule():
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    edit = Edit.scale("first", 2.0, enable_intervention=True)
+    with pytest.raises(hookline.RegistrationError, match=r"'edit' edits .* disable_hook"):
+        trainer.add_hook(edit, every=2)
+    assert "edit" not in trainer.hooks.list_hooks()
+
+
+# -- without gradients
+
+
+def look(model, x, times=2):
+    model.eval()
+    with torch.no_grad():
+        for _ in range(times):
+            model(x)
+            model.first(x)
+    model.train()
+
+
+def test_in_a_bare_loop_calls_without_gradients_are_no_training():
+    model, optimizer = make()
+    probe = Sees("first")
+    with hookline.attach(model, optimizer, hooks=[probe]):
+        for x, y in batches(3):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            look(model, x)
+    assert [step for step, *_ in probe.calls] == [0, 1, 2]
+
+
+def test_a_hook_that_calls_the_model_without_gradients_is_not_seen_either():
+    class Looks(hookline.Hook):
+        def on_step_end(self, model):
+            look(model, torch.ones(1, 8))
+
+    model, optimizer = make()
+    probe = Sees("first")
+    Trainer(config(), model, optimizer, hooks=[probe, Looks()]).fit(batches(3))
+    assert [step for step, *_ in probe.calls] == [0, 1, 2]
+
+
+class Checkpointed(torch.nn.Module):
+    """Its first pass runs without gradients, and is training; also where it is not called."""
+
+    def __init__(self, whole=False):
+        super().__init__()
+        self.net, self.whole = make()[0], whole
+
+    def forward(self, x):
+        if self.whole:
+            return self.net(x)
+        return checkpoint(self.net, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("how", ["inside", "whole", "forward"])
+def test_the_first_pass_of_a_reentrant_checkpoint_is_training(how):
+    model = Checkpointed(whole=how == "whole")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = Sees("net.first")
+    with hookline.attach(model, optimizer, hooks=[probe]):
+        for x, y in batches(2):
+            x.requires_grad_()
+            if how == "whole":
+                out = checkpoint(model, x, use_reentrant=True)
+            else:
+                out = model(x) if how == "inside" else model.forward(x)
+            torch.nn.functional.mse_loss(out, y).backward()
+            optimizer.step()
+    assert [step for step, *_ in probe.calls] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_in_a_compiled_model_too(whole):
+    torch.compiler.reset()
+    model = Checkpointed(whole=True)  # it is not
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = Sees("net.first")
+    with hookline.attach(model, optimizer, hooks=[probe]):
+        if whole:
+            compiled = torch.compile(model, backend="aot_eager")
+        else:
+            model.net.compile(backend="aot_eager")
+            compiled = model.forward  # the model's own call is not seen
+        for x, y in batches(3):
+            torch.nn.functional.mse_loss(compiled(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                compiled(x)
+    assert [step for step, *_ in probe.calls] == [0, 1, 2]
+
+
+# -- a model that is not called
+
+
+class Bypassed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def training_step(self, batch):
+        x, y = batch
+        for _ in range(2):
+            x = self.a(x)
+        return torch.nn.functional.mse_loss(self.b.forward(hookline.tap(x, "here")), y)
+
+
+def test_modules_that_are_gone_around_are_named_after_the_first_step(caplog):
+    model = Bypassed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    hooks = [Monitor("b"), Sees(["a", "b"]), Capture(None, taps="here")]
+    told = []
+
+    class Tells(hookline.Hook):
+        def on_train_batch_start(self):
+            told.append("saw nothing" in caplog.text)
+
+    trainer = Trainer(
+        config(), model, optimizer, step_fn=Bypassed.training_step, hooks=[*hooks, Tells()]
+    )
+    trainer.fit(batches(3))
+    assert told == [False, True, True]
+    assert caplog.text.count("saw nothing of 'b', nor a call of the model itself") == 2
+    assert caplog.text.count("saw nothing of 'here', nor a call of the model itself") == 1
+    assert "`.forward()`, or another method" in caplog.text
+
+
+def test_in_a_bare_loop_they_are_named_too(caplog):
+    model = Bypassed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hookline.attach(model, optimizer, hooks=[Sees("b")]):
+        for batch in batches(2):
+            model.training_step(batch).backward()
+            optimizer.step()
+        assert caplog.text.count("saw nothing of 'b'") == 1
+
+
+def test_where_the_model_is_not_called_calls_are_counted_in_each_step():
+    model = Bypassed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    probe = Sees("a")
+    Trainer(config(), model, optimizer, step_fn=Bypassed.training_step, hooks=[probe]).fit(
+        batches(3)
+    )
+    assert [(step, index) for step, _, _, index in probe.calls] == [
+        (step, index) for step in range(3) for index in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_a_model_that_was_compiled_before_is_named_after_the_first_step(caplog):
+    torch.compiler.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(batches(1)[0][0])
+
+    def step(_, batch):
+        return torch.nn.functional.mse_loss(compiled(batch[0]), batch[1])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    Trainer(config(), model, optimizer, step_fn=step, hooks=[Sees("0")]).fit(batches(2))
+    assert caplog.text.count("saw nothing of '0'") == 1
+    assert "compiled, and called, before the probe was attached" in caplog.text
+
+
+# -- failures at the beginning and the end of a forward, and of edits
+
+
+class FailsBefore(Sees):
+    def began(self):
+        raise ZeroDivisionError
+
+
+class FailsAfter(Sees):
+    def ended(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("kind", "where"), [(FailsBefore, "began"), (FailsAfter, "ended")])
+def test_a_failure_around_a_forward_is_isolated_and_quarantines(kind, where, caplog):
+    model, optimizer = make()
+    probe = kind("first")
+    trainer = Trainer(config(), model, optimizer, hooks=[probe])
+    trainer.fit(batches(5))
+    assert trainer.status == "completed"
+    assert list(trainer.hooks.summary().failures.values()) == [3]
+    assert len(probe.calls) in (2, 3)
+    assert f"failed in {where}" in caplog.text
+
+
+def test_a_failing_probe_with_a_beginning_is_quarantined_after_three(caplog):
+    class Fails(Sees):
+        def began(self):
+            pass
+
+        def after(self, call):
+            raise ZeroDivisionError
+
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer, hooks=[Fails("first")])
+    trainer.fit(batches(5))
+    assert trainer.hooks.summary().failures == {"fails": 3}
+    assert "QUARANTINED" in caplog.text
+
+
+def test_an_edit_of_one_s_own_needs_the_permission():
+    class Zeros(Probe):
+        edits = True
+
+        def after(self, call):
+            return call.output * 0
+
+    model, optimizer = make()
+    with pytest.raises(hookline.ProbeError, match=r"Zeros\.enable_intervention = True"):
+        Trainer(config(), model, optimizer, hooks=[Zeros("first")])
+    with pytest.raises(hookline.ProbeError, match=r"Zeros\.enable_intervention = True"):
+        hookline.attach(model, optimizer, hooks=[Zeros("first")])
+    with pytest.raises(hookline.ProbeError, match=r"Zeros\.enable_intervention = True"):
+        Zeros("first").attach(model)
+    allowed = Zeros("first")
+    allowed.enable_intervention = True
+    Trainer(config(), model, optimizer, hooks=[allowed]).fit(batches(1))
+    assert hooks_on(model) == 0
+
+
+def test_an_edit_of_one_s_own_that_fails_stops_training():
+    class Fails(Halves):
+        def after(self, call):
+            raise ZeroDivisionError("of mine")
+
+    model, optimizer = make()
+    with pytest.raises(HookFailedError, match=r"'fails' failed in after.*of mine"):
+        Trainer(config(), model, optimizer, hooks=[Fails("first")]).fit(batches(2))
+    assert hooks_on(model) == 0
+    assert Fails.critical
+    assert Fails.intervenes
+
+
+def test_a_forward_that_returns_nothing_is_over_too():
+    class Nothing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.loss = self.first(x).sum()
+
+    model, debug = Nothing(), Debug("first")
+    debug.attach(model)
+    model(torch.full((1, 2), float("nan")))
+    assert [finding.module for finding in debug.findings] == ["first"]
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:  # also while somebody handles an error
+        model(torch.full((1, 2), float("nan")))
+    assert len(debug.findings) == 2
+    debug.detach()
+
+
+def test_outside_of_training_each_call_beside_the_model_s_own_is_a_forward():
+    model = make()[0]
+    debug, capture = Debug("first", action="stop"), Capture("first", every=2)
+    debug.attach(model)
+    capture.attach(model)
+    for _ in range(4):
+        model.forward(torch.ones(1, 8))
+    assert [state.call for state in capture.states()] == [0, 0]
+    with pytest.raises(hookline.ProbeError, match="the output of 'first'"):
+        model.forward(torch.full((1, 8), float("nan")))
+    debug.detach()
+    capture.detach()

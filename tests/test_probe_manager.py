@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -480,3 +482,56 @@ def test_threads_may_register_run_and_remove_at_once():
     assert errors == []
     assert hooks_on(layer) == 0
     assert (manager.list_hooks(), manager.nbytes) == ([], 0)
+
+
+# -- modules that are not called, and copies
+
+
+def test_in_the_end_hooks_that_saw_nothing_are_named(caplog):
+    called, around, off = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    with HookManager() as manager:
+        manager.register_capture_hook(called, "called")
+        manager.register_capture_hook(around, "around")
+        manager.register_monitoring_hook(around, "around_too")
+        manager.register_capture_hook(off, "off")
+        manager.disable_hook("off")
+        around.forward(called(torch.ones(1, 2)))
+    assert caplog.text.count("No call was seen of the module of 'around', 'around_too'.") == 1
+    assert "'called'" not in caplog.text
+    assert "'off'" not in caplog.text
+
+
+def test_a_failure_at_the_end_of_a_forward_is_isolated(caplog):
+    class FailsAtTheEnd(Probe):
+        def ended(self):
+            raise ZeroDivisionError("of my own")
+
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_probe(layer, "a", FailsAtTheEnd(""))
+        for _ in range(5):
+            layer(torch.ones(1, 2))
+        (info,) = manager.describe()
+    assert (info.failures, info.enabled) == (3, False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_on_no_module_and_has_captured_nothing(copied):
+    model = nn.Sequential(nn.Linear(2, 3))
+    model.manager = HookManager(max_captured_states=2, enable_intervention=True)
+    model.manager.register_capture_hook(model[0], "a")
+    model(torch.ones(1, 2))
+    other = copied(model)
+    other(torch.ones(1, 2))
+    assert other.manager.list_hooks() == []
+    assert other.manager.enable_intervention
+    assert len(model.manager.get_captured_states("a")) == 1
+    other.manager.register_capture_hook(other[0], "a")
+    for _ in range(3):
+        other(torch.ones(1, 2))
+    assert len(other.manager.get_captured_states("a")) == 2
+    assert len(model.manager.get_captured_states("a")) == 1
+    model.manager.close()
+    other.manager.close()

@@ -280,6 +280,37 @@ def test_attached_later_to_what_a_compiled_model_is_made_of_it_says_so_too(caplo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sequential", "transformer"])
+def test_attached_later_to_a_model_of_pytorch_s_own_classes_it_says_so(kind, caplog):
+    torch.compiler.reset()
+    if kind == "sequential":
+        net, name, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "0", torch.randn(2, 4)
+    else:
+        net, name, x = nn.TransformerEncoderLayer(4, 2), "linear1", torch.randn(3, 2, 4)
+    compiled = torch.compile(net, backend="aot_eager")
+    compiled(x)
+    with probe(net, name) as seen:
+        compiled(x)
+    assert len(seen) == 0
+    assert caplog.text.count(f"saw nothing of '{name}'") == 1
+    assert "compiled, and called, before the probe was attached" in caplog.text
+
+
+@pytest.mark.slow
+def test_attached_later_within_what_was_compiled_in_place_it_says_so(caplog):
+    torch.compiler.reset()
+    net = Net()
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    net(x())
+    with probe(net, "blocks.*.up") as seen:
+        net(x())
+    assert len(seen) == 0
+    assert "compiled before the probe was attached" in caplog.text
+    assert "fused" not in caplog.text
+
+
+@pytest.mark.slow
 def test_gradients_in_a_compiled_model_are_not_there_and_it_says_so(caplog):
     torch.compiler.reset()
     net = Net().eval()
@@ -513,3 +544,12 @@ def test_the_short_form_leaves_nothing_behind_either():
         gc.collect()
         assert [one() for one in gone] == [None] * 3
     assert hooks_on(net) == 0
+
+
+def test_a_model_that_was_called_by_another_method_is_named_in_the_end(caplog):
+    for _ in range(2):
+        net = nn.Sequential(nn.Linear(4, 4))
+        for _ in range(2):
+            with probe(net, "0"):
+                net[0].forward(x())
+    assert caplog.text.count("saw nothing of '0', nor a call of the model itself") == 2

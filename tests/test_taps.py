@@ -66,7 +66,7 @@ class Seen(Probe):
 
 
 class Double(Probe):
-    edits = True
+    edits = enable_intervention = True
 
     def __init__(self, *names: str, modules: Any = None) -> None:
         super().__init__(modules, taps=names)
@@ -524,3 +524,44 @@ def test_in_a_compiled_model_with_checkpointing_a_value_is_seen_once() -> None:
     edit.detach()
     probe.detach()
     assert probe.names == ["block.0.scores", "block.1.scores", "last"]
+
+
+class Calls(nn.Module):
+    """Calls itself, some times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        x = self.inner(x)
+        x = self(x, times - 1) if times > 1 else x
+        return tap(x, "here")
+
+
+def test_a_model_that_calls_itself_is_seen_whole() -> None:
+    model, probe = Calls(), Seen("here", modules="inner")
+    probe.attach(model)
+    for _ in range(2):
+        model(x_of())
+    calls = [(call.name, call.index) for call in probe.calls]
+    once = [(name, i) for name in ("inner", "here") for i in range(3)]
+    assert calls == once * 2
+    probe.detach()
+
+
+def test_a_forward_that_was_interrupted_does_not_count_as_still_running() -> None:
+    class Interrupted(Calls):
+        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            if times == 0:
+                raise KeyboardInterrupt  # PyTorch calls no hooks for this one
+            return super().forward(x, times)
+
+    model, probe = Interrupted(), Seen("here", modules="inner")
+    probe.attach(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(x_of(), 0)
+    for _ in range(2):
+        model(x_of())
+    assert [(call.name, call.index) for call in probe.calls] == [("inner", 0), ("here", 0)] * 2
+    probe.detach()

@@ -347,6 +347,8 @@ class Trainer(HookHolder[HookRegistry]):
             run.log(moment.step, moment.epoch, "train/loss", loss)
         for _, optimizer in self._due:
             let_go_of_gradients(optimizer)
+        if self._probes is not None:
+            self._probes.end_step()
         group.clear()
         moment.clipped_norm = None
         moment.step_in_progress = moment.step + 1

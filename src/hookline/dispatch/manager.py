@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from hookline.dispatch.accounting import HookInfo, RunClock, Summary, Tally, make_gap
@@ -353,10 +353,13 @@ class HookManager:
         For what is not called by an event, such as a probe.
         """
         entry = self._entry(name)
-        where = entry.hook.hookline_kind
-        tally = entry.tallies.setdefault(where, Tally(clocked=True, rare=True))
+        tallies = entry.tallies
 
         def guarded(function: Callable[..., Any], *args: Any) -> Any:
+            where = function.__name__  # each has its own failures in a row, as events do
+            tally = tallies.get(where)
+            if tally is None:
+                tally = tallies.setdefault(where, Tally(clocked=True, rare=True))
             tally.calls += 1
             begin = perf_counter_ns()
             try:
@@ -370,6 +373,23 @@ class HookManager:
                 tally.add(perf_counter_ns() - begin)
 
         return guarded
+
+    def is_scheduled(self, name: str) -> bool:
+        """Whether there are steps that this hook does not see."""
+        return self._entry(name).schedule != Schedule()
+
+    def is_due(self, name: str) -> bool:
+        """Whether a hook sees the step in progress: for what is not called by an event.
+
+        Where the loop has not told what the schedule needs, that is an error.
+        """
+        schedule, source = self._entry(name).schedule, cast(Any, self.source)
+        step = source.step_in_progress
+        return (
+            not step % schedule.every
+            and not (schedule.from_epoch and source.epoch < schedule.from_epoch)
+            and schedule.samples(name, step)
+        )
 
     # -- failures ---------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ wants that, and after it. It knows what is easily got wrong:
 - In a compiled model the hook is traced into an operator that looks at a switch, so that toggling
   does not compile anything again. In an eager model a probe that is off is taken off.
 - A copy or a pickle of the model has no probe.
-- Calls are counted within the outermost call of the model, in each thread for itself.
+- Calls are counted within the outermost call of the model, in each thread for itself. Where the
+  model's own call is not seen, since another of its methods is called, they are counted within the
+  step, or are each a forward of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -28,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError, listed
 from hookline.probes import compiled
-from hookline.probes.recomputing import is_recomputing
+from hookline.probes.recomputing import calls_running, is_recomputing
+from hookline.probes.segments import has_gradients
 from hookline.probes.taps import Taps
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ __all__ = ["Attachment", "Call", "is_recomputing"]
 log = logging.getLogger("hookline")
 
 _graph_task = torch._C._current_graph_task_id
+_ENTRIES = "_debug_get_cache_entry_list"
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class Attachment:
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")  # on, for compiled edits
         self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None
-        self._counts = _Counts()
+        self.here = Here()
         self._ends: list[_End] = []
         self._told = False
 
@@ -130,8 +135,9 @@ class Attachment:
 
     def close(self) -> None:
         """Take everything off that was put on."""
-        if self.enabled and not self._told:
-            self._tell_uncalled()
+        root = self.root
+        if self.enabled and self.context is None and root is not None and root not in _TOLD:
+            self._tell_uncalled(self._silent_modules())
         self.enabled = False
         for site in self.sites.values():
             site.on = False
@@ -151,27 +157,46 @@ class Attachment:
         for end in self._ends:
             end.detach()
         self._ends = []
+        self.here = Here()  # the end of a forward that runs now will not be seen
 
     # -- the outermost call -----------------------------------------------------------------------
 
     def _outermost(self) -> torch.nn.Module | None:
         """The module whose calls begin and end a forward, if anybody wants to know."""
-        if self.root is not None or not self.probe.wants_forwards or len(self.sites) != 1:
+        if self.root is not None or len(self.sites) != 1:
             return self.root
+        if not (self.probe.wants_began or self.probe.wants_ended):
+            return None
         return next(iter(self.sites.values())).module
 
-    def _begin(self, failed: bool) -> None:
+    def _begin(self, gradients: bool | None) -> None:
         if is_recomputing():
             return
-        self._counts.by_name = {}
+        here = self.here
+        if here.depth and calls_running(self._outermost()) > 1:  # else its end was not seen
+            here.depth += 1
+            return
+        here.depth = 1
+        here.by_name = {}
+        here.trains = self.context is None or (has_gradients() if gradients is None else gradients)
+        here.raised = sys.exc_info()[1]  # a forward may be run while an error is handled
         if self.taps is not None:
             self.taps.enter()
-        if self.enabled:
-            self.probe.began()
+        if self.enabled and self.probe.wants_began:
+            self.guard(self.probe.began)
 
-    def _end(self, failed: bool) -> None:
-        if is_recomputing():
+    def _end(self, gradients: bool | None) -> None:
+        here = self.here
+        if is_recomputing() or not here.depth:
             return
+        try:
+            if here.depth == 1:
+                self._end_outermost(failed=sys.exc_info()[1] is not here.raised)
+        finally:
+            here.depth -= 1
+
+    def _end_outermost(self, *, failed: bool) -> None:
+        self.here.raised = None
         if self.taps is not None:
             self.taps.leave()
         if failed or not self.enabled:
@@ -179,7 +204,17 @@ class Attachment:
         if not self._told:
             self._told = True
             self._tell_silent()
-        self.probe.ended()
+        if self.probe.wants_ended:
+            self.guard(self.probe.ended)
+
+    @property
+    def trains(self) -> bool:
+        """Whether what runs now, in this thread, is training, and not a look without gradients.
+
+        Within the model's outermost call that is as it was when it began.
+        """
+        here = self.here
+        return here.trains if here.depth else is_recomputing() or has_gradients()
 
     def _silent_modules(self) -> list[str]:
         sites = self.sites.values()
@@ -195,7 +230,7 @@ class Attachment:
                 "The probe '%s' saw no call of %s in the model's first forward. %s",
                 self.probe.probe_name,
                 listed(silent),
-                self._likely_cause(silent),
+                self.likely_cause(silent),
             )
         if self.taps is not None and self.taps.silent:
             log.warning(
@@ -205,47 +240,78 @@ class Attachment:
                 self.taps.hint(),
             )
 
-    def _tell_uncalled(self) -> None:
-        """Say so when the model was called in a way that shows nothing, not even its own call."""
-        if self.root is None or self.root in _TOLD or not _has_compiled_code(self.root):
-            return
-        silent = self._silent_modules()
-        if silent and len(silent) == len(self.sites):
-            _TOLD.add(self.root)
-            log.warning(
-                "The probe '%s' saw no call of %s, nor of the model itself. %s",
-                self.probe.probe_name,
-                listed(silent),
-                self._likely_cause(silent),
-            )
+    def end_step(self) -> None:
+        """A step of training is over: say what was not seen, if the model's own call was not."""
+        self._tell_uncalled(self.silent)
 
-    def _likely_cause(self, silent: list[str]) -> str:
-        if self.root is not None and (_is_compiled(self.root) or _has_compiled_code(self.root)):
+    def _tell_uncalled(self, silent: list[str]) -> None:
+        if self._told or not silent:
+            return
+        self._told = True
+        if self.root is not None:
+            _TOLD.add(self.root)
+        log.warning(
+            "The probe '%s' saw nothing of %s, nor a call of the model itself. %s",
+            self.probe.probe_name,
+            listed(silent),
+            self.likely_cause(silent, called=False),
+        )
+
+    def likely_cause(self, silent: list[str], *, called: bool = True) -> str:
+        """Say why modules were not seen; `called`: whether the model's own call was."""
+        root = self.root
+        if root is not None and (
+            _is_compiled(root)
+            or _has_compiled_code(root)
+            or (not called and _is_compiled_by_wrapping(root))
+        ):
             return (
                 "The model was compiled, and called, before the probe was attached: attach first, "
                 "then compile; or call torch.compiler.reset() now."
             )
-        parents = [self.sites[name].module for name in silent]
-        if any(_is_compiled(module) for module in parents if module is not None):
+        if self._is_within_compiled(silent):
             return "It was compiled before the probe was attached: attach first, then compile."
+        if root is not None and not called:
+            return (
+                "Likely its `.forward()`, or another method, was called directly, and PyTorch "
+                "shows nothing of that: call modules as `model(x)`."
+            )
         return (
             "Likely it was not called as a module: a fused path went around it (as in an attention "
             "layer in eval mode), its `.forward()` was called directly, or this forward did not "
             "need it."
         )
 
+    def _is_within_compiled(self, silent: list[str]) -> bool:
+        hidden = {id(self.sites[name].module) for name in silent if name in self.sites}
+        around = [site.module for site in self.sites.values() if site.module is not None]
+        return any(
+            _is_compiled(module) and any(id(inner) in hidden for inner in module.modules())
+            for module in (around if self.root is None else self.root.modules())
+        )
+
+    # -- counting ---------------------------------------------------------------------------------
+
     def upcoming(self, name: str) -> int:
         """What `count` will say next."""
-        return self._counts.by_name.get(name, 0)
+        here, context = self.here, self.context
+        if not here.depth:
+            if self.root is None or context is None:
+                return 0
+            if here.step != context.step:
+                here.step, here.by_name = context.step, {}
+        return here.by_name.get(name, 0)
 
     def count(self, name: str) -> int:
         """Which call of this name it is within the outermost call, in this thread."""
-        if self.root is None:
-            return 0
-        by_name = self._counts.by_name
-        index = by_name.get(name, 0)
-        by_name[name] = index + 1
+        index = self.upcoming(name)
+        self.here.by_name[name] = index + 1
         return index
+
+    def ended_alone(self) -> None:
+        """A call outside of the model's own is over: outside of training, a forward of its own."""
+        if self.context is None and self.enabled and self.probe.wants_ended:
+            self.guard(self.probe.ended)
 
     @property
     def silent(self) -> list[str]:
@@ -253,10 +319,14 @@ class Attachment:
         return self._silent_modules() + (self.taps.silent if self.taps is not None else [])
 
 
-class _Counts(threading.local):
-    """The calls of the forward that runs in this thread, by name."""
+class Here(threading.local):
+    """The forward that runs in this thread."""
 
     def __init__(self) -> None:
+        self.depth = 0  # of calls of the model: 2 where it has called itself
+        self.trains = True  # whether it began with gradients
+        self.raised: BaseException | None = None  # the error that was handled when it began
+        self.step: int | None = None  # the step that is counted in where no such call is seen
         self.by_name: dict[str, int] = {}
 
 
@@ -318,12 +388,22 @@ class Site:
         probe = attachment.probe
         if again and not (probe.edits or probe.wants_recomputed):
             return None
-        index = 0 if again else attachment.count(self.name)
+        here = attachment.here
+        alone = not here.depth
+        if again:
+            index = 0
+        elif alone:
+            index = attachment.count(self.name)
+        else:  # the same, without a call
+            index = here.by_name.get(self.name, 0)
+            here.by_name[self.name] = index + 1
         self.fired = True
         call = Call(self.name, self.module, args, kwargs, output, index, again)
         if (context := attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         returned = attachment.guard(probe.after, call)
+        if alone and not again:
+            attachment.ended_alone()
         return None if returned is None else self._checked(returned)
 
     def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
@@ -352,6 +432,8 @@ class Site:
                 f"The probe '{attachment.probe.probe_name}' returned a value for '{self.name}', "
                 "which is compiled: there an edit is compiled, too. Write its compiled_edit()."
             )
+        if not attachment.here.depth:
+            attachment.ended_alone()
 
     def _checked(self, returned: Any) -> Any:
         if returned is not None and not self.attachment.probe.edits:
@@ -405,7 +487,7 @@ class _Tap:
 class _End:
     """The beginning or the end of the model's outermost call."""
 
-    def __init__(self, call: Callable[[bool], None]) -> None:
+    def __init__(self, call: Callable[[bool | None], None]) -> None:
         self._call = call
         self._number = compiled.numbered(id(self))
         self.compiled = False
@@ -415,14 +497,15 @@ class _End:
     def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         """The model is called, or being compiled."""
         if is_compiling():
-            compiled.see([], self._number)
+            # When it runs, gradients are off: the graph as a whole is what is differentiated.
+            compiled.see([], self._number, int(torch.is_grad_enabled()))
         else:
-            self._call(output is None)  # after an exception there is no output
+            self._call(None)
 
     def after_compiled(self, tensors: list[torch.Tensor], inputs: int) -> None:
-        """The operator in a compiled graph has run."""
+        """The operator in a compiled graph has run; `inputs` says whether with gradients."""
         self.compiled = True
-        self._call(False)
+        self._call(bool(inputs))
 
     def detach(self) -> None:
         """Take it off."""
@@ -449,8 +532,8 @@ def _has_forward(module: torch.nn.Module | None) -> bool:
     return getattr(type(module), "forward", None) is not torch.nn.Module.forward
 
 
-def _just_call(function: Callable[..., Any], call: Call) -> Any:
-    return function(call)
+def _just_call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 def _saw(number: int, tensors: list[torch.Tensor], inputs: int) -> None:
@@ -469,6 +552,19 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 def _has_compiled_code(module: torch.nn.Module) -> bool:
     """Whether the code of a module's forward was compiled, for this one or another like it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    entries = getattr(dynamo, "_debug_get_cache_entry_list", None)
+    entries = getattr(dynamo, _ENTRIES, None)
     code = getattr(module.forward, "__code__", None)
     return entries is not None and code is not None and bool(entries(code))
+
+
+def _is_compiled_by_wrapping(module: torch.nn.Module) -> bool:
+    """Whether a model of one of PyTorch's own classes was compiled: dynamo puts a frame around it.
+
+    All such models share that frame, so it may have been another one.
+    """
+    wrap = getattr(sys.modules.get("torch._dynamo.external_utils"), "wrap_inline", None)
+    entries = getattr(sys.modules.get("torch._dynamo.eval_frame"), _ENTRIES, None)
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    if wrap is None or entries is None or not origin.startswith("torch."):
+        return False
+    return any(entries(inner) for inner in wrap.__code__.co_consts if isinstance(inner, CodeType))

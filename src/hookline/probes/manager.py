@@ -6,7 +6,7 @@ import bdb
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from hookline.errors import (
     listed,
     nearest,
 )
-from hookline.probes.attaching import Attachment, Call
+from hookline.probes.attaching import Attachment
 from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.probe import Probe
 from hookline.probes.state import CapturedState
@@ -96,7 +96,11 @@ class Probes:
         _check(max_captured_states, memory_limit_mb)
         limit = bytes_of(memory_limit_mb)
         self.enable_intervention = enable_intervention
-        self._store = Store(max_captured_states, limit, policy, cleanup_interval, folder)
+        self._limits = (max_captured_states, limit, policy, cleanup_interval, folder)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._store = Store(*self._limits)
         self._hooks: dict[str, _Entry] = {}
         self._lock = threading.RLock()
         self._closed = False
@@ -278,7 +282,7 @@ class Probes:
         """Let a hook see calls again, also one that was disabled because it failed."""
         with self._lock:
             entry = self._entry(hook_id)
-            entry.in_a_row = 0
+            entry.in_a_row.clear()
             entry.attachment.on()
 
     def disable_hook(self, hook_id: str) -> None:
@@ -290,8 +294,19 @@ class Probes:
         """Remove everything, for good."""
         with self._lock:
             self._closed = True
+            self._tell_silent()
             self.clear_hooks()
             self._store.close()
+
+    def _tell_silent(self) -> None:
+        on = [entry for entry in self._hooks.values() if entry.attachment.enabled]
+        silent = [entry.id for entry in on if entry.attachment.silent]
+        if silent:
+            log.warning(
+                "No call was seen of the module of %s. %s",
+                listed(silent),
+                self._hooks[silent[0]].attachment.likely_cause(silent),
+            )
 
     def __enter__(self) -> Probes:
         return self
@@ -382,34 +397,48 @@ class Probes:
             raise ProbeError(f"'{hook_id}' is {article} {entry.kind} hook and {otherwise}.")
         return entry.probe
 
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is on no module and has captured nothing."""
+        begun = ("_store", "_hooks", "_lock", "_closed")
+        return {name: value for name, value in self.__dict__.items() if name not in begun}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
     # -- failures ---------------------------------------------------------------------------------
 
     def _guard(self, entry: _Entry) -> Callable[..., Any]:
         """What calls a probe: it isolates and counts."""
 
-        def guard(function: Callable[[Call], Any], call: Call) -> Any:
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
             if not self._has(entry):
                 return None
             try:
-                returned = function(call)
+                returned = function(*args)
             except _FATAL:
                 raise
             except Exception as error:
-                if entry.probe.edits:
+                # What a probe says at the end of a forward is what it has found.
+                found = function == entry.probe.ended and isinstance(error, ProbeError)
+                if entry.probe.edits or found:
                     raise
-                self._failed(entry, error)
+                self._failed(entry, function.__name__, error)
                 return None
-            entry.in_a_row = 0
+            if entry.in_a_row:
+                entry.in_a_row.pop(function.__name__, None)
             if not self._has(entry):  # removed meanwhile, by another thread
                 entry.free()
             return returned
 
         return guard
 
-    def _failed(self, entry: _Entry, error: Exception) -> None:
+    def _failed(self, entry: _Entry, where: str, error: Exception) -> None:
         with self._lock:
             entry.failures += 1
-            entry.in_a_row += 1
+            in_a_row = entry.in_a_row[where] = entry.in_a_row.get(where, 0) + 1
             entry.last_error = f"{type(error).__name__}: {error}"
             log.error(
                 "The hook '%s' failed (%s); the model goes on.",
@@ -417,13 +446,13 @@ class Probes:
                 entry.last_error,
                 exc_info=error,
             )
-            if entry.in_a_row >= _MAX_FAILURES and entry.attachment.enabled:
+            if in_a_row >= _MAX_FAILURES and entry.attachment.enabled:
                 entry.attachment.off()
                 log.error(
                     "The hook '%s' is DISABLED: it failed %d times in a row. enable_hook('%s') "
                     "lets it back.",
                     entry.id,
-                    entry.in_a_row,
+                    in_a_row,
                     entry.id,
                 )
 
@@ -440,7 +469,7 @@ class _Entry:
     probe: Probe
     module: torch.nn.Module
     failures: int = 0
-    in_a_row: int = 0
+    in_a_row: dict[str, int] = field(default_factory=dict[str, int])  # by what failed
     last_error: str | None = None
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
 from hookline.probes.attaching import Attachment, Call
 from hookline.probes.select import Which, select
@@ -28,7 +28,13 @@ class Probe(Hook):
     hookline_kind = "probe"
 
     edits: bool = False
-    """Whether it may change what flows: then what `after` returns replaces the module's output."""
+    """Whether it changes what flows: then what `after` returns replaces the module's output.
+
+    It needs the permission to do so, `enable_intervention`; and when it fails, training stops.
+    """
+
+    enable_intervention: bool = False
+    """The permission. `Edit` is made with it; an edit of one's own sets it."""
 
     wants_before: bool = False
     """Whether `before(call)` is to be called, too."""
@@ -43,6 +49,11 @@ class Probe(Hook):
     taps: Sequence[str] = ()
     attachment: Attachment | None = None
     probe_name: str = "probe"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.edits:  # training is changed by it, and depends on it
+            cls.critical = cls.intervenes = True
 
     def __init__(self, modules: Which | None, taps: Sequence[str] = ()) -> None:
         self.modules = modules
@@ -63,10 +74,14 @@ class Probe(Hook):
         """It is over."""
 
     @property
-    def wants_forwards(self) -> bool:
-        """Whether it has a use for `began` and `ended`."""
-        kind = type(self)
-        return kind.began is not Probe.began or kind.ended is not Probe.ended
+    def wants_began(self) -> bool:
+        """Whether it has a use for `began`."""
+        return type(self).began is not Probe.began
+
+    @property
+    def wants_ended(self) -> bool:
+        """Whether it has a use for `ended`."""
+        return type(self).ended is not Probe.ended
 
     @property
     def acts(self) -> bool:
@@ -92,6 +107,7 @@ class Probe(Hook):
         guard: Callable[..., Any] | None = None,
     ) -> Attachment:
         """Put the probe on a model; it sees calls from now on."""
+        self.check_permission()
         if self.attachment is None or self.attachment.root is not model:
             self.detach()
             self.probe_name = name or self.probe_name
@@ -99,6 +115,16 @@ class Probe(Hook):
             self.attachment = Attachment(self, sites, model, context, guard, self.taps)
         self.attachment.on()
         return self.attachment
+
+    def check_permission(self) -> None:
+        """Raise where it edits and may not."""
+        made_with = self.hookline_options.get("enable_intervention", False)
+        if self.edits and not (self.enable_intervention or made_with):
+            raise ProbeError(
+                f"A {type(self).__name__} edits what flows through the model, and that is not "
+                f"allowed yet. If you mean it, set {type(self).__name__}.enable_intervention = "
+                "True, or on this one alone."
+            )
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """Return the modules of a model that the probe is for; raise where one is not there."""

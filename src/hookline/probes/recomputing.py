@@ -1,4 +1,4 @@
-"""Recognising the recomputation of activation checkpointing, and whose it is."""
+"""Recognising the recomputation of activation checkpointing, and calls within calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["is_recomputing", "recomputes"]
+__all__ = ["calls_running", "is_recomputing", "recomputes"]
 
 
 def is_recomputing() -> bool:
@@ -33,3 +33,14 @@ def recomputes(modules: Container[int]) -> bool | None:
                 known = False
         frame = frame.f_back
     return known
+
+
+def calls_running(module: torch.nn.Module | None) -> int:
+    """How many calls of a module are running in this thread, each within the one before it."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back
+    return calls

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["note", "noted"]
+__all__ = ["has_gradients", "note", "noted"]
 
 _NOTES = "_hookline_notes"
 
@@ -42,6 +42,14 @@ def noted(who: Hashable) -> Any:
     position = position if last == task else 0
     positions[who] = (task, position + 1)
     return notes[who][position] if position < len(notes[who]) else None
+
+
+def has_gradients() -> bool:
+    """Whether a forward that runs now can be differentiated, in a segment too.
+
+    What a compiled model runs is within an autograd function, and without gradients there.
+    """
+    return torch.is_grad_enabled() or _segments()[0] is not None
 
 
 def _segments() -> tuple[Any, Any]:

@@ -431,8 +431,10 @@ class Session(HookHolder[HookManager]):
 
     def end_step(self) -> None:
         """A step is over: edits that were toggled within it are put on or taken off now."""
-        if self._probes is not None and self._probes.waiting:
-            self._sync_probes(at_boundary=True)
+        if self._probes is not None:
+            self._probes.end_step()
+            if self._probes.waiting:
+                self._sync_probes(at_boundary=True)
 
     def _sync_probes(self, *, at_boundary: bool = False) -> None:
         """Have the probes that are enabled on the model, until training ends."""
@@ -507,6 +509,10 @@ class _Standing:
     @property
     def step(self) -> int:
         return self._session._moment.step
+
+    @property
+    def step_in_progress(self) -> int:
+        return self._session._moment.step_in_progress
 
     @property
     def epoch(self) -> int | None:
