@@ -707,6 +707,26 @@ def test_in_a_trainer_a_part_that_does_not_fit_is_isolated_also_in_backward():
     assert trainer.hooks.summary().failures["capture"] >= 3
 
 
+def test_in_a_trainer_it_is_quarantined_also_when_what_comes_in_can_be_taken():
+    net, optimizer = make()
+    capture = Capture("first", select=lambda v: v if v.shape[-1] == 8 else 1 / 0)
+    trainer = Trainer(config(), net, optimizer, hooks=[capture])
+    trainer.fit(batches(6))
+    info = next(one for one in trainer.hooks.describe() if one.name == "capture")
+    assert (info.failures, info.quarantined) == (3, True)
+
+
+def test_in_a_trainer_a_store_that_may_drop_nothing_stops_training_when_it_is_full():
+    net, optimizer = make()
+    trainer = Trainer(config(), net, optimizer)
+    capture = Capture("first", policy="error", max_states=3)
+    trainer.add_hook(capture, name="all_of_it")
+    with pytest.raises(StoreFullError, match=r"'all_of_it' has captured .* max_states, 3"):
+        trainer.fit(batches(6))
+    assert (trainer.status, trainer.step) == ("error", 3)
+    assert capture.counts == Counts(captured=4, kept=3, dropped=1)
+
+
 # -- the short form
 
 

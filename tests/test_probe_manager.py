@@ -423,6 +423,19 @@ def test_only_failures_in_a_row_disable():
         assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (6, True)
 
 
+def test_a_probe_is_disabled_also_when_its_look_before_the_module_goes_well():
+    class Adds(nn.Module):
+        def forward(self, a):
+            return a[None]
+
+    layer = Adds()
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a", select=lambda v: v if v.ndim == 1 else 1 / 0)
+        for _ in range(10):
+            layer(torch.ones(2))
+        assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (3, False)
+
+
 def test_failures_in_backward_are_isolated_too():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:

@@ -178,13 +178,6 @@ def _mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
         return pairs
 
 
-def _data(value: Any, named: dict[str, Any]) -> Any:
-    new = copy(value)
-    for name, part in named.items():
-        object.__setattr__(new, name, part)  # also where it is frozen
-    return new
-
-
 # -- objects, without running any code of their classes -------------------------------------------
 
 

@@ -24,7 +24,7 @@ from hookline.probes.attaching import Attachment
 from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.probe import Probe
 from hookline.probes.state import CapturedState
-from hookline.probes.store import Counts, Policy, Store, StoreFullError
+from hookline.probes.store import Counts, Policy, Store
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Probe)
 Kind = Literal["capture", "monitoring", "debug", "edit", "probe"]
 
 _MAX_FAILURES = 3  # in a row, as in trainers
-_FATAL = (bdb.BdbQuit, HookFailedError, StoreFullError)
+_FATAL = (bdb.BdbQuit, HookFailedError)
 
 
 @dataclass(frozen=True)

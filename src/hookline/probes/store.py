@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, get_args
 
-from hookline.errors import ConfigError, HooklineError, listed, nearest
+from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.memory import storages
 from hookline.probes.book import Book, Counts, Record
 from hookline.probes.ledger import Ledger
@@ -31,8 +31,8 @@ log = logging.getLogger("hookline")
 Policy = Literal["drop_oldest", "sample", "spill", "error"]
 
 
-class StoreFullError(HooklineError, MemoryError):
-    """A state does not fit into the store, and nothing may be dropped."""
+class StoreFullError(HookFailedError, MemoryError):
+    """A state does not fit into the store, and nothing may be dropped: training stops."""
 
 
 class Store:
