@@ -16,7 +16,7 @@ from loops import batches, make, same, weights
 from torch import nn
 
 from hookline import Trainer, TrainerConfig
-from hookline.errors import ConfigError, ObserverError, ProbeError
+from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
 from hookline.probes.capture import Capture
 from hookline.probes.late import LateState
@@ -482,6 +482,17 @@ def test_gradients_are_taken_as_outputs_are():
     assert (gradient.shape, gradient.dtype) == ((2,), torch.float64)
 
 
+def test_a_gradient_that_arrives_waits_for_nothing():
+    waited = []
+    store, state = Store(), LateState("m", output=torch.ones(2))
+    key = store.add("p", state)
+    state.checks = {name: lambda: waited.append(1) for name in ("output", "gradient")}
+    assert store.amend(key, gradient=torch.zeros(2))
+    assert waited == []
+    assert torch.equal(state.gradient, torch.zeros(2))
+    assert waited == [1]
+
+
 def test_without_gradients_there_is_none():
     net = model()
     capture = Capture("*", gradient=True)
@@ -563,6 +574,28 @@ def test_policies(tmp_path):
         run(policy="error")
     with pytest.raises(ConfigError, match="use it with by='copy'"):
         Capture("0", policy="spill", by="reference")
+
+
+def test_only_what_is_asked_for_is_read_from_disk(tmp_path):
+    net = model()
+    options = {"max_states": 1, "policy": "spill", "folder": str(tmp_path)}
+    with probe(net, ["0", "2"], **options) as seen:
+        for i in range(3):
+            net(x(seed=i))
+    files = sorted(tmp_path.rglob("*.safetensors"), key=lambda file: int(file.stem))
+    assert len(files) == 5
+    third = files[2]  # of the second call of "0"
+    for file in files:
+        if file != third:
+            file.unlink()
+    assert torch.equal(seen["0"][1].output, net[0](x(seed=1)))
+    assert torch.equal(seen["0"][1:2][0].output, net[0](x(seed=1)))
+    assert torch.equal(seen["2"].output, net(x(seed=2)))  # in memory
+    assert (list(seen), len(seen["0"]), "2" in seen) == (["0", "2"], 3, True)
+    assert repr(seen["0"]).count("output=float32[3, 4]") == 3
+    assert "'0': CapturedState('0', probe='probe', call=0, layer_idx=0, output" in repr(seen)
+    with pytest.raises(HooklineError, match="cannot be read back"):
+        _ = seen["0"].output
 
 
 def test_spilled_states_get_their_gradients():

@@ -274,21 +274,36 @@ class Capture(BuiltIn, Probe):
 
     def each(self, module: str) -> Iterator[CapturedState]:
         """Yield a module's states; those on disk are read one at a time."""
+        return self._store.each(self.key, self._name_of(module))
+
+    def shells(self, module: str | None = None) -> list[CapturedState]:
+        """Return the states without reading from disk: there, shapes stand for tensors."""
+        return self._store.shells(self.key, None if module is None else self._name_of(module))
+
+    @overload
+    def pick(self, module: str, index: int) -> CapturedState: ...
+    @overload
+    def pick(self, module: str, index: slice) -> list[CapturedState]: ...
+    def pick(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
+        """Return what stands at an index among a module's states; only that is read from disk."""
+        return self._store.pick(self.key, index, self._name_of(module))
+
+    def _name_of(self, module: str) -> str:
+        """The name that a module is captured under."""
         clean = clean_name(module)  # also with the parts that wrappers add
         spelled = (module, clean, clean.removeprefix("module."))
-        name = next((self._names[one] for one in spelled if one in self._names), module)
-        return (state for state in self._store.each(self.key) if state.module == name)
+        return next((self._names[one] for one in spelled if one in self._names), module)
 
     def __getitem__(self, module: str) -> Calls:
-        if next(self.each(module), None) is None:
+        if module not in self:
             raise NotCapturedError(self._nothing(module))
         return Calls(self, module)
 
     def __contains__(self, module: object) -> bool:
-        return isinstance(module, str) and next(self.each(module), None) is not None
+        return isinstance(module, str) and bool(self.shells(module))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(state.module for state in self._store.each(self.key)))
+        return iter(dict.fromkeys(state.module for state in self.shells()))
 
     def keeps(self, content: str) -> bool:
         """Whether it was asked to keep `input`, `output`, `kwargs` or `gradient`."""
@@ -366,16 +381,16 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        return list(self)[index]
+        return self._capture.pick(self._module, index)
 
     def __iter__(self) -> Iterator[CapturedState]:
         return self._capture.each(self._module)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._capture.shells(self._module))
 
     def __repr__(self) -> str:
-        shown = "\n ".join(repr(state) for state in self)
+        shown = "\n ".join(repr(state) for state in self._capture.shells(self._module))
         return f"[{shown}]"
 
 

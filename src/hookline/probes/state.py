@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.memory import storages
 from hookline.nested import map_tensors, tensors_in
 
-__all__ = ["CONTENTS", "CapturedState"]
+__all__ = ["CONTENTS", "CapturedState", "shape_of"]
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
@@ -99,11 +99,16 @@ def _shown(value: Any) -> str:
         return f"<{type(value).__name__} of {shapes}>"
 
 
+def shape_of(tensor: Any) -> str:
+    """Return what is shown of a tensor: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 class _Shape:
     """Stands for a tensor in a repr."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self._text = shape_of(tensor)
 
     def __repr__(self) -> str:
         return self._text
