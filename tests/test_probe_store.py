@@ -373,6 +373,23 @@ def test_states_come_back_oldest_first_by_probe():
     assert store.nbytes == 6 * KB
 
 
+def test_states_are_those_of_one_moment_whatever_others_capture_meanwhile():
+    store, over = Store(max_states=1), threading.Event()
+    store.add("p", state(0))
+
+    def work():
+        while not over.is_set():
+            store.add("p", state(1))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        assert all(len(store.states("p")) == 1 for _ in range(3000))
+    finally:
+        over.set()
+        worker.join()
+
+
 def test_max_states_holds_for_each_probe():
     store = Store(max_states=3)
     for i in range(10):

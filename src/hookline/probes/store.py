@@ -140,7 +140,7 @@ class Store:
 
     def states(self, probe: str) -> list[CapturedState]:
         """Return a probe's states, oldest first; spilled ones are read back, all at once."""
-        return list(self.each(probe))
+        return self.pick(probe, slice(None))
 
     def each(self, probe: str, module: str | None = None) -> Iterator[CapturedState]:
         """Yield a probe's states, or a module's of them; spilled ones are read one at a time."""
