@@ -222,6 +222,42 @@ def test_a_module_that_is_called_twice_gives_two_states():
     assert len(seen["layer"]) == 2
 
 
+class CallsItself(nn.Module):
+    def forward(self, a, depth, fails=0):
+        a.mul_(2)  # in place: what came in is gone
+        if depth == fails and fails:
+            raise ValueError
+        try:
+            return self(a + 1, depth - 1, fails) if depth else a * 1
+        except ValueError:
+            return a
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = CallsItself()
+
+    def forward(self, a, *options):
+        return self.inner(a, *options)
+
+
+@pytest.mark.parametrize(("net", "name"), [(CallsItself, ""), (Holds, "inner")])
+def test_a_module_that_calls_itself_has_the_inputs_of_each_call(net, name):
+    def inputs():
+        return [state.input[0].item() for state in capture.states()]
+
+    net, capture = net(), Capture(name)
+    capture.attach(net)
+    net(torch.ones(1), 2)
+    assert inputs() == [7, 3, 1]  # the innermost is over first
+    capture.clear()
+    net(torch.ones(1), 3, 2)  # the second call fails, and the first goes on
+    assert inputs() == [1]
+    net(torch.ones(1), 0)
+    assert inputs() == [1, 1]
+
+
 def test_the_next_forward_counts_calls_from_zero_again():
     net, capture = Twice(), Capture("layer")
     capture.attach(net)
@@ -338,6 +374,43 @@ def test_a_state_waits_only_for_what_is_read():
     _ = state.output
     _ = state["output"]
     assert waited == ["output", "output"]
+
+
+def test_a_pickle_or_deep_copy_of_a_reference_is_a_plain_state_of_what_it_is_now(tmp_path):
+    capture = captured(model(nn.Linear(4, 4), nn.Tanh()), "0", by="reference")
+    [state] = capture.states()
+    torch.save(state, tmp_path / "state.pt")
+    same_now = [
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        torch.load(tmp_path / "state.pt", weights_only=False),
+    ]
+    shallow = copy.copy(state)
+    expected = state.output.clone()
+    state.output.zero_()
+    for one in same_now:
+        assert type(one) is CapturedState
+        assert torch.equal(one.output, expected)
+        assert (one.module, one.time, one.kwargs) == (state.module, state.time, state.kwargs)
+    for fails in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ProbeError, match="changed in place"):
+            fails(state)
+    with pytest.raises(ProbeError, match="changed in place"):  # it shares the tensors
+        _ = shallow.output
+
+
+@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [(lambda t: t.to_mkldnn(), {"dtype": "float16"}), (lambda t: t.to("meta"), {"device": "cpu"})],
+)
+def test_a_tensor_that_cannot_be_taken_is_named(to, options):
+    class Converts(nn.Module):
+        def forward(self, a):
+            return to(a)
+
+    with pytest.raises(ProbeError, match=r"'0' has a tensor of shape \[3, 4\].*NotImplemented"):
+        captured(nn.Sequential(Converts()), "0", input=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -630,6 +703,32 @@ def test_clear_frees():
     assert capture.counts.cleared == 3
 
 
+class Fails(nn.Module):
+    def forward(self, a):
+        if a.sum() > 0:
+            raise ValueError
+        return a
+
+
+def test_what_a_failed_call_has_left_is_freed_by_the_next_one_and_by_clear():
+    net, capture = nn.Sequential(Fails()), Capture("0")
+    capture.attach(net)
+    for call in (net, net[0]):  # within the model's call, or alone
+        for free in (lambda: call(torch.zeros(1)), capture.clear):  # noqa: B023
+            alive = []
+            for _ in range(3):
+                given = torch.ones(4)
+                alive.append(weakref.ref(given))
+                with pytest.raises(ValueError):  # noqa: PT011 - it has no message
+                    call(given)
+                del given
+            gc.collect()
+            assert sum(one() is not None for one in alive) <= 1
+            free()
+            gc.collect()
+            assert not any(one() is not None for one in alive)
+
+
 # -- asking for it
 
 
@@ -659,6 +758,11 @@ def test_options_are_checked():
         Capture("*", every=0)
     with pytest.raises(ConfigError, match="'by' is 'ref'"):
         Capture("*", by="ref")
+    with pytest.raises(ConfigError, match="memory_limit_mb is a number above 0, or None"):
+        Capture("*", memory_limit_mb=float("inf"))
+    for options in ({"which": "h"}, {"taps": "h"}):
+        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on a function"):
+            probe(lambda a: a, **options)
     with pytest.raises(ConfigError, match="No module matches 'zero'"):
         captured(model(), "zero")
     with pytest.raises(ConfigError, match="neither modules nor taps"):

@@ -145,6 +145,25 @@ def test_removing_frees_what_was_captured():
     assert hooks_on(layer) == 0
 
 
+def test_clearing_frees_also_what_a_failed_call_has_left():
+    class Breaks(nn.Module):
+        def forward(self, a):
+            raise ValueError
+
+    layer = Breaks()
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a")
+        for clear in (manager.clear_captured_states, lambda: manager.clear_captured_states("a")):
+            given = torch.ones(4)
+            gone = weakref.ref(given)
+            with pytest.raises(ValueError):  # noqa: PT011 - it has no message
+                layer(given)
+            del given
+            clear()
+            gc.collect()
+            assert gone() is None
+
+
 # -- the constructor's arguments
 
 
@@ -223,6 +242,9 @@ def test_policy_and_folder(tmp_path):
         {"max_captured_states": 1.5},
         {"memory_limit_mb": -1},
         {"memory_limit_mb": "64"},
+        {"memory_limit_mb": float("inf")},
+        {"memory_limit_mb": float("nan")},
+        {"enable_intervention": "no"},
         {"cleanup_interval": 0},
         {"policy": "drop"},
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,9 @@ from hookline.probes.attaching import Attachment, Call
 from hookline.probes.following import follow
 from hookline.probes.late import Check, LateState
 from hookline.probes.probe import Probe
+from hookline.probes.recomputing import calls_running
 from hookline.probes.segments import note, noted
-from hookline.probes.select import Which, aliases, clean_name
+from hookline.probes.select import Which, aliases, check_model, clean_name
 from hookline.probes.state import CapturedState
 from hookline.probes.store import Counts, Policy, Store
 from hookline.probes.taking import By, Taking
@@ -46,13 +48,18 @@ class Capture(BuiltIn, Probe):
     `.gradient` are those of its last call, and the calls themselves can be indexed and iterated
     over. `capture.states()` has everything in the order of the calls. Both also after training.
 
+    Tensors are found anywhere in what flows: in tuples, lists, mappings and objects, such as the
+    cache of a Hugging Face model, which is copied as it was. What holds tensors and cannot be
+    copied is replaced by a `NotCopied` that names its class.
+
     Args:
         modules: Which modules: names, globs such as `"blocks.*.mlp"`, types, and so on.
         input: Whether to keep the positional arguments, as they were before the module ran.
         output: Whether to keep what it returned.
         kwargs: Whether to keep the keyword arguments.
         gradient: Whether to keep the gradient of what it returned, of the last backward. It is None
-            where there is no backward, and in a compiled model, which does not show it.
+            where there is no backward, in a compiled model, which does not show it, and of a leaf
+            that is returned, such as a parameter: that has its own `.grad`.
         device: Where to keep tensors, such as `"cpu"`. By default where they are. Nothing waits for
             a copy from an accelerator until it is read.
         dtype: What floating-point tensors are kept as, such as `"float16"`. By default as they are.
@@ -64,7 +71,8 @@ class Capture(BuiltIn, Probe):
         every: Captures in every so many steps, from the first; outside of training, in every so
             many forwards.
         by: `"copy"`, or `"reference"`: then nothing is copied, and what was changed in place since
-            (as by an in-place ReLU) is an error when it is read.
+            (as by an in-place ReLU) is an error when it is read. A change through `.data` or
+            `.numpy()` leaves no trace and is not noticed.
         layer_idx: The layer's number, for the states. By default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default any number.
@@ -137,6 +145,7 @@ class Capture(BuiltIn, Probe):
 
     def attach(self, model: torch.nn.Module, **options: Any) -> Attachment:
         """Put the probe on a model; it sees calls from now on."""
+        check_model(model)
         before = self.attachment
         attachment = super().attach(model, **options)
         if attachment is not before:
@@ -156,8 +165,12 @@ class Capture(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """A module is about to run: what comes in is taken now, since it may change it in place."""
-        if not call.recomputed and self._due(call, begins=call.index == 0):
-            self._here.came_in[call.name] = (call.args, *self._came_in(call))
+        if call.recomputed or not self._due(call, begins=call.index == 0):
+            return
+        waiting = self._here.came_in.setdefault(call.name, [])
+        if waiting:  # for calls that this one is within, or that have failed
+            del waiting[calls_running(call.module) - 1 :]
+        waiting.append((call.args, *self._came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -172,7 +185,10 @@ class Capture(BuiltIn, Probe):
         kind = CapturedState if self._take.at_once else LateState
         state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
-            args, *taken = self._here.came_in.pop(call.name, (None,))
+            waiting = self._here.came_in.get(name)
+            if waiting and len(waiting) > 1:
+                del waiting[calls_running(call.module) :]
+            args, *taken = waiting.pop() if waiting else (None,)
             # Not the same: another hook has replaced what comes in, after this one has seen it.
             came_in, check = taken if args is call.args else self._came_in(call)
             state.input, state.kwargs = came_in
@@ -270,7 +286,7 @@ class Capture(BuiltIn, Probe):
         """Return the states, in the order of the calls; of one module only, or of all."""
         if module is None:
             return self._store.states(self.key)
-        return list(self.each(module))
+        return self.pick(module, slice(None))
 
     def each(self, module: str) -> Iterator[CapturedState]:
         """Yield a module's states; those on disk are read one at a time."""
@@ -311,11 +327,19 @@ class Capture(BuiltIn, Probe):
 
     def clear(self) -> None:
         """Free what was captured; capturing goes on."""
+        self._free_failed()
         self._store.clear(self.key)
 
     def forget(self) -> None:
         """Free everything, counts included."""
+        self._free_failed()
         self._store.forget(self.key)
+
+    def _free_failed(self) -> None:
+        """Free what came into calls that have failed, in this thread."""
+        sites = {} if self.attachment is None else self.attachment.sites
+        for name, waiting in self._here.came_in.items():
+            del waiting[calls_running(sites[name].module) if name in sites else 0 :]
 
     def _nothing(self, module: str) -> str:
         known = [*self._names, *self]
@@ -398,7 +422,7 @@ class _Here(threading.local):
     """What a probe knows of the forward that runs in this thread."""
 
     def __init__(self) -> None:
-        self.came_in: dict[str, Any] = {}
+        self.came_in: dict[str, list[Any]] = {}  # into calls that run, by name: the innermost last
         self.due: dict[str, bool] = {}
 
 
@@ -420,6 +444,10 @@ def _own_name(store: Store, name: str, capture: Capture) -> str:
 
 def bytes_of(megabytes: float | None) -> int | None:
     """Return megabytes as bytes."""
+    if megabytes is not None and not math.isfinite(megabytes):
+        raise ConfigError(
+            f"memory_limit_mb is a number above 0, or None for no limit, not {megabytes}."
+        )
     return None if megabytes is None else max(1, int(megabytes * 2**20))
 
 

@@ -22,14 +22,17 @@ CONTENTS = ("input", "kwargs", "output", "gradient")
 class CapturedState(Mapping[str, Any]):
     """What one call of a module took and gave. Also a mapping: `state["output"]`.
 
-    Tensors stand where they stood: in tuples, dicts and so on. What was not captured is None.
+    Tensors stand where they stood: in tuples, dicts, objects and so on. What was not captured is
+    None.
 
     Args:
         module: The module's name.
         probe: The probe's name.
         step: Completed optimizer steps before the call; None outside of training.
         epoch: The epoch; None outside of training.
-        call: Which call of the module it was within its step, from 0.
+        call: Which call of the module it was, from 0, within the model's outermost call; in
+            training where that is not seen, within the step. To a manager of modules each is a
+            model of its own: there it is 0, unless the module calls itself.
         layer_idx: What the probe was given to tell its layer.
         time: When, in seconds since 1970.
         input: The positional arguments.
