@@ -18,14 +18,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotCopied", "map_tensors", "parts", "tensors_in"]
+__all__ = ["NotCopied", "map_tensors", "tensors_in"]
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 _WHOLE = (
     *(Tensor, nn.Module, torch.optim.Optimizer),
     *(type, ModuleType, FunctionType, MethodType, Enum),
 )
-_COLLECTIONS = (deque, set, frozenset)
+_COLLECTIONS = (tuple, list, deque, set, frozenset)
 _MANY = 1000  # parts: what holds that many and no tensor is no cache that is still to be filled
 
 
@@ -55,19 +55,16 @@ def _leaves(value: Any, leaf: type) -> Iterator[Any]:
             yield one
         elif type(one) not in _ATOMS and id(one) not in seen:
             seen[id(one)] = one  # itself too: an id is unique while it lives
-            ahead.extend(part for _, part in reversed(parts(one)))
+            ahead.extend(reversed(_parts(one)))
 
 
-def parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what a collection or an object holds, by names; nothing for what is whole."""
-    if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None) or range(len(value))
-        return [(str(name), part) for name, part in zip(names, value, strict=False)]
-    if isinstance(value, Mapping):
-        return [(str(name), part) for name, part in value.items()]
+def _parts(value: Any) -> list[Any]:
+    """Return what a collection or an object holds; nothing for what is whole."""
     if isinstance(value, _COLLECTIONS):
-        return [(str(i), part) for i, part in enumerate(cast("Any", value))]
-    return list(_attributes(value).items())
+        return list(cast("Any", value))
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(_attributes(value).values())
 
 
 def map_tensors(
@@ -102,7 +99,7 @@ def map_tensors(
         return [map_tensors(part, f, memo, leaf) for part in value]
     if kind is dict:
         return {key: map_tensors(part, f, memo, leaf) for key, part in value.items()}
-    if isinstance(value, (tuple, list, *_COLLECTIONS)):
+    if isinstance(value, _COLLECTIONS):
         items = [map_tensors(part, f, memo, leaf) for part in cast("Any", value)]
         return value if _same(items, value) else _sequence(value, items)
     if isinstance(value, Mapping):
@@ -141,7 +138,7 @@ def _has_many_parts(value: Any) -> bool:
         one = ahead.pop()
         if id(one) not in seen:
             seen[id(one)] = one
-            ahead.extend(part for _, part in parts(one))
+            ahead.extend(_parts(one))
     return bool(ahead)
 
 
