@@ -16,7 +16,7 @@ from loops import batches, make, same, weights
 from torch import nn
 
 from hookline import Trainer, TrainerConfig
-from hookline.errors import ConfigError, ObserverError, ProbeError
+from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
 from hookline.probes.capture import Capture
 from hookline.probes.late import LateState
@@ -123,6 +123,84 @@ def test_tensors_anywhere_in_what_a_module_returns():
     assert out["data"].extra[1] == 5
 
 
+class Layer:
+    def __init__(self):
+        self.keys = self.values = None
+
+
+class Cache:
+    """As in Hugging Face's transformers: each module adds to it."""
+
+    def __init__(self, layers):
+        self.layers = [Layer() for _ in range(layers)]
+
+
+class Attention(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.key, self.value = number, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, a, cache):
+        layer = cache.layers[self.number]
+        layer.keys, layer.values = self.key(a), self.value(a)
+        return a + layer.keys * layer.values, cache
+
+
+class CachingModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(i) for i in range(3))
+
+    def forward(self, a):
+        cache = Cache(3)
+        for block in self.blocks:
+            a, cache = block(a, cache)
+        return a, cache
+
+
+def test_tensors_in_objects_are_copied_without_their_graph_and_counted():
+    net, capture = CachingModel(), Capture("blocks.1")
+    capture.attach(net)
+    _, cache = net(x())
+    [state] = capture.states()
+    before, after = state.input[1], state.output[1]
+    assert type(before) is type(after) is Cache
+    assert [layer.keys is not None for layer in before.layers] == [True, False, False]
+    assert [layer.keys is not None for layer in after.layers] == [True, True, False]
+    assert torch.equal(after.layers[1].keys, cache.layers[1].keys)
+    assert cache.layers[1].keys.requires_grad
+    assert not any(t.requires_grad for t in state.tensors())
+    # The input and one layer came in, the output and two layers went out.
+    assert capture.store.nbytes == state.nbytes == 8 * x().nbytes
+
+
+def test_objects_with_tensors_are_within_the_limit():
+    net = CachingModel()
+    capture = Capture("blocks.*", memory_limit_mb=0.001)
+    capture.attach(net)
+    for _ in range(10):
+        alive = [weakref.ref(layer) for layer in net(x())[1].layers]
+        assert 0 < capture.store.nbytes <= 1048
+    gc.collect()
+    assert not any(one() for one in alive)
+
+
+def test_objects_are_reduced_spilled_and_get_gradients_like_all_else(tmp_path):
+    net = CachingModel()
+    options = {"policy": "spill", "folder": str(tmp_path), "max_states": 1}
+    capture = Capture("blocks.0", reduce="mean", gradient=True, **options)
+    capture.attach(net)
+    for i in range(2):
+        out, cache = net(x(seed=i))
+        (out.sum() + cache.layers[0].keys.sum()).backward()
+    first = capture.states()[0]
+    layer = first.output[1].layers[0]
+    assert layer.keys.shape == ()
+    assert torch.equal(layer.keys, net.blocks[0].key(x(seed=0)).mean())
+    assert first.gradient[1].layers[0].keys.shape == ()
+    assert first.gradient[1].layers[1].keys is None
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -142,6 +220,42 @@ def test_a_module_that_is_called_twice_gives_two_states():
     assert seen["layer"][0] is first
     assert seen["layer"][-1:] == [second]
     assert len(seen["layer"]) == 2
+
+
+class CallsItself(nn.Module):
+    def forward(self, a, depth, fails=0):
+        a.mul_(2)  # in place: what came in is gone
+        if depth == fails and fails:
+            raise ValueError
+        try:
+            return self(a + 1, depth - 1, fails) if depth else a * 1
+        except ValueError:
+            return a
+
+
+class Holds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = CallsItself()
+
+    def forward(self, a, *options):
+        return self.inner(a, *options)
+
+
+@pytest.mark.parametrize(("net", "name"), [(CallsItself, ""), (Holds, "inner")])
+def test_a_module_that_calls_itself_has_the_inputs_of_each_call(net, name):
+    def inputs():
+        return [state.input[0].item() for state in capture.states()]
+
+    net, capture = net(), Capture(name)
+    capture.attach(net)
+    net(torch.ones(1), 2)
+    assert inputs() == [7, 3, 1]  # the innermost is over first
+    capture.clear()
+    net(torch.ones(1), 3, 2)  # the second call fails, and the first goes on
+    assert inputs() == [1]
+    net(torch.ones(1), 0)
+    assert inputs() == [1, 1]
 
 
 def test_the_next_forward_counts_calls_from_zero_again():
@@ -260,6 +374,43 @@ def test_a_state_waits_only_for_what_is_read():
     _ = state.output
     _ = state["output"]
     assert waited == ["output", "output"]
+
+
+def test_a_pickle_or_deep_copy_of_a_reference_is_a_plain_state_of_what_it_is_now(tmp_path):
+    capture = captured(model(nn.Linear(4, 4), nn.Tanh()), "0", by="reference")
+    [state] = capture.states()
+    torch.save(state, tmp_path / "state.pt")
+    same_now = [
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        torch.load(tmp_path / "state.pt", weights_only=False),
+    ]
+    shallow = copy.copy(state)
+    expected = state.output.clone()
+    state.output.zero_()
+    for one in same_now:
+        assert type(one) is CapturedState
+        assert torch.equal(one.output, expected)
+        assert (one.module, one.time, one.kwargs) == (state.module, state.time, state.kwargs)
+    for fails in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ProbeError, match="changed in place"):
+            fails(state)
+    with pytest.raises(ProbeError, match="changed in place"):  # it shares the tensors
+        _ = shallow.output
+
+
+@pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [(lambda t: t.to_mkldnn(), {"dtype": "float16"}), (lambda t: t.to("meta"), {"device": "cpu"})],
+)
+def test_a_tensor_that_cannot_be_taken_is_named(to, options):
+    class Converts(nn.Module):
+        def forward(self, a):
+            return to(a)
+
+    with pytest.raises(ProbeError, match=r"'0' has a tensor of shape \[3, 4\].*NotImplemented"):
+        captured(nn.Sequential(Converts()), "0", input=False, **options)
 
 
 @pytest.mark.parametrize(
@@ -469,6 +620,17 @@ def test_gradients_are_taken_as_outputs_are():
     assert (gradient.shape, gradient.dtype) == ((2,), torch.float64)
 
 
+def test_a_gradient_that_arrives_waits_for_nothing():
+    waited = []
+    store, state = Store(), LateState("m", output=torch.ones(2))
+    key = store.add("p", state)
+    state.checks = {name: lambda: waited.append(1) for name in ("output", "gradient")}
+    assert store.amend(key, gradient=torch.zeros(2))
+    assert waited == []
+    assert torch.equal(state.gradient, torch.zeros(2))
+    assert waited == [1]
+
+
 def test_without_gradients_there_is_none():
     net = model()
     capture = Capture("*", gradient=True)
@@ -552,6 +714,28 @@ def test_policies(tmp_path):
         Capture("0", policy="spill", by="reference")
 
 
+def test_only_what_is_asked_for_is_read_from_disk(tmp_path):
+    net = model()
+    options = {"max_states": 1, "policy": "spill", "folder": str(tmp_path)}
+    with probe(net, ["0", "2"], **options) as seen:
+        for i in range(3):
+            net(x(seed=i))
+    files = sorted(tmp_path.rglob("*.safetensors"), key=lambda file: int(file.stem))
+    assert len(files) == 5
+    third = files[2]  # of the second call of "0"
+    for file in files:
+        if file != third:
+            file.unlink()
+    assert torch.equal(seen["0"][1].output, net[0](x(seed=1)))
+    assert torch.equal(seen["0"][1:2][0].output, net[0](x(seed=1)))
+    assert torch.equal(seen["2"].output, net(x(seed=2)))  # in memory
+    assert (list(seen), len(seen["0"]), "2" in seen) == (["0", "2"], 3, True)
+    assert repr(seen["0"]).count("output=float32[3, 4]") == 3
+    assert "'0': CapturedState('0', probe='probe', call=0, layer_idx=0, output" in repr(seen)
+    with pytest.raises(HooklineError, match="cannot be read back"):
+        _ = seen["0"].output
+
+
 def test_spilled_states_get_their_gradients():
     net, capture = model(), Capture("0", max_states=1, policy="spill", gradient=True, device="cpu")
     capture.attach(net)
@@ -584,6 +768,32 @@ def test_clear_frees():
     assert capture.counts.cleared == 3
 
 
+class Fails(nn.Module):
+    def forward(self, a):
+        if a.sum() > 0:
+            raise ValueError
+        return a
+
+
+def test_what_a_failed_call_has_left_is_freed_by_the_next_one_and_by_clear():
+    net, capture = nn.Sequential(Fails()), Capture("0")
+    capture.attach(net)
+    for call in (net, net[0]):  # within the model's call, or alone
+        for free in (lambda: call(torch.zeros(1)), capture.clear):  # noqa: B023
+            alive = []
+            for _ in range(3):
+                given = torch.ones(4)
+                alive.append(weakref.ref(given))
+                with pytest.raises(ValueError):  # noqa: PT011 - it has no message
+                    call(given)
+                del given
+            gc.collect()
+            assert sum(one() is not None for one in alive) <= 1
+            free()
+            gc.collect()
+            assert not any(one() is not None for one in alive)
+
+
 # -- asking for it
 
 
@@ -613,6 +823,11 @@ def test_options_are_checked():
         Capture("*", every=0)
     with pytest.raises(ConfigError, match="'by' is 'ref'"):
         Capture("*", by="ref")
+    with pytest.raises(ConfigError, match="memory_limit_mb is a number above 0, or None"):
+        Capture("*", memory_limit_mb=float("inf"))
+    for options in ({"which": "h"}, {"taps": "h"}):
+        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on a function"):
+            probe(lambda a: a, **options)
     with pytest.raises(ConfigError, match="No module matches 'zero'"):
         captured(model(), "zero")
     with pytest.raises(ConfigError, match="neither modules nor taps"):
@@ -692,6 +907,26 @@ def test_in_a_trainer_a_part_that_does_not_fit_is_isolated_also_in_backward():
     trainer.fit(batches(4))
     assert (trainer.status, trainer.step) == ("completed", 4)
     assert trainer.hooks.summary().failures["capture"] >= 3
+
+
+def test_in_a_trainer_it_is_quarantined_also_when_what_comes_in_can_be_taken():
+    net, optimizer = make()
+    capture = Capture("first", select=lambda v: v if v.shape[-1] == 8 else 1 / 0)
+    trainer = Trainer(config(), net, optimizer, hooks=[capture])
+    trainer.fit(batches(6))
+    info = next(one for one in trainer.hooks.describe() if one.name == "capture")
+    assert (info.failures, info.quarantined) == (3, True)
+
+
+def test_in_a_trainer_a_store_that_may_drop_nothing_stops_training_when_it_is_full():
+    net, optimizer = make()
+    trainer = Trainer(config(), net, optimizer)
+    capture = Capture("first", policy="error", max_states=3)
+    trainer.add_hook(capture, name="all_of_it")
+    with pytest.raises(StoreFullError, match=r"'all_of_it' has captured .* max_states, 3"):
+        trainer.fit(batches(6))
+    assert (trainer.status, trainer.step) == ("error", 3)
+    assert capture.counts == Counts(captured=4, kept=3, dropped=1)
 
 
 # -- the short form

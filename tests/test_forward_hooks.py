@@ -161,6 +161,38 @@ def test_tensors_anywhere_in_the_outputs_are_detached_and_watched():
         fit(function=meddle, model=Rich(), step_fn=step_fn)
 
 
+class Plain:
+    """What a model may return besides: no dataclass, no mapping."""
+
+    def __init__(self, logits, hidden):
+        self.logits, self.hidden = logits, [hidden]
+
+
+class ReturnsAnObject(Net):
+    def forward(self, x):
+        hidden = self.first(x)
+        return Plain(self.second(torch.relu(hidden)), hidden)
+
+
+def test_tensors_in_any_object_are_detached_and_watched():
+    seen = []
+
+    def look(activations):
+        seen.append((type(activations), activations.hidden[0].requires_grad))
+        activations.logits = None  # its own object, not the model's
+
+    def meddle(activations):
+        activations.hidden[0].add_(1)
+
+    def step_fn(model, batch):
+        return model(batch[0]).logits.square().mean()
+
+    fit(function=look, model=ReturnsAnObject(), step_fn=step_fn)
+    assert seen == [(Plain, False)] * 4
+    with pytest.raises(ObserverError, match="meddle"):
+        fit(function=meddle, model=ReturnsAnObject(), step_fn=step_fn)
+
+
 def test_it_does_not_see_validation():
     seen = []
     model, optimizer = make()

@@ -145,6 +145,25 @@ def test_removing_frees_what_was_captured():
     assert hooks_on(layer) == 0
 
 
+def test_clearing_frees_also_what_a_failed_call_has_left():
+    class Breaks(nn.Module):
+        def forward(self, a):
+            raise ValueError
+
+    layer = Breaks()
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a")
+        for clear in (manager.clear_captured_states, lambda: manager.clear_captured_states("a")):
+            given = torch.ones(4)
+            gone = weakref.ref(given)
+            with pytest.raises(ValueError):  # noqa: PT011 - it has no message
+                layer(given)
+            del given
+            clear()
+            gc.collect()
+            assert gone() is None
+
+
 # -- the constructor's arguments
 
 
@@ -223,6 +242,9 @@ def test_policy_and_folder(tmp_path):
         {"max_captured_states": 1.5},
         {"memory_limit_mb": -1},
         {"memory_limit_mb": "64"},
+        {"memory_limit_mb": float("inf")},
+        {"memory_limit_mb": float("nan")},
+        {"enable_intervention": "no"},
         {"cleanup_interval": 0},
         {"policy": "drop"},
     ],
@@ -421,6 +443,19 @@ def test_only_failures_in_a_row_disable():
         for _ in range(9):
             layer(torch.ones(1, 2))
         assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (6, True)
+
+
+def test_a_probe_is_disabled_also_when_its_look_before_the_module_goes_well():
+    class Adds(nn.Module):
+        def forward(self, a):
+            return a[None]
+
+    layer = Adds()
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a", select=lambda v: v if v.ndim == 1 else 1 / 0)
+        for _ in range(10):
+            layer(torch.ones(2))
+        assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (3, False)
 
 
 def test_failures_in_backward_are_isolated_too():

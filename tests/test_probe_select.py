@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Optional, Union
 
 import pytest
 import torch
@@ -137,7 +138,16 @@ def test_a_type_chooses_its_modules_and_those_of_subclasses(net):
 
 
 def test_types_can_be_joined(net):
-    assert names(net, WideMlp | nn.GELU) == names(net, (nn.GELU, WideMlp))
+    both = names(net, (nn.GELU, WideMlp))
+    assert names(net, WideMlp | nn.GELU) == both
+    assert names(net, Union[WideMlp, nn.GELU]) == both  # noqa: UP007 - as people write it
+    assert "Optional" in refusal(net, Optional[nn.Conv2d])  # noqa: UP045
+
+
+@pytest.mark.parametrize("thing", [None, lambda a: a, nn.Linear])
+def test_something_that_is_no_model(thing):
+    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on"):
+        select(thing, "h")
 
 
 def test_a_function_of_name_and_module_chooses(net):

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from hookline.errors import ConfigError, HooklineError
-from hookline.nested import map_tensors, tensors_in
+from hookline.nested import NotCopied, map_tensors, tensors_in
 from hookline.probes.state import CapturedState
 from hookline.probes.store import Counts, Store, StoreFullError
 
@@ -89,6 +90,52 @@ class Output(ModelOutput):
     hidden: Any = None
 
 
+class Layer:
+    def __init__(self, keys, values):
+        self.keys, self.values = keys, values
+
+
+class Cache:
+    """As in Hugging Face's transformers: its layers hold the tensors."""
+
+    def __init__(self, *layers):
+        self.layers = list(layers)
+        self.length = len(layers)
+
+    def __len__(self):
+        return self.length
+
+    def __getattr__(self, name):
+        raise RuntimeError("none of its code is to run")
+
+    __setattr__ = object.__setattr__
+    __copy__ = __reduce_ex__ = __getattr__
+
+
+class Slotted:
+    __slots__ = ("__own", "never", "t")
+
+    def __init__(self, t):
+        self.t = self.__own = t
+
+
+class SlottedMore(Slotted):
+    def __init__(self, t):
+        super().__init__(t)
+        self.more = [t]
+
+
+class Handle:
+    """Frees what it has when it goes."""
+
+    def __init__(self, t):
+        self.t = t
+
+    def __del__(self):
+        if isinstance(self.t, torch.Tensor):
+            self.t.zero_()
+
+
 def rich_values(t):
     data = Data([t], {"x": t})
     return {
@@ -105,6 +152,15 @@ def rich_values(t):
         "read-only mapping": MappingProxyType({"a": t}),
         "model output": Output(logits=t, hidden=(t, t)),
         "packed": torch.nn.utils.rnn.pack_sequence([t[:2], t[:1]]),
+        "deque": deque([t, 1], maxlen=3),
+        "set": {t},
+        "frozen set": frozenset([t]),
+        "object": Layer(t, (t, 2)),
+        "cache": Cache(Layer(t, t + 1), Layer(t + 2, t + 3)),
+        "namespace": SimpleNamespace(t=t, other={"x": t}),
+        "slots": Slotted(t),
+        "slots and more": SlottedMore(t),
+        "distribution": torch.distributions.Normal(t, torch.ones(8)),
     }
 
 
@@ -118,6 +174,9 @@ def test_tensors_are_replaced_within_values_that_keep_their_types(kind):
     assert type(new) is expected or kind == "read-only mapping"
     assert [t.tolist() for t in tensors_in(new)] == [(t + 1).tolist() for t in before]
     assert [t.tolist() for t in tensors_in(value)] == [t.tolist() for t in before]
+    order = []
+    map_tensors(value, lambda t: order.append(id(t)) or t)
+    assert order == list(dict.fromkeys(map(id, tensors_in(value))))
 
 
 def test_parts_that_are_no_tensors_stay():
@@ -136,10 +195,61 @@ def test_parts_that_are_no_tensors_stay():
 
 
 def test_what_holds_no_tensors_is_left_as_it_is():
-    for value in (None, 3, "a", (1, (2,)), torch.Size([2]), Data(1, 2), object(), Counter("ab")):
+    nothing = (None, 3, "a", (1, (2,)), torch.Size([2]), object(), Counter("ab"), deque([1]))
+    many = Layer(dict.fromkeys(range(2000)), [])
+    for value in (*nothing, Handle(1), torch.Generator(), many, Empty()):
         assert map_tensors(value, lambda t: 1 / 0) is value
-    strange = SimpleNamespace(t=torch.ones(1))
-    assert map_tensors((strange, torch.ones(1)), torch.neg)[0] is strange
+
+
+class Empty:
+    pass
+
+
+class Mode(Enum):
+    TRAIN = 1
+
+
+def test_what_is_whole_is_left_as_it_is():
+    layer = torch.nn.Linear(1, 1)
+    for value in (layer, torch.optim.Adam(layer.parameters()), layer.forward, torch, Mode.TRAIN):
+        assert map_tensors([value], lambda t: 1 / 0)[0] is value
+        assert list(tensors_in(value)) == []
+
+
+def test_a_cache_that_the_model_goes_on_filling_is_copied_also_while_it_is_empty():
+    for value in (Cache(Layer(None, None)), Cache(Layer(None, torch.ones(1)))):
+        new = map_tensors(value, torch.clone)
+        value.layers[0].keys = torch.zeros(1)
+        value.layers.append(Layer(1, 2))
+        assert type(new) is Cache
+        assert len(new.layers) == 1
+        assert new.layers[0].keys is None
+
+
+def test_objects_that_lead_back_to_themselves():
+    child, parent = Layer(torch.ones(1), None), Layer(torch.zeros(1), [])
+    child.values, parent.values = parent, [child, child]
+    assert [t.item() for t in tensors_in(parent)] == [0, 1]
+    new = map_tensors(parent, lambda t: t + 5)
+    assert [t.item() for t in tensors_in(new)] == [5, 6]
+    assert new.values[0].values is new
+    assert new.values[0] is new.values[1]
+    assert (child.values, parent.values) == (parent, [child, child])
+
+
+def test_a_long_chain_of_objects_is_looked_through():
+    chain = Layer(torch.ones(1), 1)
+    for _ in range(10_000):
+        chain = Layer(chain, 1)
+    assert list(tensors_in(chain)) == [1]
+
+
+def test_an_object_that_cannot_be_copied_is_named_instead():
+    t = torch.ones(1)
+    new = map_tensors([Handle(t), t], torch.clone)
+    assert new[0] == NotCopied(f"{__name__}.Handle")
+    assert "Handle" in repr(new[0])
+    assert t == 0  # only the one that was given has gone
 
 
 def test_a_list_that_the_model_goes_on_filling_is_copied():
@@ -210,6 +320,11 @@ def test_a_state_shows_shapes_instead_of_values():
     )
 
 
+def test_a_state_shows_also_objects_that_need_their_tensors_to_show_themselves():
+    s = CapturedState("head", output=torch.distributions.Normal(torch.ones(2), torch.ones(3, 1)))
+    assert repr(s).endswith("output=<Normal of float32[3, 2], float32[3, 2]>)")
+
+
 def test_a_state_yields_all_its_tensors():
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
     s = CapturedState("m", input=(a,), kwargs={"mask": b}, output=Output(logits=c), gradient=(d,))
@@ -255,6 +370,23 @@ def test_states_come_back_oldest_first_by_probe():
     assert store.counts("nobody") == Counts()
     assert store.counts() == Counts(captured=6, kept=6)
     assert store.nbytes == 6 * KB
+
+
+def test_states_are_those_of_one_moment_whatever_others_capture_meanwhile():
+    store, over = Store(max_states=1), threading.Event()
+    store.add("p", state(0))
+
+    def work():
+        while not over.is_set():
+            store.add("p", state(1))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        assert all(len(store.states("p")) == 1 for _ in range(3000))
+    finally:
+        over.set()
+        worker.join()
 
 
 def test_max_states_holds_for_each_probe():
@@ -615,7 +747,7 @@ def test_the_whole_structure_comes_back_from_disk(tmp_path):
         store.add("p", state(1))
         back = store.states("p")[0]
     assert [getattr(back, f.name) for f in fields(s)][:7] == ["m", "p", 1, 2, 3, 4, 5.0]
-    assert back.input[1] is strange
+    assert back.input[1] == strange
     assert back.input[0] is back.kwargs["x"]  # one tensor stays one
     assert [type(v) for v in back.output.values()] == [type(v) for v in values.values()]
     assert back.output["model output"].logits is back.output["model output"]["logits"]

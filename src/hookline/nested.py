@@ -1,37 +1,70 @@
-"""Tensors within what modules take and return, however deep they stand in it."""
+"""Tensors within what modules take and return, however deep they stand in it.
+
+Values hold others in tuples, lists, mappings and other collections, and as attributes of objects:
+dataclasses, a model's cache, a distribution. Modules, optimizers, classes, functions and members of
+enums are whole: nobody looks into them.
+"""
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-__all__ = ["map_tensors", "parts", "tensors_in"]
+__all__ = ["NotCopied", "map_tensors", "tensors_in"]
+
+_ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
+_WHOLE = (
+    *(Tensor, nn.Module, torch.optim.Optimizer),
+    *(type, ModuleType, FunctionType, MethodType, Enum),
+)
+_COLLECTIONS = (tuple, list, deque, set, frozenset)
+_MANY = 1000  # parts: what holds that many and no tensor is no cache that is still to be filled
+
+
+@dataclass(frozen=True, slots=True)
+class NotCopied:
+    """Stands for an object that holds tensors and cannot be copied, such as one with a `__del__`.
+
+    Keeping the object itself would keep what the model goes on with, and its graph.
+
+    Args:
+        kind: The object's class.
+    """
+
+    kind: str
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: in tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for _, part in parts(value):
-            yield from tensors_in(part)
+    """Yield the tensors in a value; each collection and object is looked into once."""
+    return _leaves(value, Tensor)
 
 
-def parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what a tuple, list, mapping or dataclass holds, by names; nothing for all others."""
-    if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None) or range(len(value))
-        return [(str(name), part) for name, part in zip(names, value, strict=False)]
+def _leaves(value: Any, leaf: type) -> Iterator[Any]:
+    ahead, seen = [value], dict[int, Any]()
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, leaf):
+            yield one
+        elif type(one) not in _ATOMS and id(one) not in seen:
+            seen[id(one)] = one  # itself too: an id is unique while it lives
+            ahead.extend(reversed(_parts(one)))
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what a collection or an object holds; nothing for what is whole."""
+    if isinstance(value, _COLLECTIONS):
+        return list(cast("Any", value))
     if isinstance(value, Mapping):
-        return [(str(name), part) for name, part in value.items()]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in fields(value) if hasattr(value, f.name)]
-    return []
+        return list(value.values())
+    return list(_attributes(value).values())
 
 
 def map_tensors(
@@ -42,9 +75,10 @@ def map_tensors(
 ) -> Any:
     """Rebuild a value with each tensor replaced by `f(tensor)`.
 
-    Tuples, lists, mappings and dataclasses stay what they are, named tuples and the outputs of
-    Hugging Face models included. A mapping that cannot be rebuilt becomes a dict. Anything else is
-    left as it is. The value itself is never changed.
+    Collections and objects stay what they are, named tuples and the outputs and caches of Hugging
+    Face models included. A mapping that cannot be rebuilt becomes a dict, an object with tensors
+    that cannot be copied a `NotCopied`. The value is never changed, and what the model may go on to
+    fill, such as a list or a cache, is copied also while there are no tensors in it.
 
     Args:
         value: What a module takes or returns.
@@ -59,20 +93,53 @@ def map_tensors(
             memo[id(value)] = (value, f(value))  # the tensor too: an id is unique while it lives
         return memo[id(value)][1]
     kind: Any = type(value)
+    if kind in _ATOMS:
+        return value
     if kind is list:
         return [map_tensors(part, f, memo, leaf) for part in value]
     if kind is dict:
         return {key: map_tensors(part, f, memo, leaf) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        items = [map_tensors(part, f, memo, leaf) for part in value]
+    if isinstance(value, _COLLECTIONS):
+        items = [map_tensors(part, f, memo, leaf) for part in cast("Any", value)]
         return value if _same(items, value) else _sequence(value, items)
     if isinstance(value, Mapping):
         pairs = {key: map_tensors(part, f, memo, leaf) for key, part in value.items()}
         return value if _same(pairs.values(), value.values()) else _mapping(value, pairs)
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {name: map_tensors(part, f, memo, leaf) for name, part in parts(value)}
-        return value if _same(named.values(), dict(parts(value)).values()) else _data(value, named)
-    return value
+    if id(value) not in memo:
+        _map_object(value, f, memo, leaf)
+    return memo[id(value)][1]
+
+
+def _map_object(
+    value: Any, f: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]], leaf: type
+) -> None:
+    """Put what an object becomes into the memo, before its attributes: they may lead back to it."""
+    attributes = _attributes(value)
+    holds = next(_leaves(value, leaf), None) is not None
+    new = _empty(value) if holds or (attributes and not _has_many_parts(value)) else None
+    if new is None:
+        kind = type(value)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        memo[id(value)] = (value, NotCopied(name) if holds else value)
+        return
+    memo[id(value)] = (value, new)
+    members = _members(type(value))
+    for name, part in attributes.items():
+        mapped = map_tensors(part, f, memo, leaf)
+        if name in members:
+            members[name].__set__(new, mapped)
+        else:
+            _dict_of(new)[name] = mapped
+
+
+def _has_many_parts(value: Any) -> bool:
+    ahead, seen = [value], dict[int, Any]()
+    while ahead and len(seen) + len(ahead) < _MANY:
+        one = ahead.pop()
+        if id(one) not in seen:
+            seen[id(one)] = one
+            ahead.extend(_parts(one))
+    return bool(ahead)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -87,6 +154,8 @@ def _sequence(value: Any, items: list[Any]) -> Any:
     if hasattr(value, "_make"):
         return value._make(items)
     try:
+        if isinstance(value, deque):
+            return type(value)(items, value.maxlen)
         return type(value)(items)  # torch's own, such as the result of `max`
     except TypeError:
         return tuple(items)
@@ -106,8 +175,52 @@ def _mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
         return pairs
 
 
-def _data(value: Any, named: dict[str, Any]) -> Any:
-    new = copy(value)
-    for name, part in named.items():
-        object.__setattr__(new, name, part)  # also where it is frozen
-    return new
+# -- objects, without running any code of their classes -------------------------------------------
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return what an object holds, in its `__dict__` and its slots."""
+    if isinstance(value, _WHOLE):
+        return {}
+    held = dict(_dict_of(value))
+    for name, member in _members(type(value)).items():
+        try:
+            held[name] = member.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return held
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """Return the slots of a class."""
+    return {
+        name: member
+        for cls in reversed(kind.__mro__)
+        if "__slots__" in vars(cls)
+        for name, member in vars(cls).items()
+        if type(member) is MemberDescriptorType
+    }
+
+
+def _empty(value: Any) -> Any:
+    """Return a new object of the same class for the same attributes; None where there is no way."""
+    kind = type(value)
+    if hasattr(kind, "__del__"):  # it would run for the copy, too, and free what is not its own
+        return None
+    try:
+        return object.__new__(kind)
+    except TypeError:  # there is more to it than attributes, as with SimpleNamespace
+        pass
+    try:
+        new = copy(value)
+    except Exception:  # whatever its class makes of it
+        return None
+    return new if type(new) is kind and _dict_of(new) is not _dict_of(value) else None

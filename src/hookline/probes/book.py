@@ -38,6 +38,11 @@ class Record:
     nbytes: int
     rank: float = 0.0  # drawn at random; a sample keeps the lowest
 
+    @property
+    def shell(self) -> CapturedState:
+        """The state, or of one on disk all but its tensors."""
+        return self.state.shell if isinstance(self.state, Spilled) else self.state
+
     def read(self) -> CapturedState:
         """Return the state, from disk if it is there."""
         return self.state.read() if isinstance(self.state, Spilled) else self.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,9 @@ from hookline.probes.attaching import Attachment, Call
 from hookline.probes.following import follow
 from hookline.probes.late import Check, LateState
 from hookline.probes.probe import Probe
+from hookline.probes.recomputing import calls_running
 from hookline.probes.segments import note, noted
-from hookline.probes.select import Which, aliases, clean_name
+from hookline.probes.select import Which, aliases, check_model, clean_name
 from hookline.probes.state import CapturedState
 from hookline.probes.store import Counts, Policy, Store
 from hookline.probes.taking import By, Taking
@@ -46,13 +48,18 @@ class Capture(BuiltIn, Probe):
     `.gradient` are those of its last call, and the calls themselves can be indexed and iterated
     over. `capture.states()` has everything in the order of the calls. Both also after training.
 
+    Tensors are found anywhere in what flows: in tuples, lists, mappings and objects, such as the
+    cache of a Hugging Face model, which is copied as it was. What holds tensors and cannot be
+    copied is replaced by a `NotCopied` that names its class.
+
     Args:
         modules: Which modules: names, globs such as `"blocks.*.mlp"`, types, and so on.
         input: Whether to keep the positional arguments, as they were before the module ran.
         output: Whether to keep what it returned.
         kwargs: Whether to keep the keyword arguments.
         gradient: Whether to keep the gradient of what it returned, of the last backward. It is None
-            where there is no backward, and in a compiled model, which does not show it.
+            where there is no backward, in a compiled model, which does not show it, and of a leaf
+            that is returned, such as a parameter: that has its own `.grad`.
         device: Where to keep tensors, such as `"cpu"`. By default where they are. Nothing waits for
             a copy from an accelerator until it is read.
         dtype: What floating-point tensors are kept as, such as `"float16"`. By default as they are.
@@ -64,7 +71,8 @@ class Capture(BuiltIn, Probe):
         every: Captures in every so many steps, from the first; outside of training, in every so
             many forwards.
         by: `"copy"`, or `"reference"`: then nothing is copied, and what was changed in place since
-            (as by an in-place ReLU) is an error when it is read.
+            (as by an in-place ReLU) is an error when it is read. A change through `.data` or
+            `.numpy()` leaves no trace and is not noticed.
         layer_idx: The layer's number, for the states. By default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default any number.
@@ -137,6 +145,7 @@ class Capture(BuiltIn, Probe):
 
     def attach(self, model: torch.nn.Module, **options: Any) -> Attachment:
         """Put the probe on a model; it sees calls from now on."""
+        check_model(model)
         before = self.attachment
         attachment = super().attach(model, **options)
         if attachment is not before:
@@ -156,8 +165,12 @@ class Capture(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """A module is about to run: what comes in is taken now, since it may change it in place."""
-        if not call.recomputed and self._due(call, begins=call.index == 0):
-            self._here.came_in[call.name] = (call.args, *self._came_in(call))
+        if call.recomputed or not self._due(call, begins=call.index == 0):
+            return
+        waiting = self._here.came_in.setdefault(call.name, [])
+        if waiting:  # for calls that this one is within, or that have failed
+            del waiting[calls_running(call.module) - 1 :]
+        waiting.append((call.args, *self._came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -172,7 +185,10 @@ class Capture(BuiltIn, Probe):
         kind = CapturedState if self._take.at_once else LateState
         state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
-            args, *taken = self._here.came_in.pop(call.name, (None,))
+            waiting = self._here.came_in.get(name)
+            if waiting and len(waiting) > 1:
+                del waiting[calls_running(call.module) :]
+            args, *taken = waiting.pop() if waiting else (None,)
             # Not the same: another hook has replaced what comes in, after this one has seen it.
             came_in, check = taken if args is call.args else self._came_in(call)
             state.input, state.kwargs = came_in
@@ -270,25 +286,40 @@ class Capture(BuiltIn, Probe):
         """Return the states, in the order of the calls; of one module only, or of all."""
         if module is None:
             return self._store.states(self.key)
-        return list(self.each(module))
+        return self.pick(module, slice(None))
 
     def each(self, module: str) -> Iterator[CapturedState]:
         """Yield a module's states; those on disk are read one at a time."""
+        return self._store.each(self.key, self._name_of(module))
+
+    def shells(self, module: str | None = None) -> list[CapturedState]:
+        """Return the states without reading from disk: there, shapes stand for tensors."""
+        return self._store.shells(self.key, None if module is None else self._name_of(module))
+
+    @overload
+    def pick(self, module: str, index: int) -> CapturedState: ...
+    @overload
+    def pick(self, module: str, index: slice) -> list[CapturedState]: ...
+    def pick(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
+        """Return what stands at an index among a module's states; only that is read from disk."""
+        return self._store.pick(self.key, index, self._name_of(module))
+
+    def _name_of(self, module: str) -> str:
+        """The name that a module is captured under."""
         clean = clean_name(module)  # also with the parts that wrappers add
         spelled = (module, clean, clean.removeprefix("module."))
-        name = next((self._names[one] for one in spelled if one in self._names), module)
-        return (state for state in self._store.each(self.key) if state.module == name)
+        return next((self._names[one] for one in spelled if one in self._names), module)
 
     def __getitem__(self, module: str) -> Calls:
-        if next(self.each(module), None) is None:
+        if module not in self:
             raise NotCapturedError(self._nothing(module))
         return Calls(self, module)
 
     def __contains__(self, module: object) -> bool:
-        return isinstance(module, str) and next(self.each(module), None) is not None
+        return isinstance(module, str) and bool(self.shells(module))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(state.module for state in self._store.each(self.key)))
+        return iter(dict.fromkeys(state.module for state in self.shells()))
 
     def keeps(self, content: str) -> bool:
         """Whether it was asked to keep `input`, `output`, `kwargs` or `gradient`."""
@@ -296,11 +327,19 @@ class Capture(BuiltIn, Probe):
 
     def clear(self) -> None:
         """Free what was captured; capturing goes on."""
+        self._free_failed()
         self._store.clear(self.key)
 
     def forget(self) -> None:
         """Free everything, counts included."""
+        self._free_failed()
         self._store.forget(self.key)
+
+    def _free_failed(self) -> None:
+        """Free what came into calls that have failed, in this thread."""
+        sites = {} if self.attachment is None else self.attachment.sites
+        for name, waiting in self._here.came_in.items():
+            del waiting[calls_running(sites[name].module) if name in sites else 0 :]
 
     def _nothing(self, module: str) -> str:
         known = [*self._names, *self]
@@ -366,16 +405,16 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        return list(self)[index]
+        return self._capture.pick(self._module, index)
 
     def __iter__(self) -> Iterator[CapturedState]:
         return self._capture.each(self._module)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._capture.shells(self._module))
 
     def __repr__(self) -> str:
-        shown = "\n ".join(repr(state) for state in self)
+        shown = "\n ".join(repr(state) for state in self._capture.shells(self._module))
         return f"[{shown}]"
 
 
@@ -383,7 +422,7 @@ class _Here(threading.local):
     """What a probe knows of the forward that runs in this thread."""
 
     def __init__(self) -> None:
-        self.came_in: dict[str, Any] = {}
+        self.came_in: dict[str, list[Any]] = {}  # into calls that run, by name: the innermost last
         self.due: dict[str, bool] = {}
 
 
@@ -405,6 +444,10 @@ def _own_name(store: Store, name: str, capture: Capture) -> str:
 
 def bytes_of(megabytes: float | None) -> int | None:
     """Return megabytes as bytes."""
+    if megabytes is not None and not math.isfinite(megabytes):
+        raise ConfigError(
+            f"memory_limit_mb is a number above 0, or None for no limit, not {megabytes}."
+        )
     return None if megabytes is None else max(1, int(megabytes * 2**20))
 
 

@@ -32,10 +32,26 @@ class LateState(CapturedState):
         """Return what was captured; for its size, so nothing is waited for."""
         return tuple(raw.__get__(self) for raw in _RAW.values())
 
+    def __reduce__(self) -> Any:
+        """A pickle, or a deep copy, is a plain state: what it holds is settled now."""
+        return _plain, (dict(self),)
+
+    def __copy__(self) -> LateState:
+        """A copy has the same tensors, and so the same to do before they are read."""
+        new = LateState(**dict.fromkeys(self))
+        for name in self:
+            setattr(new, name, _RAW[name].__get__(self) if name in _RAW else self[name])
+        new.checks = dict(self.checks)
+        return new
+
     def __repr__(self) -> str:
         contents = {name: raw.__get__(self) for name, raw in _RAW.items()}
         others = {name: self[name] for name in self if name not in contents}
         return repr(CapturedState(**others, **contents))
+
+
+def _plain(fields: dict[str, Any]) -> CapturedState:
+    return CapturedState(**fields)
 
 
 def _looked_after(name: str) -> property:

@@ -24,7 +24,7 @@ from hookline.probes.attaching import Attachment
 from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.probe import Probe
 from hookline.probes.state import CapturedState
-from hookline.probes.store import Counts, Policy, Store, StoreFullError
+from hookline.probes.store import Counts, Policy, Store
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Probe)
 Kind = Literal["capture", "monitoring", "debug", "edit", "probe"]
 
 _MAX_FAILURES = 3  # in a row, as in trainers
-_FATAL = (bdb.BdbQuit, HookFailedError, StoreFullError)
+_FATAL = (bdb.BdbQuit, HookFailedError)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Probes:
         policy: Policy = "drop_oldest",
         folder: str | None = None,
     ) -> None:
-        _check(max_captured_states, memory_limit_mb)
+        _check(max_captured_states, memory_limit_mb, enable_intervention)
         limit = bytes_of(memory_limit_mb)
         self.enable_intervention = enable_intervention
         self._limits = (max_captured_states, limit, policy, cleanup_interval, folder)
@@ -324,8 +324,11 @@ class Probes:
         """Free what a capture hook has kept, or all of them; capturing goes on."""
         if hook_id is not None:
             self._of_kind(hook_id, Capture, "captures nothing").clear()
-        else:
-            self._store.clear()
+            return
+        with self._lock:
+            for entry in self._hooks.values():
+                if isinstance(entry.probe, Capture):
+                    entry.probe.clear()
 
     def get_metrics(self, hook_id: str) -> dict[str, float]:
         """Return the numbers of a monitoring hook, by the names of its statistics."""
@@ -503,7 +506,9 @@ def _described(thing: Any) -> str:
     return "None" if thing is None else f"a {type(thing).__name__}"
 
 
-def _check(max_captured_states: Any, memory_limit_mb: Any) -> None:
+def _check(max_captured_states: Any, memory_limit_mb: Any, enable_intervention: Any) -> None:
+    if not isinstance(enable_intervention, bool):
+        raise ConfigError(f"enable_intervention is True or False, not {enable_intervention!r}.")
     for name, value, kinds in (
         ("max_captured_states", max_captured_states, int),
         ("memory_limit_mb", memory_limit_mb, int | float),

@@ -6,13 +6,14 @@ Both can be compiled.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from hookline.errors import ProbeError
-from hookline.nested import _data, _mapping, _sequence
+from hookline.nested import _mapping, _sequence
 
 __all__ = ["Part", "find", "put"]
 
@@ -61,7 +62,9 @@ def put(output: Any, way: tuple[Any, ...], new: torch.Tensor) -> Any:
     if isinstance(output, Mapping):
         pairs = {k: put(item, rest, new) if k == one else item for k, item in output.items()}
         return pairs if type(output) is dict else _mapping(output, pairs)
-    return _data(output, {one: put(getattr(output, one), rest, new)})
+    changed = copy(output)
+    object.__setattr__(changed, one, put(getattr(output, one), rest, new))  # also where frozen
+    return changed
 
 
 def _first(value: Any) -> tuple[Any, ...] | None:

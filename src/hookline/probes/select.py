@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, Union, get_origin
 
 from torch import nn
 
 from hookline.errors import ConfigError, listed, nearest
 
-__all__ = ["Which", "aliases", "clean_name", "clean_names", "select"]
+__all__ = ["Which", "aliases", "check_model", "clean_name", "clean_names", "select"]
 
 Predicate: TypeAlias = Callable[[str, nn.Module], object]
 
@@ -69,6 +69,13 @@ class _Place(NamedTuple):
     """Whether it is only a wrapper of the module with the same name."""
 
 
+def check_model(model: Any) -> None:
+    """Raise where this is no model."""
+    if not isinstance(model, nn.Module):
+        what = "None" if model is None else f"a {type(model).__name__}"
+        raise ConfigError(f"Probes are put on the modules of a torch.nn.Module, not on {what}.")
+
+
 def clean_name(name: str) -> str:
     """Return a module's name without the parts that only wrappers add.
 
@@ -114,7 +121,7 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
               one of several. So `"blocks.*.mlp"` chooses each block's `mlp`, `"**.mlp"` every `mlp`
               at any depth, `"**"` all modules and the model itself;
             - a regular expression that matches whole names: a compiled one, or `"re:…"`;
-            - a type: all its modules, subclasses included;
+            - a type, or a union of some: all its modules, subclasses included;
             - a function of name and module that says whether to choose it;
             - a module of the model.
 
@@ -146,6 +153,7 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
 
 
 def _places(model: nn.Module) -> list[_Place]:
+    check_model(model)
     # Looked up, not imported: whoever uses a wrapper has imported it, and some take long.
     known = [
         (kind, part)
@@ -189,7 +197,7 @@ def _find(places: list[_Place], one: Any) -> list[_Place]:
     if isinstance(one, str | re.Pattern):
         matches = _regex(one).fullmatch
         return _where(places, lambda place: matches(place.name)) or _by_full_name(places, matches)
-    if isinstance(one, type | UnionType):
+    if _is_type(one):
         return _where(places, lambda place: isinstance(place.module, one))
     if callable(one):
         return _where(places, lambda place: one(place.name, place.module))
@@ -197,6 +205,10 @@ def _find(places: list[_Place], one: Any) -> list[_Place]:
         f"Modules cannot be chosen by a {type(one).__name__}: {one!r}. Give a name, a glob, a "
         "regular expression, a type, a function of name and module, a module, or a list of these."
     )
+
+
+def _is_type(one: Any) -> bool:
+    return isinstance(one, type | UnionType) or get_origin(one) is Union
 
 
 def _where(places: list[_Place], wanted: Callable[[_Place], object]) -> list[_Place]:
@@ -264,7 +276,7 @@ def _nothing(places: list[_Place], one: Any) -> str:
     names = list(dict.fromkeys(place.name for place in places if place.name))
     if isinstance(one, nn.Module):
         start = f"This {type(one).__name__} is not a part of the model."
-    elif isinstance(one, type | UnionType):
+    elif _is_type(one):
         start = f"No module of the model is a {getattr(one, '__name__', one)}."
         kinds = Counter(type(place.module).__name__ for place in places if not place.wraps)
         return f"{start} Its types: {listed(kinds)}."

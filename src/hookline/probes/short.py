@@ -79,7 +79,8 @@ class Seen(Mapping[str, Calls]):
         return True  # also when nothing was captured yet
 
     def __repr__(self) -> str:
-        shown = "\n".join(f"  {name!r}: {calls[-1]!r}" for name, calls in self.items())
+        last = {state.module: state for state in self.capture.shells()}
+        shown = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
         return f"Seen({{\n{shown}\n}})" if shown else "Seen({})"
 
     def states(self, name: str | None = None) -> list[CapturedState]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.errors import HooklineError
 from hookline.memory import unshared
 from hookline.nested import map_tensors
-from hookline.probes.state import CONTENTS, CapturedState
+from hookline.probes.state import CONTENTS, CapturedState, shape_of
 
 __all__ = ["CannotSpill", "Spilled", "write"]
 
@@ -30,7 +30,7 @@ class CannotSpill(Exception):  # noqa: N818 - said and done with within the stor
     """A state cannot be written; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed as itself, as tensors are
 class _Slot:
     """Stands where a tensor was."""
 
@@ -40,6 +40,9 @@ class _Slot:
     device: torch.device
     kind: type[Tensor]
     attributes: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return shape_of(self)
 
 
 class Spilled(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from hookline.memory import storages
 from hookline.nested import map_tensors, tensors_in
 
-__all__ = ["CONTENTS", "CapturedState"]
+__all__ = ["CONTENTS", "CapturedState", "shape_of"]
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
@@ -22,14 +22,17 @@ CONTENTS = ("input", "kwargs", "output", "gradient")
 class CapturedState(Mapping[str, Any]):
     """What one call of a module took and gave. Also a mapping: `state["output"]`.
 
-    Tensors stand where they stood: in tuples, dicts and so on. What was not captured is None.
+    Tensors stand where they stood: in tuples, dicts, objects and so on. What was not captured is
+    None.
 
     Args:
         module: The module's name.
         probe: The probe's name.
         step: Completed optimizer steps before the call; None outside of training.
         epoch: The epoch; None outside of training.
-        call: Which call of the module it was within its step, from 0.
+        call: Which call of the module it was, from 0, within the model's outermost call; in
+            training where that is not seen, within the step. To a manager of modules each is a
+            model of its own: there it is 0, unless the module calls itself.
         layer_idx: What the probe was given to tell its layer.
         time: When, in seconds since 1970.
         input: The positional arguments.
@@ -82,11 +85,7 @@ class CapturedState(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         said = [f"{name}={self[name]!r}" for name in _WHERE if self[name] is not None]
-        held = [
-            f"{name}={map_tensors(self[name], _Shape)!r}"
-            for name in CONTENTS
-            if self[name] is not None
-        ]
+        held = [f"{name}={_shown(self[name])}" for name in CONTENTS if self[name] is not None]
         return f"CapturedState({', '.join([repr(self.module), *said, *held])})"
 
 
@@ -94,11 +93,25 @@ _FIELDS = {f.name: None for f in fields(CapturedState)}
 _WHERE = ("probe", "step", "epoch", "call", "layer_idx")
 
 
+def _shown(value: Any) -> str:
+    """A value with shapes instead of tensors."""
+    try:
+        return repr(map_tensors(value, _Shape))
+    except Exception:  # an object that shows itself may need its tensors for that
+        shapes = ", ".join(repr(_Shape(tensor)) for tensor in tensors_in(value))
+        return f"<{type(value).__name__} of {shapes}>"
+
+
+def shape_of(tensor: Any) -> str:
+    """Return what is shown of a tensor: `float32[2, 3]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 class _Shape:
     """Stands for a tensor in a repr."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        self._text = shape_of(tensor)
 
     def __repr__(self) -> str:
         return self._text

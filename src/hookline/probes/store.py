@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
-from hookline.errors import ConfigError, HooklineError, listed, nearest
+from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.memory import storages
 from hookline.probes.book import Book, Counts, Record
 from hookline.probes.ledger import Ledger
@@ -31,8 +31,8 @@ log = logging.getLogger("hookline")
 Policy = Literal["drop_oldest", "sample", "spill", "error"]
 
 
-class StoreFullError(HooklineError, MemoryError):
-    """A state does not fit into the store, and nothing may be dropped."""
+class StoreFullError(HookFailedError, MemoryError):
+    """A state does not fit into the store, and nothing may be dropped: training stops."""
 
 
 class Store:
@@ -140,22 +140,46 @@ class Store:
 
     def states(self, probe: str) -> list[CapturedState]:
         """Return a probe's states, oldest first; spilled ones are read back, all at once."""
-        return list(self.each(probe))
+        return self.pick(probe, slice(None))
 
-    def each(self, probe: str) -> Iterator[CapturedState]:
-        """Yield a probe's states, oldest first; spilled ones are read one at a time."""
+    def each(self, probe: str, module: str | None = None) -> Iterator[CapturedState]:
+        """Yield a probe's states, or a module's of them; spilled ones are read one at a time."""
         with self._lock:
-            if probe not in self._books:
-                return
-            book = self._books[probe]
-            keys = sorted((*book.memory, *book.disk))
+            keys = [record.key for record in self._records(probe, module)]
         for key in keys:
             with self._lock:
-                record = book.memory.get(key) or book.disk.get(key)
-                if record is None:  # gone in the meantime
+                book = self._books.get(probe)
+                record = book and (book.memory.get(key) or book.disk.get(key))
+                if not record:  # gone in the meantime
                     continue
                 state = record.read()
             yield state
+
+    @overload
+    def pick(self, probe: str, index: int, module: str | None = None) -> CapturedState: ...
+    @overload
+    def pick(self, probe: str, index: slice, module: str | None = None) -> list[CapturedState]: ...
+    def pick(
+        self, probe: str, index: int | slice, module: str | None = None
+    ) -> CapturedState | list[CapturedState]:
+        """Return what stands at an index among these states; only that is read from disk."""
+        with self._lock:
+            found = self._records(probe, module)[index]
+            return [one.read() for one in found] if isinstance(found, list) else found.read()
+
+    def shells(self, probe: str, module: str | None = None) -> list[CapturedState]:
+        """Return these states without reading from disk: there, shapes stand for tensors."""
+        with self._lock:
+            return [record.shell for record in self._records(probe, module)]
+
+    def _records(self, probe: str, module: str | None) -> list[Record]:
+        """These states' records, oldest first."""
+        if probe not in self._books:
+            return []
+        book = self._books[probe]
+        records = (*book.memory.values(), *book.disk.values())
+        found = [one for one in records if module is None or one.shell.module == module]
+        return sorted(found, key=lambda record: record.key)
 
     def counts(self, probe: str | None = None) -> Counts:
         """Return what became of a probe's states, or of all probes' together."""
@@ -319,7 +343,8 @@ class Store:
     def _amend(self, book: Book, record: Record, contents: dict[str, Any]) -> bool:
         state = record.state
         assert isinstance(state, CapturedState)
-        before = {name: getattr(state, name) for name in contents}
+        held = zip(CONTENTS, state.contents(), strict=True)  # as it stands: nobody waits for it
+        before = {name: value for name, value in held if name in contents}
         _set(state, contents)
         places = storages(state.contents())
         full = self._ledger.nbytes + self._ledger.new(places) > self._limit

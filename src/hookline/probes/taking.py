@@ -92,14 +92,9 @@ class Taking:
         return taken, _all_of(checks) if checks else None
 
     def _take(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
-        source = tensor.detach()
-        part = source
         try:
-            if self._select is not None:
-                part = self._apply(self._select, part, name, "select")
-            if self._reduce is not None:
-                part = self._apply(self._reduce, part, name, "reduce")
-        except HookFailedError:
+            return self._taken(tensor, name, by, checks)
+        except (HookFailedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ProbeError(
@@ -107,6 +102,13 @@ class Taking:
                 f"which cannot be taken as asked: {type(error).__name__}: {error}. Give `select` a "
                 "function that can tell, or choose other modules."
             ) from error
+
+    def _taken(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
+        part = source = tensor.detach()
+        if self._select is not None:
+            part = self._apply(self._select, part, name, "select")
+        if self._reduce is not None:
+            part = self._apply(self._reduce, part, name, "reduce")
         if self._dtype is not None and part.is_floating_point():
             part = part.to(self._dtype)
         if self._device is not None:
