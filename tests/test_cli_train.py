@@ -220,6 +220,53 @@ def test_check_finds_a_batch_that_does_not_fit_the_model(project: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
+
+
+def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
+    done = run(project, "check", "train.yaml", HOOK)
+    assert done.returncode == 1
+    assert "With the hook 'early_stopping': EarlyStopping looks at the metric 'val/los'" in (
+        done.stderr
+    )
+    assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
+    late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"
+    assert "the metric 'train/acc', which is not there" in (
+        run(project, "check", "train.yaml", late).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "{name: early_stopping, monitor: val/los, strict: false}",
+        "{name: early_stopping, monitor: val/los, enabled: false}",
+        "{name: early_stopping, monitor: train/loss, check_on_train_epoch_end: true}",
+        "{name: model_checkpoint, monitor: eval/perplexity, filename: '{step}-{val/loss:.2f}'}",
+    ],
+)
+def test_check_accepts_metrics_that_are_there_or_need_not_be(project: Path, hook: str) -> None:
+    done = run(project, "check", "train.yaml", f"hooks.1={hook}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_check_leaves_metrics_alone_that_a_hook_may_add(project: Path) -> None:
+    added = "\nclass Adds(hookline.Hook):\n    def on_validation_end(self, metrics): pass\n"
+    (project / "net.py").write_text(PROJECT + added)
+    done = run(project, "check", "train.yaml", "hooks.0=net.Adds", HOOK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
+    project: Path,
+) -> None:
+    done = run(project, "train", "train.yaml", HOOK)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("looks at the metric 'val/los'") == 1
+    assert done.stderr.startswith("hookline: The hook 'early_stopping' failed")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -51,7 +51,7 @@ def main() -> None:
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
-        _end(str(error), FAILED)
+        _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", INTERRUPTED)
     except _USAGE_ERRORS as error:

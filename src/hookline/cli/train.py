@@ -126,7 +126,8 @@ def check(
     """Check a training without starting it.
 
     Are all classes found, do their arguments fit, are hooks bound, does a batch go through the
-    model, its loss and backward? No optimizer steps, and no run is recorded.
+    model, its loss and backward, will the metrics be there that hooks look at, can a run be
+    written? No optimizer steps, and no run is recorded.
 
     Example: **hookline check train.yaml**
     """
