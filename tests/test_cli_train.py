@@ -157,6 +157,24 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
     assert "There is no run '2020'" in unknown.stderr
 
 
+def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
+    project: Path,
+) -> None:
+    assert run(project, "train", "train.yaml").returncode == 0
+    (path,) = runs_in(project)
+    other = [f"--resume={path.name}", "model.init_args.width=6", "trainer.max_epochs=3"]
+    done = run(project, "train", "train.yaml", *other)
+    assert done.returncode == 1
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
+    assert "does not fit this Net. Resume with the model of the run" in first
+    assert "  'first.weight' is (3, 8) in the checkpoint and (6, 8) here" in lines
+    assert lines[-1] == (
+        "  of the configuration, model.init_args.width was 3 and is 6, trainer.max_epochs was 2 "
+        "and is 3"
+    )
+
+
 def test_train_from_python(project: Path) -> None:
     done = run(project, "train", "net.py:make_trainer", "steps=2", "lr=0.5")
     assert done.returncode == 0, done.stderr
@@ -281,6 +299,24 @@ def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("runs", ["/proc/nope", "net.py", "net.py/runs"])
+def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
+    project: Path, command: str, runs: str
+) -> None:
+    done = run(project, command, "train.yaml", f"trainer.runs={runs}")
+    assert done.returncode == 2
+    assert f"'trainer.runs': '{runs}' " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_check_makes_no_folder(project: Path) -> None:
+    before = sorted(project.iterdir())
+    done = run(project, "check", "train.yaml", "trainer.runs=deep/er", PYTHONDONTWRITEBYTECODE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(project.iterdir()) == before
 
 
 def test_the_schema_is_printed_or_written(project: Path) -> None:

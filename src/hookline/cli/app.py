@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
+from hookline.cli.folders import check_folder
 from hookline.cli.hooks import events, hooks_app
 from hookline.cli.importing import interrupted_afterwards
 from hookline.cli.init import init
@@ -154,29 +154,13 @@ def demo(
 
     Example: **hookline demo --steps 100 --out /tmp/runs --seed 1**
     """
-    _check_folder(out)
+    check_folder(out, "--out")
     try:
         with interrupted_afterwards():
             from hookline.cli.demo import run_demo
         run_demo(steps=steps, out=out, seed=seed)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         _end("Interrupted.", INTERRUPTED)
-
-
-def _check_folder(out: Path) -> None:
-    """End now, and not after the model was made, when a run cannot be written there."""
-    try:
-        if out.exists() and not out.is_dir():
-            problem = "is a file"
-        else:
-            out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=out):
-                return
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror})"
-    raise typer.BadParameter(
-        f"'{out}' {problem}; expected a folder, or the name of one to make.", param_hint="'--out'"
-    )
 
 
 if __name__ == "__main__":

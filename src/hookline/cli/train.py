@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from hookline.cli.folders import check_folder
 from hookline.cli.importing import interrupted_afterwards
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ def train(
 
             start, said = find_resume(training, resume)
             print(said, flush=True)
+        if start is None:
+            _check_runs(training)
         trainer = training.fit(start)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         if training is not None and training.trainer.run is not None:
@@ -135,6 +138,7 @@ def check(
 
     try:
         training = _load(config, overrides)
+        _check_runs(training)
         from hookline.files.trial import try_training
 
         facts = try_training(training)
@@ -201,6 +205,12 @@ def _load(config: str, overrides: list[str] | None) -> Training:
             param_hint="'CONFIG'",
         )
     return load_training(config, *given)
+
+
+def _check_runs(training: Training) -> None:
+    runs = training.trainer.config.runs
+    if runs is not None:
+        check_folder(runs, "trainer.runs")
 
 
 def _as_table(facts: dict[str, Any]) -> str:
