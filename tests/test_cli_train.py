@@ -175,6 +175,31 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
     )
 
 
+def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(project: Path) -> None:
+    hooks = "hooks=[{name: early_stopping, monitor: val/los}]"
+    assert run(project, "train", "train.yaml", hooks).returncode == 1
+    again = run(project, "train", "train.yaml", hooks, "--resume")
+    said = "In runs, 1 unfinished run of this configuration has no checkpoint: starting afresh."
+    assert said in again.stdout.splitlines()
+
+
+def test_a_reader_that_has_seen_enough_ends_the_output_and_not_the_training(project: Path) -> None:
+    command = " ".join([*COMMAND, "train", "train.yaml", "hooks.1=console_log"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=project,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = runs_in(project)
+    opened = hookline.open_run(path)
+    assert (opened.status, opened.overview()["steps"]) == ("completed", 8)
+    assert opened.events("end")[0]["hooks"]["hooks"][1]["failures"] == 0
+
+
 def test_train_from_python(project: Path) -> None:
     done = run(project, "train", "net.py:make_trainer", "steps=2", "lr=0.5")
     assert done.returncode == 0, done.stderr
@@ -290,6 +315,7 @@ def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceba
     [
         (["train"], "Missing argument"),
         (["train", "train.yaml", "epochs"], "'epochs' is no setting. Expected key=value"),
+        (["train", "train.yaml", "trainer.max_epochs="], "write trainer.max_epochs=null"),
         (["check", "net.py"], "net.py:make_trainer"),
         (["schema", "--out", "no/such/folder"], "'no/such/folder' cannot be written"),
     ],
@@ -342,4 +368,6 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert "hookline train train.yaml --resume" in done.stdout
     assert "hookline check train.yaml" in done.stdout
+    assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
+    assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
     assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--resume", "--help", "--json", "--out"}

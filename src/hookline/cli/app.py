@@ -7,7 +7,6 @@ by the command that needs it, so that `--help` is quick.
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
 from pathlib import Path
@@ -17,10 +16,12 @@ import typer
 
 from hookline._version import __version__
 from hookline.cli.folders import check_folder
+from hookline.cli.helping import Command, Group
 from hookline.cli.hooks import events, hooks_app
 from hookline.cli.importing import interrupted_afterwards
 from hookline.cli.init import init
 from hookline.cli.runs import runs_app
+from hookline.cli.streams import prepare_streams
 from hookline.cli.train import add_training_commands
 from hookline.errors import HooklineError
 
@@ -31,22 +32,21 @@ LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     name="hookline",
+    cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(init)
+app.command(cls=Command)(init)
 add_training_commands(app)
 app.add_typer(hooks_app)
-app.command()(events)
+app.command(cls=Command)(events)
 app.add_typer(runs_app)
 
 
 def main() -> None:
     """Run the command line, and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows "?"
-            stream.reconfigure(errors="replace")
+    prepare_streams()
     arguments = [one for one in sys.argv[1:] if one != "--debug"]  # it may stand anywhere
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
@@ -130,7 +130,7 @@ def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
     return {"parser": parse, "metavar": "INTEGER"}
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     steps: Annotated[
         int, typer.Option(help="How many steps to train, 1 or more.", **_whole_number(1))

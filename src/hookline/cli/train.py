@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from hookline.cli.folders import check_folder
+from hookline.cli.helping import Command
 from hookline.cli.importing import interrupted_afterwards
+from hookline.cli.printing import show
 
 if TYPE_CHECKING:
     from hookline.files.loading import Training
@@ -37,7 +38,7 @@ Overrides = Annotated[
     typer.Argument(
         help="Settings that win over the file's, such as trainer.max_epochs=3 or hooks.0.every=5; "
         "the value is written as YAML. For a function: its arguments.",
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         show_default=False,
     ),
 ]
@@ -46,11 +47,11 @@ Overrides = Annotated[
 def add_training_commands(app: typer.Typer) -> None:
     """Give the command line these commands."""
     app.command(cls=_WithOptionalResume)(train)
-    app.command()(check)
-    app.command()(schema)
+    app.command(cls=Command)(check)
+    app.command(cls=Command)(schema)
 
 
-class _WithOptionalResume(TyperCommand):
+class _WithOptionalResume(Command):
     """`--resume` may stand alone; then it means the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -154,7 +155,7 @@ def check(
     if as_json:
         _print_json({"ok": True, **facts})
     else:
-        print(_as_table(facts))
+        show(_as_table(facts))
         print("OK")
 
 
