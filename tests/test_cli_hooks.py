@@ -316,6 +316,26 @@ def test_colours_are_for_terminals_that_want_them(no_color: bool) -> None:
     assert ("\x1b[" in done.stdout) is not no_color
 
 
+def test_a_narrow_terminal_gets_lines_that_are_folded_at_words() -> None:
+    variables = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"}
+    folded = hookline("hooks", **variables).stdout
+    assert max(map(len, folded.splitlines())) <= 70
+    assert "\n" + " " * 29 in folded  # under the last column
+    assert folded.split() == hookline("hooks").stdout.split()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = " ".join([*COMMAND, "hooks", "--json"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[", "")
+
+
 PAGE = (Path(__file__).parent.parent / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 

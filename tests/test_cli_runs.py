@@ -271,6 +271,8 @@ def test_the_options_are_these() -> None:
     for words in ((), ("show",), ("diff",)):
         options = set(re.findall(r"--[a-z]+", printed(*words, "--help")))
         assert options == {"--runs", "--json", "--help"}
+    assert "without it, runs." in printed("--help")
+    assert "<bool>" not in printed("--help")
 
 
 def in_a_terminal(three: Three, **environment: str) -> str:
@@ -301,7 +303,39 @@ def test_a_terminal_gets_colours_unless_they_are_not_wanted(three: Three) -> Non
     assert re.search(r"\x1b\[31m *lost", shown)
     plain = in_a_terminal(three, NO_COLOR="1")
     assert "\x1b" not in plain
-    assert re.sub(r"\x1b\[\d*m", "", shown) == plain  # nothing is cut to the width
+    assert re.sub(r"\x1b\[\d*m", "", shown) == plain
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [(120, ""), (80, "started (UTC), git"), (60, "started (UTC), duration, config, git")],
+)
+def test_a_narrow_terminal_gets_fewer_columns(three: Three, columns: int, left_out: str) -> None:
+    lines = in_a_terminal(three, NO_COLOR="1", COLUMNS=str(columns)).splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= columns
+    whole = printed("--runs", three.folder / "runs").splitlines()[0]
+    heads = re.split(r"\s{2,}", whole)
+    assert [one for one in heads if one not in lines[0]] == left_out.split(", ") * bool(left_out)
+
+
+def test_what_ended_a_run_is_one_line(tmp_path: Path) -> None:
+    def shown(error: BaseException) -> str:
+        run = Run.create(tmp_path, config={}, seed=None, hooks=[])
+        run.close("error", error)
+        (line,) = re.findall("last error +(.*)", printed("show", run.path))
+        return str(line)
+
+    assert shown(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert shown(ValueError("this\n  and that")) == "ValueError: this …"
+
+
+def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for words in (["--runs", "file"], ["show", "x", "--runs", "file"]):
+        done = runs(*words, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "'--runs': 'file' is a file; expected the folder of all runs." in done.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:

@@ -157,6 +157,49 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
     assert "There is no run '2020'" in unknown.stderr
 
 
+def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
+    project: Path,
+) -> None:
+    assert run(project, "train", "train.yaml").returncode == 0
+    (path,) = runs_in(project)
+    other = [f"--resume={path.name}", "model.init_args.width=6", "trainer.max_epochs=3"]
+    done = run(project, "train", "train.yaml", *other)
+    assert done.returncode == 1
+    first, *lines = done.stderr.splitlines()
+    assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
+    assert "does not fit this Net. Resume with the model of the run" in first
+    assert "  'first.weight' is (3, 8) in the checkpoint and (6, 8) here" in lines
+    assert lines[-1] == (
+        "  of the configuration, model.init_args.width was 3 and is 6, trainer.max_epochs was 2 "
+        "and is 3"
+    )
+
+
+def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(project: Path) -> None:
+    hooks = "hooks=[{name: early_stopping, monitor: val/los}]"
+    assert run(project, "train", "train.yaml", hooks).returncode == 1
+    again = run(project, "train", "train.yaml", hooks, "--resume")
+    said = "In runs, 1 unfinished run of this configuration has no checkpoint: starting afresh."
+    assert said in again.stdout.splitlines()
+
+
+def test_a_reader_that_has_seen_enough_ends_the_output_and_not_the_training(project: Path) -> None:
+    command = " ".join([*COMMAND, "train", "train.yaml", "hooks.1=console_log"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=project,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    (path,) = runs_in(project)
+    opened = hookline.open_run(path)
+    assert (opened.status, opened.overview()["steps"]) == ("completed", 8)
+    assert opened.events("end")[0]["hooks"]["hooks"][1]["failures"] == 0
+
+
 def test_train_from_python(project: Path) -> None:
     done = run(project, "train", "net.py:make_trainer", "steps=2", "lr=0.5")
     assert done.returncode == 0, done.stderr
@@ -220,11 +263,59 @@ def test_check_finds_a_batch_that_does_not_fit_the_model(project: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
+
+
+def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
+    done = run(project, "check", "train.yaml", HOOK)
+    assert done.returncode == 1
+    assert "With the hook 'early_stopping': EarlyStopping looks at the metric 'val/los'" in (
+        done.stderr
+    )
+    assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
+    late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"
+    assert "the metric 'train/acc', which is not there" in (
+        run(project, "check", "train.yaml", late).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "{name: early_stopping, monitor: val/los, strict: false}",
+        "{name: early_stopping, monitor: val/los, enabled: false}",
+        "{name: early_stopping, monitor: train/loss, check_on_train_epoch_end: true}",
+        "{name: model_checkpoint, monitor: eval/perplexity, filename: '{step}-{val/loss:.2f}'}",
+    ],
+)
+def test_check_accepts_metrics_that_are_there_or_need_not_be(project: Path, hook: str) -> None:
+    done = run(project, "check", "train.yaml", f"hooks.1={hook}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_check_leaves_metrics_alone_that_a_hook_may_add(project: Path) -> None:
+    added = "\nclass Adds(hookline.Hook):\n    def on_validation_end(self, metrics): pass\n"
+    (project / "net.py").write_text(PROJECT + added)
+    done = run(project, "check", "train.yaml", "hooks.0=net.Adds", HOOK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
+    project: Path,
+) -> None:
+    done = run(project, "train", "train.yaml", HOOK)
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("looks at the metric 'val/los'") == 1
+    assert done.stderr.startswith("hookline: The hook 'early_stopping' failed")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["train"], "Missing argument"),
         (["train", "train.yaml", "epochs"], "'epochs' is no setting. Expected key=value"),
+        (["train", "train.yaml", "trainer.max_epochs="], "write trainer.max_epochs=null"),
         (["check", "net.py"], "net.py:make_trainer"),
         (["schema", "--out", "no/such/folder"], "'no/such/folder' cannot be written"),
     ],
@@ -234,6 +325,24 @@ def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+@pytest.mark.parametrize("runs", ["/proc/nope", "net.py", "net.py/runs"])
+def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
+    project: Path, command: str, runs: str
+) -> None:
+    done = run(project, command, "train.yaml", f"trainer.runs={runs}")
+    assert done.returncode == 2
+    assert f"'trainer.runs': '{runs}' " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_check_makes_no_folder(project: Path) -> None:
+    before = sorted(project.iterdir())
+    done = run(project, "check", "train.yaml", "trainer.runs=deep/er", PYTHONDONTWRITEBYTECODE="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(project.iterdir()) == before
 
 
 def test_the_schema_is_printed_or_written(project: Path) -> None:
@@ -259,4 +368,6 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert "hookline train train.yaml --resume" in done.stdout
     assert "hookline check train.yaml" in done.stdout
+    assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
+    assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
     assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--resume", "--help", "--json", "--out"}

@@ -114,7 +114,7 @@ def test_what_is_missing_is_an_error_that_lists_what_there_is(tmp_path):
     with pytest.raises(HookFailedError) as error:
         fit(tmp_path, EarlyStopping("val/los"))
     assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
-    assert "The metrics are: 'val/loss'" in str(error.value)
+    assert str(error.value).endswith("The metrics are: 'val/loss'.")
 
 
 def test_what_is_missing_is_left_out_when_not_strict(tmp_path, caplog):
@@ -299,3 +299,20 @@ def test_a_bare_loop_is_stopped_too():
 def test_a_bare_loop_that_cannot_be_stopped_says_so():
     with pytest.raises(HookFailedError, match=r"session\.batches"):
         bare(EarlyStopping(patience=1), (3.0, 4.0), through_session=False)
+
+
+def test_a_bare_loop_is_told_which_call_supplies_the_metric(caplog):
+    model, optimizer = make()
+    with (
+        pytest.raises(HookFailedError, match="The metrics are: none") as error,
+        hookline.attach(model, optimizer, hooks=[EarlyStopping()]) as session,
+    ):
+        for x, y in session.batches(batches(1)):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        with session.validation():
+            pass
+    assert str(error.value).endswith(
+        "Supply it: `session.log('loss', value)` within `with session.validation():`."
+    )
+    assert caplog.text == ""  # it is raised, and that is enough

@@ -6,7 +6,14 @@ import logging
 
 import pytest
 
-from hookline import Hook, HookFailedError, HookManager, HookSettings, LazyFloat
+from hookline import (
+    Hook,
+    HookFailedError,
+    HookManager,
+    HookSettings,
+    LazyFloat,
+    TrainingError,
+)
 
 
 class Failing(Hook):
@@ -298,6 +305,23 @@ def test_when_two_critical_hooks_fail_both_are_told(caplog):
     told = "\n".join([str(caught.value), *notes, caplog.text])
     assert "ValueError: first" in told
     assert "ValueError: second" in told
+
+
+def test_an_error_of_hooklines_own_that_ends_training_is_raised_and_not_logged(caplog):
+    with pytest.raises(HookFailedError, match="no luck"):
+        HookManager([Critical(error=TrainingError("no luck"))]).fire("on_step_end", step=1)
+    assert caplog.text == ""
+    first, second = (Critical(error=TrainingError(word)) for word in ("one", "two"))
+    manager = HookManager([first, second])
+    with pytest.raises(HookFailedError, match="TrainingError: one") as caught:
+        manager.fire("on_step_end", step=1)
+    assert caught.value.__notes__ == [
+        "The hook 'critical_2' failed in Critical.on_step_end, and training depends on it: "
+        "TrainingError: two"
+    ]
+    assert caplog.text == ""
+    assert "TrainingError" not in str(manager.summary())
+    assert manager.describe()[0].last_error == "TrainingError: one"
 
 
 def test_a_critical_failure_in_an_event_that_a_hook_fired_stops_training_too():

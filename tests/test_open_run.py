@@ -484,6 +484,23 @@ def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
     assert [when > again["time"] for when in times] == [False, False, True, True, True, True]
 
 
+def test_the_overview_leaves_out_steps_that_a_resumed_run_has_gone_back_before(
+    tmp_path: Path,
+) -> None:
+    def fit(epochs: int, resume_from: Any = None) -> OpenedRun:
+        config = hookline.TrainerConfig(runs=tmp_path, progress="off", seed=3, max_epochs=epochs)
+        trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=[Saves(3)])
+        return open_run(trainer.fit(batches(3), resume_from=resume_from).run.path)
+
+    longer = fit(2)
+    assert longer.overview()["steps"] == 6
+    again = fit(1, longer.path / "checkpoints" / "last")  # which is done already
+    assert again.path == longer.path
+    overview, loss = again.overview(), again.results()["train/loss"]
+    assert (overview["steps"], overview["loss"]) == (3, loss.last)
+    assert (loss.last_step, loss.count) == (3, 3)
+
+
 def test_records_are_read_from_the_end_across_blocks(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     for step in range(4000):

@@ -240,6 +240,15 @@ def test_the_table_lists_hooks_and_failures(make: Any) -> None:
     assert "saver: last error: ValueError: [/x] é" in shown(stream)
 
 
+def test_the_table_is_folded_at_words_in_a_narrow_terminal() -> None:
+    display, stream, _ = bar(width=40)
+    display.start(epochs=1, steps=1)
+    display.end("completed", Summary(5.0, (hook("watch", 1), hook("a_long_name_of_a_hook"))))
+    table = shown(stream).partition("in 0:00:00\n")[2].splitlines()
+    assert max(map(len, table)) <= 40
+    assert {"failures", "enabled", "ValueError:"} <= set(" ".join(table).split())
+
+
 @pytest.mark.parametrize("summary", [None, Summary(1.0)])
 def test_without_hooks_there_is_no_table(summary: Summary | None) -> None:
     display, stream, _ = plain()

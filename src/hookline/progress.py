@@ -307,7 +307,7 @@ class BarProgress(_Display):
         troubled = [bool(h.failures) or h.status == "quarantined" for h in summary.hooks]
         styles = ["bold", *("red" if trouble else "" for trouble in troubled)]
         for line, style in zip(lines, styles + ["red"] * len(lines), strict=False):
-            self._console.print(Text(_encodable(line, self._stream), style), soft_wrap=True)
+            self._console.print(Text(_encodable(line, self._stream), style))
 
 
 class _AboveBar:

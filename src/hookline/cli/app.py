@@ -7,9 +7,7 @@ by the command that needs it, so that `--help` is quick.
 
 from __future__ import annotations
 
-import io
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,10 +15,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
+from hookline.cli.folders import check_folder
+from hookline.cli.helping import Command, Group
 from hookline.cli.hooks import events, hooks_app
 from hookline.cli.importing import interrupted_afterwards
 from hookline.cli.init import init
 from hookline.cli.runs import runs_app
+from hookline.cli.streams import prepare_streams
 from hookline.cli.train import add_training_commands
 from hookline.errors import HooklineError
 
@@ -31,27 +32,26 @@ LARGEST_SEED = 2**63 - 1
 
 app = typer.Typer(
     name="hookline",
+    cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(init)
+app.command(cls=Command)(init)
 add_training_commands(app)
 app.add_typer(hooks_app)
-app.command()(events)
+app.command(cls=Command)(events)
 app.add_typer(runs_app)
 
 
 def main() -> None:
     """Run the command line, and exit."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows "?"
-            stream.reconfigure(errors="replace")
+    prepare_streams()
     arguments = [one for one in sys.argv[1:] if one != "--debug"]  # it may stand anywhere
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
-        _end(str(error), FAILED)
+        _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", INTERRUPTED)
     except _USAGE_ERRORS as error:
@@ -130,7 +130,7 @@ def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
     return {"parser": parse, "metavar": "INTEGER"}
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
     steps: Annotated[
         int, typer.Option(help="How many steps to train, 1 or more.", **_whole_number(1))
@@ -154,29 +154,13 @@ def demo(
 
     Example: **hookline demo --steps 100 --out /tmp/runs --seed 1**
     """
-    _check_folder(out)
+    check_folder(out, "--out")
     try:
         with interrupted_afterwards():
             from hookline.cli.demo import run_demo
         run_demo(steps=steps, out=out, seed=seed)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         _end("Interrupted.", INTERRUPTED)
-
-
-def _check_folder(out: Path) -> None:
-    """End now, and not after the model was made, when a run cannot be written there."""
-    try:
-        if out.exists() and not out.is_dir():
-            problem = "is a file"
-        else:
-            out.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=out):
-                return
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror})"
-    raise typer.BadParameter(
-        f"'{out}' {problem}; expected a folder, or the name of one to make.", param_hint="'--out'"
-    )
 
 
 if __name__ == "__main__":

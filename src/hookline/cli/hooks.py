@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hookline.cli.helping import Command, Group
 from hookline.cli.importing import interrupted_afterwards
+from hookline.cli.printing import room, show
 from hookline.errors import HooklineError
 
 __all__ = ["events", "hooks_app"]
@@ -20,6 +22,7 @@ _WIDTH = 100
 
 hooks_app = typer.Typer(
     name="hooks",
+    cls=Group,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -48,8 +51,8 @@ def hooks(context: typer.Context, as_json: Json = False) -> None:
         _list_hooks(as_json)
 
 
-@hooks_app.command()
-def show(
+@hooks_app.command("show", cls=Command)
+def show_hook(
     context: typer.Context,
     name: Annotated[
         str,
@@ -76,7 +79,7 @@ def show(
     if as_json or context.obj:
         print(_json(facts))
     else:
-        _print(_as_text(facts))
+        _show(_as_text(facts))
 
 
 def events(as_json: Json = False) -> None:
@@ -111,7 +114,7 @@ def events(as_json: Json = False) -> None:
     lines += ["", "Every event also has", "", _columns((a["name"], a["meaning"]) for a in common)]
     lines += ["", "A hook gets what its method's parameters name, such as"]
     lines += ["    def on_step_end(self, step, loss): …"]
-    _print("\n".join(lines))
+    _show("\n".join(lines))
 
 
 # -- listing --------------------------------------------------------------------------------------
@@ -134,7 +137,7 @@ def _list_hooks(as_json: bool) -> None:
     for group, ones in groups.items():
         rows = [(one["name"], one["kind"], one["problem"] or one["purpose"]) for one in ones]
         blocks.append(f"{group}\n{_columns(rows, widths)}\n")
-    _print("\n".join(blocks))
+    _show("\n".join(blocks))
     print("Options, events, cost and an example: hookline hooks show NAME")
     for line in _conflicts():
         print(line)
@@ -220,7 +223,8 @@ def _with_aliases(one: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    width = min(_WIDTH, room() or _WIDTH)
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -> str:
@@ -235,18 +239,9 @@ def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -
     return "\n".join(lines)
 
 
-def _print(text: str) -> None:
-    """Print it; on a terminal, with headings (what is not indented) in bold."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal or console.no_color:
-        print(text)
-        return
-    styled = Text(text)
-    styled.highlight_regex(r"(?m)^\S.*$", "bold")
-    console.print(styled, soft_wrap=True)
+def _show(text: str) -> None:
+    """Print it; headings are what is not indented."""
+    show(text, {r"(?m)^\S.*$": "bold"})
 
 
 def _json(value: Any) -> str:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hookline.cli.helping import Command, Group
+from hookline.cli.printing import room, show
+
 if TYPE_CHECKING:
     from hookline.runs.opened import OpenedRun
 
@@ -25,16 +28,19 @@ _COLOURS = {
     "lost": "red",
     "unknown": "red",
 }
+_STYLES = {r"\A.*": "bold"} | {rf"  {name}(?=  )": style for name, style in _COLOURS.items()}
+_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id begins with the time
 
 runs_app = typer.Typer(
     name="runs",
+    cls=Group,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--runs", help="The folder of all runs.", show_default="runs", metavar="FOLDER"),
+    typer.Option("--runs", help="The folder of all runs; without it, runs.", metavar="FOLDER"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunId = Annotated[
@@ -51,13 +57,16 @@ def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -
 
     Example: **hookline runs --runs /tmp/runs**
     """
+    _check_folder(folder)
     context.obj = (folder, as_json)
     if context.invoked_subcommand is None:
         _list_runs(folder or Path("runs"), as_json)
 
 
-@runs_app.command()
-def show(context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False) -> None:
+@runs_app.command("show", cls=Command)
+def show_run(
+    context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False
+) -> None:
     """Show one run: what it is, its metrics and checkpoints, and what is damaged.
 
     Example: **hookline runs show 20261115-210655-3f9c7b**
@@ -67,10 +76,10 @@ def show(context: typer.Context, run: RunId, folder: Folder = None, as_json: Jso
     if as_json:
         _print_json(_all_of(opened))
     else:
-        _print(str(opened))
+        show(str(opened))
 
 
-@runs_app.command()
+@runs_app.command(cls=Command)
 def diff(
     context: typer.Context,
     a: RunId,
@@ -91,13 +100,21 @@ def diff(
         sides = {"a": one.overview(), "b": other.overview()}
         _print_json({**sides, "differences": differences})
     else:
-        _print(_as_text(one.id, other.id, differences))
+        show(_as_text(one.id, other.id, differences))
 
 
 def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tuple[Path, bool]:
     """Take options from before the command's name, too."""
+    _check_folder(folder)
     before: tuple[Path | None, bool] = context.obj
     return folder or before[0] or Path("runs"), as_json or before[1]
+
+
+def _check_folder(folder: Path | None) -> None:
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(
+            f"'{folder}' is a file; expected the folder of all runs.", param_hint="'--runs'"
+        )
 
 
 def _open(folder: Path, *ids: str) -> list[OpenedRun]:
@@ -114,10 +131,10 @@ def _list_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         _print_json(found)
     elif found:
-        _print(_listing(found), heads=True)
+        show(_listing(found), _STYLES)
     else:
         why = "has no runs yet" if folder.is_dir() else "is not there yet"
-        _print(
+        show(
             f"The folder {folder} {why}. A trainer makes one with each run, and so does "
             "hookline.attach(…, runs=…). To see one at work: hookline demo"
         )
@@ -126,21 +143,22 @@ def _list_runs(folder: Path, as_json: bool) -> None:
 def _listing(overviews: list[dict[str, Any]]) -> str:
     from hookline.runs.showing import duration, figure, moment, table
 
-    heads = ("id", "started (UTC)", "duration", "status", "steps", "last loss", "config", "git")
-    rows = [
-        (
-            one["id"],
-            moment(one["started"]),
-            duration(one["seconds"]),
-            one["status"],
-            figure(one["steps"]),
-            figure(one["loss"]),
-            str(one["config_hash"] or "?")[:8],
-            _commit(one["git"]),
-        )
-        for one in overviews
-    ]
-    return table(heads, rows)
+    columns = {
+        "id": [one["id"] for one in overviews],
+        "started (UTC)": [moment(one["started"]) for one in overviews],
+        "duration": [duration(one["seconds"]) for one in overviews],
+        "status": [one["status"] for one in overviews],
+        "steps": [figure(one["steps"]) for one in overviews],
+        "last loss": [figure(one["loss"]) for one in overviews],
+        "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
+        "git": [_commit(one["git"]) for one in overviews],
+    }
+    width, less_needed = room(), list(_LESS_NEEDED)
+    while True:
+        text = table(list(columns), list(zip(*columns.values(), strict=True)))
+        if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
+            return text
+        del columns[less_needed.pop(0)]
 
 
 def _commit(git: dict[str, Any]) -> str:
@@ -182,19 +200,3 @@ def _print_json(value: Any) -> None:
     from hookline.runs.plain import plain
 
     print(json.dumps(plain(value), indent=1, ensure_ascii=False))
-
-
-def _print(text: str, *, heads: bool = False) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    if not console.is_terminal or console.no_color:
-        print(text)
-        return
-    styled = Text(text)
-    if heads:
-        styled.stylize("bold", 0, text.index("\n"))
-        for status, colour in _COLOURS.items():
-            styled.highlight_regex(rf"  {status}(?=  )", colour)
-    console.print(styled, soft_wrap=True)

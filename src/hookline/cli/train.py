@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from hookline.cli.folders import check_folder
+from hookline.cli.helping import Command
 from hookline.cli.importing import interrupted_afterwards
+from hookline.cli.printing import show
 
 if TYPE_CHECKING:
     from hookline.files.loading import Training
@@ -36,7 +38,7 @@ Overrides = Annotated[
     typer.Argument(
         help="Settings that win over the file's, such as trainer.max_epochs=3 or hooks.0.every=5; "
         "the value is written as YAML. For a function: its arguments.",
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         show_default=False,
     ),
 ]
@@ -45,11 +47,11 @@ Overrides = Annotated[
 def add_training_commands(app: typer.Typer) -> None:
     """Give the command line these commands."""
     app.command(cls=_WithOptionalResume)(train)
-    app.command()(check)
-    app.command()(schema)
+    app.command(cls=Command)(check)
+    app.command(cls=Command)(schema)
 
 
-class _WithOptionalResume(TyperCommand):
+class _WithOptionalResume(Command):
     """`--resume` may stand alone; then it means the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -104,6 +106,8 @@ def train(
 
             start, said = find_resume(training, resume)
             print(said, flush=True)
+        if start is None:
+            _check_runs(training)
         trainer = training.fit(start)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         if training is not None and training.trainer.run is not None:
@@ -126,7 +130,8 @@ def check(
     """Check a training without starting it.
 
     Are all classes found, do their arguments fit, are hooks bound, does a batch go through the
-    model, its loss and backward? No optimizer steps, and no run is recorded.
+    model, its loss and backward, will the metrics be there that hooks look at, can a run be
+    written? No optimizer steps, and no run is recorded.
 
     Example: **hookline check train.yaml**
     """
@@ -134,6 +139,7 @@ def check(
 
     try:
         training = _load(config, overrides)
+        _check_runs(training)
         from hookline.files.trial import try_training
 
         facts = try_training(training)
@@ -149,7 +155,7 @@ def check(
     if as_json:
         _print_json({"ok": True, **facts})
     else:
-        print(_as_table(facts))
+        show(_as_table(facts))
         print("OK")
 
 
@@ -200,6 +206,12 @@ def _load(config: str, overrides: list[str] | None) -> Training:
             param_hint="'CONFIG'",
         )
     return load_training(config, *given)
+
+
+def _check_runs(training: Training) -> None:
+    runs = training.trainer.config.runs
+    if runs is not None:
+        check_folder(runs, "trainer.runs")
 
 
 def _as_table(facts: dict[str, Any]) -> str:

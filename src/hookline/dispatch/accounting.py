@@ -105,6 +105,7 @@ class HookInfo:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     purpose: str = ""
     cost: str = ""
+    critical: bool = False
 
     @property
     def status(self) -> str:
@@ -157,7 +158,9 @@ class Summary:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows]
         lines += [
-            f"{hook.name}: last error: {hook.last_error}" for hook in self.hooks if hook.last_error
+            f"{hook.name}: last error: {hook.last_error}"
+            for hook in self.hooks
+            if hook.last_error and not hook.critical  # that was raised
         ]
         return "\n".join(line.rstrip() for line in lines)
 

@@ -153,4 +153,7 @@ def _collect(src: Any, wanted: tuple[tuple[str, str], ...], made: dict[str, Any]
 
 
 def _first(one: Exception | None, other: Exception | None) -> Exception | None:
+    """The error to raise, with a note of a second one."""
+    if one is not None and other is not None:
+        one.add_note(str(other))
     return other if one is None else one

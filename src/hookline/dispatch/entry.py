@@ -103,6 +103,7 @@ class Entry:
             options=dict(self.hook.hookline_options),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
+            critical=self.critical,
         )
 
     def gone(self, before: Gone | None) -> Gone:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.settings import HookSettings
-from hookline.errors import HookFailedError, NotSuppliedError
+from hookline.errors import HookFailedError, HooklineError, NotSuppliedError
 
 __all__ = ["Failures"]
 
@@ -31,7 +31,8 @@ class Failures:
         label = entry.bindings[where].label if where in entry.bindings else where
         streak = entry.count_failure(where, call)
         entry.last_error = f"{type(error).__name__}: {error}"
-        if self._settings.log_errors:
+        told = entry.critical and isinstance(error, HooklineError)  # raised, it says everything
+        if self._settings.log_errors and not told:
             log.error(
                 "The hook '%s' failed in %s (%s)%s%s",
                 entry.name,

@@ -16,6 +16,7 @@ from hookline.files.reading import read_file, read_value
 __all__ = ["Merged", "merge_files", "parse_override"]
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_]\w*)(?::([^{}]*))?\}|\$\{")
+_NULLS = ("null", "Null", "NULL", "~")
 _INDEX = re.compile(r"\[(\d+)\]")
 
 
@@ -214,6 +215,8 @@ def parse_override(text: str) -> tuple[Key, Any]:
         value = read_value(given)
     except ValueError as error:
         raise ValueError(f"The value in {shown(text)} cannot be read. {error}") from None
+    if value is None and given.strip() not in _NULLS:  # such as a variable that is not set
+        raise ValueError(f"{shown(text)} has no value. To have none, write {name.strip()}=null.")
     return tuple(parts), value
 
 
@@ -243,7 +246,9 @@ def _put(merged: Merged, parts: Key, value: Any) -> Key:
         if isinstance(here, list):
             holder, last = here, _index(here, part, key)
         elif isinstance(here, dict):
-            here.setdefault(part, None)
+            if part not in here:
+                here[part] = None
+                merged.where[*key, part] = (COMMAND_LINE, None)
             holder, last = here, part
         else:
             raise ValueError(  # noqa: TRY004 - a wrong setting, whatever is wrong with it

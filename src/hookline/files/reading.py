@@ -141,8 +141,9 @@ def _read_yaml(text: str) -> Read:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         said = " ".join(part for part in (error.context, error.problem) if part)
+        hint = " Indent with spaces: YAML has no tabs there." if r"'\t'" in said else ""
         raise _BadError(
-            f"It is not YAML: {said}.", None if mark is None else mark.line + 1
+            f"It is not YAML: {said}.{hint}", None if mark is None else mark.line + 1
         ) from None
     except yaml.YAMLError as error:
         raise _BadError(f"It is not YAML: {' '.join(str(error).split())}.") from None

@@ -53,8 +53,13 @@ def _newest(meaning: str, runs: Path) -> tuple[Path | None, str]:
             without += 1
             continue
         return checkpoint, f"Resuming the run {run.id} ({run.status}) from {checkpoint}."
-    what = f"{without} unfinished without a checkpoint" if without else "no unfinished run"
-    return None, f"In {runs} there is {what} of this configuration: starting afresh."
+    what = "there is no unfinished run of this configuration"
+    if without:
+        have = (
+            "run of this configuration has" if without == 1 else "runs of this configuration have"
+        )
+        what = f"{without} unfinished {have} no checkpoint"
+    return None, f"In {runs}, {what}: starting afresh."
 
 
 def _meaning(config: Mapping[str, Any]) -> str:

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
+from hookline.builtin import BuiltIn
+from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError
 from hookline.files.building import raised_in
 from hookline.files.loading import Training
 from hookline.files.trust import importable
+from hookline.hooks.monitored import Monitors, check_is_there
 from hookline.losses import structure
+from hookline.registry import HookRegistry
 from hookline.trainer import Trainer
 from hookline.training import evaluation
 
@@ -37,6 +41,8 @@ def try_training(training: Training) -> dict[str, Any]:
             val = _val_batch(trainer) if trainer.validates else None
         finally:
             trainer._hooks_changed()
+        train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
+        _check_monitors(trainer, train_names, val_names)
     return {**_facts(training), "train": train, "val": val}
 
 
@@ -44,7 +50,7 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
     batch = _first(trainer._stream(), "data.train")
     with _trying(f"a batch of data.train, {structure(batch)}"):
         trainer.model.train()
-        loss = _loss(trainer, batch)
+        loss, names = _loss(trainer, batch)
         if not loss.requires_grad:
             raise TrainingError("The loss has no gradient: nothing in it is a trained parameter.")
         trainer._strategy.backward(loss)
@@ -57,6 +63,7 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
         "loss": float(loss.detach()),
         "gradients": reached,
         "parameters": len(parameters),
+        "names": [f"train/{name}" for name in names],
     }
 
 
@@ -67,8 +74,13 @@ def _val_batch(trainer: Trainer) -> dict[str, Any]:
         _trying(f"a batch of data.val, {structure(batch)}"),
         evaluation(trainer.model, trainer.device),
     ):
-        loss = _loss(trainer, batch)
-    return {"batches": stream.length(), "batch": structure(batch), "loss": float(loss.detach())}
+        loss, names = _loss(trainer, batch)
+    return {
+        "batches": stream.length(),
+        "batch": structure(batch),
+        "loss": float(loss.detach()),
+        "names": [f"val/{name}" for name in names],
+    }
 
 
 def _first(stream: Any, what: str) -> Any:
@@ -78,12 +90,38 @@ def _first(stream: Any, what: str) -> Any:
         raise TrainingError("It gave no batch.")
 
 
-def _loss(trainer: Trainer, batch: Any) -> torch.Tensor:
+def _loss(trainer: Trainer, batch: Any) -> tuple[torch.Tensor, list[str]]:
+    """The loss, and the names of all metrics."""
     strategy = trainer._strategy
     moved = strategy.move(batch) if strategy.moves else batch
     with strategy.autocast():
-        loss, _ = trainer._loss_of(trainer.model, moved)
-    return loss
+        loss, extra = trainer._loss_of(trainer.model, moved)
+    return loss, ["loss", *extra]
+
+
+def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
+    """Compare the metrics that hooks look at with those of the batches, where these are all."""
+    streams = (trainer._train, trainer._val)
+    if any(one is not None and len(one.names) > 1 for one in streams) or _others_add(trainer.hooks):
+        return
+    there = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
+    for name, hook, active in trainer.hooks.of_kind("loop"):
+        if not active or not isinstance(hook, Monitors):
+            continue
+        event, looks_at = hook.monitors(trainer)
+        with _trying(f"the hook '{name}'"):
+            for metric in looks_at if there[event] else ():  # none: that event does not come
+                check_is_there(Metrics.fromkeys(there[event]), metric, type(hook).__name__)
+
+
+def _others_add(hooks: HookRegistry) -> bool:
+    """Whether hooks that are not Hookline's own get the metrics, and may add to them."""
+    asking = [
+        one.rpartition(" (")[0]
+        for event in ("on_validation_end", "on_epoch_end")
+        for one in hooks.wanted(event, optional=True).get("metrics", [])
+    ]
+    return not all(isinstance(hooks.get_hook(name), BuiltIn) for name in asking)
 
 
 @contextmanager

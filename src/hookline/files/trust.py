@@ -7,7 +7,9 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,6 +41,10 @@ class Trust:
             return f"'{path}' names what is private to Python. Expected a class or a function."
         if self._trusts(path) or self._is_own(path.partition(".")[0]):
             return None
+        top = path.partition(".")[0]
+        if not _is_installed(top):
+            own = [one.name for one in iter_modules([str(self.folder)])]
+            return f"'{path}': There is no module '{top}'.{nearest(top, own)}"
         return f"'{path}' is not trusted, and naming it would run its code. {self._way_out(path)}"
 
     def refusal_of(self, path: str, found: Any) -> str | None:
@@ -151,6 +157,14 @@ def is_in(module: ModuleType, folder: Path) -> bool:
     file = getattr(module, "__file__", None)
     paths = [file] if isinstance(file, str) else list(getattr(module, "__path__", []))
     return any(folder in Path(path).resolve().parents for path in paths)
+
+
+def _is_installed(name: str) -> bool:
+    """Whether Python would find a module of this name; nothing is imported."""
+    try:
+        return name in sys.modules or find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _has_module(folder: Path, name: str) -> bool:

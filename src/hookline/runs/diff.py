@@ -10,7 +10,7 @@ from typing import Any
 from hookline.runs.opened import OpenedRun
 from hookline.runs.results import Result
 
-__all__ = ["diff_runs"]
+__all__ = ["diff_configs", "diff_runs"]
 
 _CODE = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 _RESULT = ("last", "best")
@@ -34,6 +34,11 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
         "versions": _diff(_versions(one), _versions(other)),
         "results": _diff(_results(a.results()), _results(b.results())),
     }
+
+
+def diff_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
+    """Return what differs between two configurations, by dotted path."""
+    return _diff(dict(_flat(a, "")), dict(_flat(b, "")))
 
 
 def _diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:

@@ -193,7 +193,10 @@ class OpenedRun:
 
     def _latest(self) -> tuple[int | None, float | None]:
         step: int | None = None
+        begun = self._begun()
         for record in from_the_end(self.path / "metrics.jsonl"):
+            if _is_repeated(record, begun):
+                continue
             if step is None and type(record.get("step")) is int:
                 step = record["step"]
             if record.get("name") == "train/loss":
@@ -205,14 +208,17 @@ class OpenedRun:
 
     def _final(self, records: list[Row]) -> Iterable[Row]:
         """The records without those of steps that were trained again later."""
+        begun = self._begun()
+        return [record for record in records if not _is_repeated(record, begun)]
+
+    def _begun(self) -> list[tuple[float, int]]:
+        """When a run that was resumed began and went on, each time after how many steps."""
         begun = [
             (event["time"], event["step"])
             for event in self.events("start", "resumed")
             if isinstance(event.get("time"), float) and type(event.get("step")) is int
         ]
-        if len(begun) < 2:
-            return records
-        return [record for record in records if not _is_repeated(record, begun)]
+        return begun if len(begun) > 1 else []
 
     def _last_write(self) -> float | None:
         files = [self.path / name for name in ("metrics.jsonl", "events.jsonl")]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=torch.nn.Module)
 
-__all__ = ["SavedCheckpoint", "saved_checkpoints"]
+__all__ = ["SavedCheckpoint", "differences", "saved_checkpoints"]
 
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and of DDP
 _SHOWN = 5
@@ -57,7 +57,7 @@ class SavedCheckpoint:
         weights = load_checkpoint(self.path).model
         here = model.state_dict()
         fitting = _renamed(weights, here)
-        problems = _differences(fitting, here)
+        problems = differences(fitting, here)
         if problems:
             raise CheckpointError(
                 f"The checkpoint {self.path} does not fit this {type(model).__name__}, which was "
@@ -147,7 +147,8 @@ def _short(name: str) -> str:
     return name
 
 
-def _differences(weights: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def differences(weights: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return in which names and shapes weights differ from those of a model, in a few lines."""
     missing = [name for name in here if name not in weights]
     unknown = [name for name in weights if name not in here]
     shapes = [

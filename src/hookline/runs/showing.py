@@ -114,7 +114,7 @@ def _facts(overview: Facts, manifest: Facts) -> list[tuple[str, str]]:
         ("run", overview["id"]),
         ("folder", overview["path"]),
         ("status", overview["status"]),
-        ("last error", overview["last_error"]),
+        ("last error", _first_line(overview["last_error"])),
         ("started", f"{moment(overview['started'])} UTC"),
         ("trained", _trained(overview)),
         ("git", describe_commit(git, 12) + branch + changed if git else None),
@@ -124,6 +124,12 @@ def _facts(overview: Facts, manifest: Facts) -> list[tuple[str, str]]:
         ("versions", _pairs(versions) if isinstance(versions, dict) else None),
     ]
     return [(name, str(value)) for name, value in facts if value not in (None, "")]
+
+
+def _first_line(error: Any) -> str:
+    """What ended a run, in one line; Ctrl-C has no message."""
+    first, *more = str(error or "").strip().splitlines() or [""]
+    return first.removesuffix(":") + (" …" if more else "")
 
 
 def _trained(overview: Facts) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.checkpoint import find_checkpoint, load_checkpoint, point, save_checkpoint
-from hookline.errors import TrainingError
+from hookline.errors import CheckpointError, TrainingError
+from hookline.runs.diff import diff_configs
+from hookline.runs.masking import masked
+from hookline.runs.opened import OpenedRun
+from hookline.runs.plain import plain
+from hookline.runs.saved import differences
 
 if TYPE_CHECKING:
     from hookline.trainer import Trainer
 
 __all__ = ["load_snapshot", "save_snapshot"]
+
+_SHOWN = 5
 
 
 def save_snapshot(trainer: Trainer, folder: Path) -> Path:
@@ -55,7 +63,7 @@ def load_snapshot(trainer: Trainer, path: Any) -> Path:
                 f"The checkpoint {found} has {saved} {what}, this trainer {here}. Resume with the "
                 "trainer of the run."
             )
-    trainer._strategy.load(trainer.model, checkpoint.model)
+    _load_weights(trainer, found, checkpoint.model)
     for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
@@ -74,3 +82,28 @@ def load_snapshot(trainer: Trainer, path: Any) -> Path:
     trainer._position.load_state_dict(state["position"], trainer.device)
     moment.epoch = trainer._position.epoch
     return found
+
+
+def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> None:
+    try:
+        trainer._strategy.load(trainer.model, weights)
+    except RuntimeError as error:
+        model = trainer.model
+        lines = differences(weights, trainer._strategy.save(model)) or [str(error)]
+        lines += _other_settings(trainer, found.parent.parent)
+        raise CheckpointError(
+            f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "
+            "model of the run, or begin another run.\n  " + "\n  ".join(lines)
+        ) from error
+
+
+def _other_settings(trainer: Trainer, folder: Path) -> list[str]:
+    """Which settings of the run are others now, in a line; none where nobody knows."""
+    before = OpenedRun(folder).manifest.get("config")
+    if not isinstance(before, dict):
+        return []
+    pairs = diff_configs(before, plain(masked(trainer.config.model_dump(mode="json"))))
+    told = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
+    if len(told) > _SHOWN:
+        told = [*told[:_SHOWN], f"and {len(told) - _SHOWN} more"]
+    return [f"of the configuration, {', '.join(told)}"] if told else []

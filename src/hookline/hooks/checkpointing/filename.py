@@ -20,6 +20,9 @@ class Filename:
         pattern: text with fields in braces: `epoch`, `step` and names of metrics, slashes included,
             each with a format after a colon if wanted.
         insert_names: `{epoch}` becomes `epoch=3` instead of `3`.
+
+    Attributes:
+        metrics: the metrics that it names.
     """
 
     def __init__(self, pattern: str, *, insert_names: bool) -> None:
@@ -31,6 +34,7 @@ class Filename:
         if not pattern.strip():
             raise ConfigError("filename is empty. Such a name is valid: '{epoch}-{step}'.")
         self._parts = [(text, name, spec or "") for text, name, spec, _ in parts]
+        self.metrics = [name for _, name, _ in self._parts if name and name not in _COUNTERS]
         for _, name, spec, conversion in parts:
             if name is not None:
                 _check_field(pattern, name, spec or "", conversion)

@@ -15,14 +15,14 @@ from hookline.context import Metrics
 from hookline.errors import ConfigError
 from hookline.hooks.checkpointing.filename import Filename
 from hookline.hooks.checkpointing.saving import SavingHook
-from hookline.hooks.monitored import monitored
+from hookline.hooks.monitored import Monitors, monitored
 
 __all__ = ["ModelCheckpoint"]
 
 log = logging.getLogger("hookline")
 
 
-class ModelCheckpoint(SavingHook):
+class ModelCheckpoint(SavingHook, Monitors):
     """Saves checkpoints, ranks them by a metric, and keeps the best and the last.
 
     It saves after validation, at the end of epochs or every N steps, and only what would be kept.
@@ -134,7 +134,7 @@ class ModelCheckpoint(SavingHook):
         """Save at the end of an epoch."""
         self._epochs_seen += 1
         self._keep(metrics)
-        if self._every_steps is None and (self._at_epoch_end or not _validates(trainer)):
+        if self._every_steps is None and self._saves_at_epoch_end(trainer):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
     def on_train_end(self, trainer: Any, epoch: int, step: int, status: str) -> None:
@@ -145,6 +145,15 @@ class ModelCheckpoint(SavingHook):
             self._save(trainer, epoch, step, self._latest)
         self._trains = False
         self._release()
+
+    def monitors(self, trainer: Any) -> tuple[str, list[str]]:
+        """Return when it looks, and at what."""
+        late = self._every_steps is not None or self._saves_at_epoch_end(trainer)
+        names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
+        return "on_epoch_end" if late else "on_validation_end", names
+
+    def _saves_at_epoch_end(self, trainer: Any) -> bool:
+        return self._at_epoch_end or not _validates(trainer)
 
     # -- saving -----------------------------------------------------------------------------------
 

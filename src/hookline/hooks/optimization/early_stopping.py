@@ -11,19 +11,20 @@ from pydantic import Field, PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.hooks.monitored import monitored
+from hookline.hooks.monitored import Monitors, monitored
 
 __all__ = ["EarlyStopping"]
 
 log = logging.getLogger("hookline")
 
 
-class EarlyStopping(BuiltIn):
+class EarlyStopping(BuiltIn, Monitors):
     """Ends training when a metric has not improved for a number of checks.
 
     It checks after each validation, or at the end of each epoch. A validation before training is
     no check, and neither is a second one at the same step. In a bare loop it needs
-    `session.validation()`, and `session.batches()` to be able to stop it.
+    `session.validation()`, with `session.log("loss", value)` in it, and `session.batches()` to be
+    able to stop it.
 
     Args:
         monitor: the metric.
@@ -99,13 +100,18 @@ class EarlyStopping(BuiltIn):
 
     # -- the check --------------------------------------------------------------------------------
 
+    def monitors(self, trainer: Any) -> tuple[str, list[str]]:
+        """Return when it looks, and at what; at nothing it needs, where it can do without."""
+        event = "on_epoch_end" if self.on_validation_end is None else "on_validation_end"
+        return event, [self._monitor] if self.critical else []
+
     def _check(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         if not self.critical and self._monitor not in metrics:
             if not self._told_missing:
                 log.warning("EarlyStopping: '%s' is not among the metrics.", self._monitor)
             self._told_missing = True
             return
-        value = monitored(metrics, self._monitor, "EarlyStopping")
+        value = monitored(metrics, self._monitor, "EarlyStopping", trainer)
         self._checked_at = step
         reason = self._judge(value)
         if self._verbose:
