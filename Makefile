@@ -16,8 +16,8 @@ install: $(INSTALLED) ## make .venv (every other target does it when needed)
 demo: $(INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
-test: $(INSTALLED) ## run the whole test suite
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## run the whole test suite, on all cores
+	$(BIN)/python -m pytest -n logical --maxprocesses 4
 
 lint: $(INSTALLED) ## style, types and the direction of imports
 	$(BIN)/ruff check .
