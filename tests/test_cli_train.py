@@ -300,6 +300,52 @@ def test_check_leaves_metrics_alone_that_a_hook_may_add(project: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_check_knows_that_a_step_of_ones_own_may_give_a_metric_later(project: Path) -> None:
+    own = """
+def step(model, batch):
+    return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1])}
+"""
+    (project / "net.py").write_text(PROJECT + own)
+    later = "hooks.1={name: early_stopping, monitor: val/f1}"
+    done = run(project, "check", "train.yaml", "step_fn=net.step", later)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run(project, "check", "train.yaml", "step_fn=net.step", HOOK).returncode == 1
+
+
+def test_with_debug_a_mistake_that_ends_training_has_its_traceback(project: Path) -> None:
+    done = run(project, "--debug", "train", "train.yaml", HOOK)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("hookline: The hook 'early_stopping' failed")
+
+
+def test_a_folder_of_runs_that_leads_nowhere_or_has_no_possible_name_is_bad_input(
+    project: Path,
+) -> None:
+    (project / "link").symlink_to(project / "nowhere")
+    for folder in ("link", "x" * 300):
+        done = run(project, "check", "train.yaml", f"trainer.runs={folder}")
+        assert done.returncode == 2
+        assert f"'{folder}' cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "shown"), [("-u", "shown\n"), ("-B", "")])
+def test_what_is_not_buffered_stays_so(option: str, shown: str) -> None:
+    code = (
+        "import os; from hookline.cli.streams import prepare_streams; prepare_streams();"
+        "print('shown'); os._exit(0)"
+    )
+    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, option, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert done.stdout == shown
+
+
 def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
     project: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from dataclasses import dataclass
 
 import numpy
@@ -114,6 +115,29 @@ def test_drawing_trainings_random_numbers_is_fatal_and_a_generator_of_its_own_is
         fit(function=draws)
     plain, observed = fit(), fit(function=draws_its_own)
     assert same(weights(plain.model), weights(observed.model))
+
+
+def test_a_thread_that_draws_is_not_taken_for_the_hook():
+    class Slow(ForwardHook):
+        def __call__(self, activations):
+            drawn.clear()
+            assert drawn.wait(5)
+
+    drawn, over = threading.Event(), threading.Event()
+
+    def draw():
+        while not over.is_set():
+            random.random()
+            numpy.random.rand()
+            drawn.set()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        assert fit(Slow()).status == "completed"
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_a_hook_that_returns_something_is_told_that_it_is_lost(caplog):

@@ -124,6 +124,19 @@ def test_the_last_is_the_state_at_the_end_of_training(tmp_path):
     assert steps(again)[-1] == 12
 
 
+def test_an_end_that_was_not_measured_is_never_the_best(tmp_path):
+    hook = ModelCheckpoint(monitor="val/score", save_last=True, save_top_k=1)
+    trainer = fit(tmp_path, Scores(2.0, 1.0), hook, n=4, max_steps=10)
+    assert steps(trainer) == [8, 10]
+    assert (hook.best_model_score, load_checkpoint(hook.best_model_path).info["step"]) == (1.0, 8)
+    named = ModelCheckpoint(
+        monitor="val/score", save_last=True, filename="{step}-{val/score}", save_top_k=2
+    )
+    trainer = fit(tmp_path, Scores(2.0, 1.0), named, n=4, max_steps=10)
+    assert steps(trainer) == [4, 8, 10]
+    assert "nan" in named.last_model_path.name
+
+
 @pytest.mark.parametrize("without", [{"save_last": False}, {"save_last": True}])
 def test_a_training_that_is_stopped_saves_its_end_and_one_that_fails_does_not(tmp_path, without):
     class Ends(hookline.Hook):

@@ -882,3 +882,90 @@ def test_a_gradient_may_have_another_dtype_than_its_parameter():
     trainer.add_hook(doubles, kind="update")
     trainer.fit(batches(1))
     assert set(seen) == {torch.float32}
+
+
+def test_a_failed_update_leaves_nothing_of_itself():
+    class Half(UpdateHook):
+        critical = False
+
+        def __call__(self, gradients):
+            gradients["first.weight"] = gradients["first.weight"] * 0
+            gradients["nonsense"] = torch.ones(1)
+            raise ZeroDivisionError
+
+    plain = fit()
+    half = fit(Half(), functions=[lambda gradients: None])
+    assert same(weights(half.model), weights(plain.model))
+    assert set(half.hooks.summary().failures) == {"half"}
+
+
+def test_a_step_that_the_loop_leaves_out_itself_takes_the_wish_to_skip_with_it():
+    data = batches(4)
+    data[1][0][0, 0] = math.inf
+    model, optimizer = make()
+    moved = []
+    with hookline.attach(model, optimizer, hooks=[SkipNonfinite()]) as session:
+        for x, y in data:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            session.updates()
+            if not all(p.grad.isfinite().all() for p in model.parameters()):
+                continue
+            before = weights(model)
+            optimizer.step()
+            moved.append(not same(weights(model), before))
+    assert moved == [True, True, True]
+
+
+def test_what_on_step_end_asks_for_is_for_the_next_step():
+    class SkipsThird(hookline.Hook):
+        ended = 0
+
+        def on_step_end(self, trainer):
+            self.ended += 1
+            if self.ended == 2:
+                trainer.skip_optimizer_step(reason="a rest")
+
+    told = recorder(on_step_skipped=("reason",))
+    model, optimizer = make()
+    moved = []
+    with hookline.attach(model, optimizer, hooks=[SkipsThird(), told]):
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            before = weights(model)
+            optimizer.step()
+            moved.append(not same(weights(model), before))
+    assert moved == [True, True, False, True]
+    assert told.told == [("on_step_skipped", {"reason": "a rest"})]
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_each_optimizer_is_updated_once_when_the_loop_says_which(clips):
+    model = Net()
+    first = torch.optim.SGD(model.first.parameters(), 0.1)
+    second = torch.optim.SGD(model.second.parameters(), 0.1)
+    calls = []
+    with hookline.attach(model, [first, second]) as session:
+        session.hooks.add_hook(
+            lambda gradients, optimizer_idx: calls.append(optimizer_idx),
+            kind="update",
+            name="count",
+        )
+        for x, y in batches(3):
+            for optimizer in (first, second):
+                model.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                if clips:
+                    session.clip(1.0, optimizer=optimizer)
+                else:
+                    session.updates(optimizer)
+                optimizer.step()
+    assert calls == [0, 1] * 3
+
+
+def test_an_optimizer_that_is_not_attached_is_refused():
+    model, optimizer = make()
+    refused = pytest.raises(hookline.LoopError, match="none of the optimizers that were attached")
+    with hookline.attach(model, optimizer) as session, refused:
+        session.updates(torch.optim.SGD(model.parameters(), 0.1))

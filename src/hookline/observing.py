@@ -1,7 +1,7 @@
 """What observers get: detached tensors, and a look afterwards whether these were left alone.
 
 An in-place operation by an observer is seen by the tensor's version, a random number that it drew
-by the generators' states: torch's, Python's and NumPy's, which loaders and augmentations draw from.
+by the generators' states: torch's; and Python's and NumPy's, while no other thread may have drawn.
 Either would silently change training, so either ends it, with a name.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from ctypes import string_at
 from functools import cached_property
@@ -55,7 +56,9 @@ class Observation:
         generators = [_generator(device) for device in {t.device for t in tensors}]
         generators.append(torch.default_generator)
         states = [generator.get_state() for generator in generators]
-        others = _other_states()
+        # Another thread, such as a loader's, may draw from Python's and NumPy's at the same time.
+        alone = threading.active_count() == 1
+        others = _other_states() if alone else None
         try:
             returned = call(*args, **kwargs)
         finally:
@@ -66,7 +69,7 @@ class Observation:
                 )
             drawn = zip(generators, states, strict=True)
             same = all(torch.equal(generator.get_state(), state) for generator, state in drawn)
-            if not same or _other_states() != others:
+            if not same or (alone and _other_states() != others):
                 raise ObserverError(
                     f"{_name(hook)} drew from training's random numbers, but it only observes: "
                     "training would not be the same without it. Give it a generator of its own: "

@@ -23,7 +23,7 @@ from hookline.cli.init import init
 from hookline.cli.runs import runs_app
 from hookline.cli.streams import prepare_streams
 from hookline.cli.train import add_training_commands
-from hookline.errors import HooklineError
+from hookline.errors import HookFailedError, HooklineError
 
 __all__ = ["app", "main"]
 
@@ -51,6 +51,8 @@ def main() -> None:
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
+        if isinstance(error, HookFailedError) and len(arguments) < len(sys.argv) - 1:
+            traceback.print_exception(error)  # where in a hook; a user's mistake needs none
         _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", INTERRUPTED)

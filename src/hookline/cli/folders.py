@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 
@@ -18,10 +19,12 @@ def check_folder(folder: Path, option: str) -> None:
         option: what it was given as, for the error.
     """
     there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
     problem = "is a file"
     try:
+        while not there.exists() and there != there.parent:
+            if there.is_symlink():
+                raise OSError(errno.ENOENT, "it leads nowhere")
+            there = there.parent
         if there.is_dir() or there != folder:
             with tempfile.TemporaryDirectory(dir=there):
                 return

@@ -29,6 +29,10 @@ def prepare_streams() -> None:
         if not stream.isatty():
             stream.flush()
             file = io.BufferedWriter(_UntilClosed(stream.fileno(), "w", closefd=False))
-            lines = stream.line_buffering
-            text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=lines)
+            text = io.TextIOWrapper(
+                file,
+                stream.encoding,
+                "replace",
+                line_buffering=stream.line_buffering or stream.write_through,  # -u
+            )
             setattr(sys, name, text)

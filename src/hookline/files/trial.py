@@ -10,7 +10,7 @@ import torch
 
 from hookline.builtin import BuiltIn
 from hookline.context import Metrics
-from hookline.errors import HooklineError, TrainingError
+from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.files.building import raised_in
 from hookline.files.loading import Training
 from hookline.files.trust import importable
@@ -104,6 +104,7 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
     streams = (trainer._train, trainer._val)
     if any(one is not None and len(one.names) > 1 for one in streams) or _others_add(trainer.hooks):
         return
+    own = trainer._loss_of.step_fn is not None
     there = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, Monitors):
@@ -111,6 +112,8 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
         event, looks_at = hook.monitors(trainer)
         with _trying(f"the hook '{name}'"):
             for metric in looks_at if there[event] else ():  # none: that event does not come
+                if own and not nearest(metric, there[event]):
+                    continue  # other batches may give it
                 check_is_there(Metrics.fromkeys(there[event]), metric, type(hook).__name__)
 
 

@@ -25,6 +25,10 @@ class GivenGradients(Carried):
             self._check(name, gradient)
         self._given = dict(self)
 
+    def _take_back(self) -> None:
+        self.clear()
+        self.update(self._given)
+
     def _check(self, name: str, gradient: Any) -> None:
         if name not in self._given:
             raise ConfigError(

@@ -21,17 +21,25 @@ class Carried(dict[str, Any]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Call an update, and take what it returns."""
-        returned = call(*args, **kwargs)
-        if returned is not None:
-            if not isinstance(returned, Mapping):
-                raise TypeError(
-                    "An update returns a mapping from names to gradients, or None, not a "
-                    f"{type(returned).__name__}."
-                )
-            self.update(returned)
-        self._settle()
+        """Call an update, and take what it returns; when it fails, nothing of it."""
+        try:
+            returned = call(*args, **kwargs)
+            if returned is not None:
+                if not isinstance(returned, Mapping):
+                    raise TypeError(
+                        "An update returns a mapping from names to gradients, or None, not a "
+                        f"{type(returned).__name__}."
+                    )
+                self.update(returned)
+            self._settle()
+        except BaseException:
+            self._take_back()
+            raise
 
     @abstractmethod
     def _settle(self) -> None:
-        """Check what is here now; what was left out keeps its gradient."""
+        """Check what is here now, and use it; what was left out keeps its gradient."""
+
+    @abstractmethod
+    def _take_back(self) -> None:
+        """Hold what was there before."""

@@ -57,14 +57,12 @@ class Gradients(Carried):
             for name, one in self.items()
             if one is not None and one is not self._before.get(name)
         }
-        try:
-            for name, gradient in new.items():
-                self._check(name, gradient)
-            for name, gradient in new.items():
-                # A copy: what follows may change it in place, and the update may have kept it.
-                self.parameters[name].grad = gradient.detach().clone()
-        finally:
-            self._take_back()
+        for name, gradient in new.items():
+            self._check(name, gradient)
+        for name, gradient in new.items():
+            # A copy: what follows may change it in place, and the update may have kept it.
+            self.parameters[name].grad = gradient.detach().clone()
+        self._take_back()
 
     def _take_back(self) -> None:
         """Hold what the parameters have: what was left out, or put there directly, too."""

@@ -82,7 +82,7 @@ class ModelCheckpoint(SavingHook, Monitors):
             newest_too=save_last,
         )
         self._latest = Metrics()
-        self._saved_at = -1
+        self._saved_at = self._measured_at = -1
         self._epochs_seen = 0
         self._trains = False
         if every_n_steps is None:
@@ -105,7 +105,8 @@ class ModelCheckpoint(SavingHook, Monitors):
         """Find the folder; a run that is not resumed begins with no checkpoints."""
         super().on_train_start(trainer)
         if not self._resumed:
-            self._latest, self._saved_at, self._epochs_seen = Metrics(), -1, 0
+            self._latest, self._epochs_seen = Metrics(), 0
+            self._saved_at = self._measured_at = -1
 
     def on_epoch_start(self) -> None:
         """From now on training goes on: a validation before it is not saved."""
@@ -124,6 +125,7 @@ class ModelCheckpoint(SavingHook, Monitors):
         if not self._trains:
             return
         self._keep(metrics)
+        self._measured_at = step
         if self._every_steps is not None:
             if step == self._saved_at:  # the same weights, measured only now
                 self._retention.rescore(step, self._score(self._latest))
@@ -134,6 +136,8 @@ class ModelCheckpoint(SavingHook, Monitors):
         """Save at the end of an epoch."""
         self._epochs_seen += 1
         self._keep(metrics)
+        if not _validates(trainer):
+            self._measured_at = step
         if self._every_steps is None and self._saves_at_epoch_end(trainer):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
@@ -142,7 +146,8 @@ class ModelCheckpoint(SavingHook, Monitors):
         if self._save_last and status in ("completed", "stopped") and step > max(0, self._saved_at):
             self._saved_at = step
             self._trains = False
-            self._save(trainer, epoch, step, self._latest)
+            # Without a validation of these very weights they have no score, and rank last.
+            self._save(trainer, epoch, step, self._latest if step == self._measured_at else {})
         self._trains = False
         self._release()
 

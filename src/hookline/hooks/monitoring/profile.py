@@ -33,9 +33,9 @@ class RuntimeProfile(BuiltIn):
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are over all the time
-    but that of validation, of checkpoints and of steps in which it is not called (as with
-    `every=10`). `profile/memory_peak_mb` is the most that was allocated on an accelerator so far;
-    `profile/memory_resident_mb`, without one, what the process holds.
+    but that of validation and checkpoints; with a schedule, such as `every=10`, only over batches
+    whose loading it has seen, too. `profile/memory_peak_mb` is the most that was allocated on an
+    accelerator so far; `profile/memory_resident_mb`, without one, what the process holds.
 
     On an accelerator all phases but `data` are timed on the device itself: a wall clock would
     measure how long it takes to ask for work, not to do it.
@@ -56,7 +56,7 @@ class RuntimeProfile(BuiltIn):
         self._device = torch.device("cpu")
         self._clock: Clock = HostClock()
         self._reported = self._step = 0
-        self._tokens_then = 0  # those before what it has not seen
+        self._tokens_then = 0  # when the last batch that it has seen ended
         # Since when the next batch is waited for, and counts; unknown before the first it has seen.
         self._idle_since: float | None = None
         self._counts_since: float | None = None
@@ -73,15 +73,14 @@ class RuntimeProfile(BuiltIn):
         self._reported = self._step = step
         self._tokens_then = tokens_seen
         self._loaders = {}
-        self._forget(tokens_seen)
+        self._forget()
         self._pause_ends()
 
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
         """The batch is there: until now, it was waited for."""
-        if step != self._step:  # it has not seen the steps in between, so they do not count
-            self._step = step
-            self._tokens += tokens_seen - self._tokens_then
-            self._idle_since, self._counts_since = None, perf_counter()
+        if step != self._step:  # it has not seen the steps before, nor since when this was awaited
+            self._step, self._tokens_then = step, tokens_seen
+            self._idle_since = self._counts_since = None
         times = self._loaders.get(dataloader_name)
         if times is None:
             times = self._loaders[dataloader_name] = _Times()
@@ -103,24 +102,26 @@ class RuntimeProfile(BuiltIn):
         """This batch completes a step."""
         self._has_turn = True
 
-    def on_train_batch_end(self, batch: Any) -> None:
+    def on_train_batch_end(self, batch: Any, tokens_seen: int = 0) -> None:
         """The batch is done."""
         if self._has_turn:
             self._clock.lap(self._times, "optimizer")
         now = perf_counter()
         if self._counts_since is not None:
             self._samples += samples_in(batch)
+            self._tokens += tokens_seen - self._tokens_then
             self._seconds += now - self._counts_since
+        self._tokens_then = tokens_seen
         self._counts_since = self._idle_since = now
 
-    def on_step_end(self, trainer: Any, step: int, tokens_seen: int = 0) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Report, if it is time to."""
         if step % self.log_frequency == 0 and step != self._reported:
             self._reported = step
-            for name, value in self._report(tokens_seen):
+            for name, value in self._report():
                 trainer.log(name, value)
-            self._forget(tokens_seen)
-        self._step, self._tokens_then = step, tokens_seen
+            self._forget()
+        self._step = step
         self._idle_since = perf_counter()  # what hooks did since the batch was no waiting for data
 
     def on_validation_end(self) -> None:
@@ -134,22 +135,21 @@ class RuntimeProfile(BuiltIn):
     def _pause_ends(self) -> None:
         self._idle_since = self._counts_since = perf_counter()
 
-    def _forget(self, tokens_seen: int) -> None:
+    def _forget(self) -> None:
         for times in self._loaders.values():
             times.clear()  # in place: what a device has not timed yet counts for the next report
         self._seconds = 0.0
-        self._samples, self._tokens = 0, tokens_seen
+        self._samples = self._tokens = 0
 
-    def _report(self, tokens_seen: int) -> Iterator[tuple[str, float]]:
+    def _report(self) -> Iterator[tuple[str, float]]:
         self._clock.settle()
         for loader, times in self._loaders.items():
             for phase, mean in times.means():
                 yield f"profile/train/dl_{loader}/time_{phase}_ms", mean * 1e3
         if self._seconds:
             yield "profile/train/samples_per_second", self._samples / self._seconds
-            if tokens_seen > self._tokens:
-                rate = (tokens_seen - self._tokens) / self._seconds
-                yield "profile/train/tokens_per_second", rate
+            if self._tokens:
+                yield "profile/train/tokens_per_second", self._tokens / self._seconds
         yield from _memory(self._device)
 
 

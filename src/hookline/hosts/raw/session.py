@@ -302,18 +302,23 @@ class Session(HookHolder[HookManager]):
             raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
         self._steps.leave_out(-1 if idx is None else idx, reason)
 
-    def clip(self, max_norm: float, **options: Any) -> torch.Tensor:
+    def clip(
+        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    ) -> torch.Tensor:
         """Clip gradients by norm, unscaled, and tell hooks; returns the norm before clipping.
 
         Args:
             max_norm: the largest norm to leave, for each optimizer's gradients.
+            optimizer: whose gradients, where several have backwards of their own; by default all.
             options: what `torch.nn.utils.clip_grad_norm_` takes.
         """
         self._supplied.add("clip")
-        self.updates()
+        self.updates(optimizer)
         norms: list[torch.Tensor] = []
-        for i, optimizer in enumerate(self.optimizers):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, one in enumerate(self.optimizers):
+            if optimizer not in (None, one):
+                continue
+            parameters = [p for group in one.param_groups for p in group["params"]]
             norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
             self._moment.clipped_norm = norms[-1]
             self._moment.optimizer_idx = i

@@ -161,7 +161,9 @@ class StepWatch:
 
     def _backward_ends(self) -> None:
         if self._stale:
-            self._ready -= {i for i, one in self._stale.items() if self._version_of(i) != one}
+            for i, versions in self._stale.items():
+                if self._version_of(i) != versions:
+                    self._new_gradients(i)
             self._stale = {}
         if self.live.on_gradients_ready is not None:
             self._note_versions()
@@ -202,12 +204,23 @@ class StepWatch:
 
     # -- gradients --------------------------------------------------------------------------------
 
+    def _new_gradients(self, i: int) -> None:
+        """Forget what was said of gradients that were never used."""
+        self._ready.discard(i)
+        self._left_out.pop(i, None)
+        self._left_out.pop(-1, None)
+
     def leave_out(self, i: int, reason: str) -> None:
         """Let an optimizer's next step change nothing; -1 stands for all."""
         self._left_out[i] = reason
 
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """The loop says so itself."""
+        if which is not None and not self.watches(which):
+            raise LoopError(
+                f"updates() was given {type(which).__name__}, which is none of the optimizers that "
+                "were attached. Give one of these, or nothing for all of them."
+            )
         if not self._tells_ready:
             self._tells_ready = True
             watched = self._model.on
@@ -215,7 +228,7 @@ class StepWatch:
             if not watched:
                 self._model.calls_seen += 1  # it was called, before it was watched
         for i, optimizer in enumerate(self.optimizers):
-            if i in self._ready or which not in (None, optimizer):
+            if i in self._ready or i in self._turns or which not in (None, optimizer):
                 continue  # the loop has said so before, or does not mean it
             if self.scaler is not None and self.scaler.is_enabled():
                 self.scaler.unscale_(optimizer)  # tells us through `unscaled`
@@ -258,7 +271,8 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if i in self._versions:
             self._versions[i] = self._version_of(i)
-        self._ready.discard(i)  # left from a step that was left out: a scaler unscales once
+        if i in self._ready:  # from a step that was left out: a scaler unscales once
+            self._new_gradients(i)
         self._gradients_ready(i)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -374,6 +388,8 @@ class StepWatch:
     def _end_step(self, *, skipped: bool) -> None:
         moment, losses = self.moment, self._losses
         moment.skipped = skipped
+        if self._left_out:
+            self._left_out.clear()  # what on_step_end asks for is for the next step
         if not skipped:
             moment.step += 1
         if losses.wanted:
@@ -389,8 +405,6 @@ class StepWatch:
         if self._ready:
             self._ready.clear()
             self._versions.clear()
-        if self._left_out:
-            self._left_out.clear()
         if self.session.has_probes:
             self.session.end_step()
         moment.skipped = False
