@@ -258,6 +258,18 @@ def test_a_module_that_calls_itself_has_the_inputs_of_each_call(net, name):
     assert inputs() == [1, 1]
 
 
+def test_in_a_compiled_model_too():
+    torch.compiler.reset()
+    net, capture = Holds(), Capture("inner")
+    capture.attach(net)
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        capture.clear()
+        compiled(torch.ones(1), 2)
+        assert [state.input[0].item() for state in capture.states()] == [7, 3, 1]
+    capture.detach()
+
+
 def test_the_next_forward_counts_calls_from_zero_again():
     net, capture = Twice(), Capture("layer")
     capture.attach(net)

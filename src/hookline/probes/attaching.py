@@ -109,7 +109,7 @@ class Attachment:
         for site in self.sites.values():
             site.on = True
             if not site.handles:
-                site.attach(before=self.probe.wants_before)
+                site.attach(before=self.probe.wants_before or self.probe.wants_input)
         outermost = self._outermost()
         if outermost is not None and not self._ends:
             begin, end = _End(self._begin), _End(self._end)
@@ -184,6 +184,7 @@ class Attachment:
             self.taps.enter()
         if self.enabled and self.probe.wants_began:
             self.guard(self.probe.began)
+        here.came_in = {}
 
     def _end(self, gradients: bool | None) -> None:
         here = self.here
@@ -328,7 +329,8 @@ class Here(threading.local):
         self.raised: BaseException | None = None  # the error that was handled when it began
         self.step: int | None = None  # the step that is counted in where no such call is seen
         self.by_name: dict[str, int] = {}
-        self.came_in: dict[str, tuple[Any, ...]] = {}  # in compiled models, until the module ran
+        # In compiled models, into the calls that run, by name: the innermost last.
+        self.came_in: dict[str, list[tuple[Any, ...]]] = {}
 
 
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
@@ -411,10 +413,12 @@ class Site:
         """The operator before the module, in a compiled graph, has run."""
         if is_recomputing() or not self.on:
             return
-        attachment, here = self.attachment, self.attachment.here
+        attachment, probe = self.attachment, self.attachment.probe
         call = self._compiled_call(tuple(tensors), None, attachment.upcoming(self.name))
-        here.came_in[self.name] = call.args
-        attachment.guard(attachment.probe.before, call)
+        if probe.wants_input:
+            attachment.here.came_in.setdefault(self.name, []).append(call.args)
+        if probe.wants_before:
+            attachment.guard(probe.before, call)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """The operator after the module has run; if inputs are wanted, another before it has."""
@@ -426,7 +430,6 @@ class Site:
         if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
         output = tensors[0] if len(tensors) == 1 else tuple(tensors)
-        args = attachment.here.came_in.pop(self.name, ())
         call = self._compiled_call(args, output, attachment.count(self.name))
         if self._checked(attachment.guard(attachment.probe.after, call)) is not None:
             raise ProbeError(
@@ -438,6 +441,8 @@ class Site:
 
     def _compiled_call(self, args: tuple[Any, ...], output: Any, index: int) -> Call:
         call = Call(self.name, self.module, args, {}, output, index, compiled=True)
+        waiting = attachment.here.came_in.get(self.name)
+        args = waiting.pop() if waiting else ()
         if (context := self.attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         return call
@@ -461,8 +466,10 @@ class _Tap:
         self._number = compiled.numbered(id(self) if before else id(site))
         if before:
             _BY_NUMBER[id(self)] = self
-        self._takes_input = site.attachment.probe.wants_input
-        self._edit = site.attachment.probe.compiled_edit(site.name)
+        probe = site.attachment.probe
+        self._takes_input = probe.wants_input
+        self._tells_before = probe.wants_before
+        self._edit = probe.compiled_edit(site.name)
         self._on = site.attachment.flag
 
     def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
@@ -484,7 +491,7 @@ class _Tap:
             compiled.see(went_out, self._number)
             return None
         if self._before:
-            return self._site.before(args, kwargs)
+            return self._site.before(args, kwargs) if self._tells_before else None
         return self._site.after(args, kwargs, output)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
