@@ -270,6 +270,23 @@ def test_in_a_compiled_model_too():
     capture.detach()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_keyword_arguments_that_another_hook_has_replaced(in_place):
+    def replace(module, args, kwargs):
+        if in_place:
+            kwargs["scale"] = torch.tensor(5.0)
+            return None
+        return args, {**kwargs, "scale": torch.tensor(5.0)}
+
+    net, capture = UsesKeywords(), Capture("inner")
+    capture.attach(net)
+    net.inner.register_forward_pre_hook(replace, with_kwargs=True)
+    out = net(x())
+    assert torch.equal(out, x() * 5)
+    assert capture["inner"].kwargs == {"scale": torch.tensor(5.0)}
+    capture.detach()
+
+
 def test_the_next_forward_counts_calls_from_zero_again():
     net, capture = Twice(), Capture("layer")
     capture.attach(net)

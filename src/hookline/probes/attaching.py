@@ -65,6 +65,12 @@ class Call:
     step: int | None = None
     epoch: int | None = None
 
+    def came_with(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> bool:
+        """Whether it was called with these, and not with what another hook put in their place."""
+        if args is not self.args or kwargs.keys() != self.kwargs.keys():
+            return False
+        return all(value is self.kwargs[name] for name, value in kwargs.items())
+
 
 class Attachment:
     """One probe on some modules.

@@ -170,7 +170,7 @@ class Capture(BuiltIn, Probe):
         waiting = self._here.came_in.setdefault(call.name, [])
         if waiting and not call.compiled:  # for calls that this one is within, or that have failed
             del waiting[calls_running(call.module) - 1 :]
-        waiting.append((call.args, *self._came_in(call)))
+        waiting.append((call.args, dict(call.kwargs), *self._came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -188,9 +188,9 @@ class Capture(BuiltIn, Probe):
             waiting = self._here.came_in.get(name)
             if waiting and len(waiting) > 1 and not call.compiled:  # there are no calls to count
                 del waiting[calls_running(call.module) :]
-            args, *taken = waiting.pop() if waiting else (None,)
+            args, kwargs, *taken = waiting.pop() if waiting else (None, {})
             # Not the same: another hook has replaced what comes in, after this one has seen it.
-            came_in, check = taken if args is call.args else self._came_in(call)
+            came_in, check = taken if call.came_with(args, kwargs) else self._came_in(call)
             state.input, state.kwargs = came_in
             if check is not None and isinstance(state, LateState):
                 state.checks |= {"input": check, "kwargs": check}
