@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError, listed
 from hookline.probes import compiled
-from hookline.probes.recomputing import calls_running, is_recomputing
+from hookline.probes.recomputing import calls_running, is_recomputing, is_within
 from hookline.probes.segments import has_gradients
 from hookline.probes.taps import Taps
 
@@ -184,13 +184,13 @@ class Attachment:
             return
         here.depth = 1
         here.by_name = {}
+        here.came_in = {}
         here.trains = self.context is None or (has_gradients() if gradients is None else gradients)
         here.raised = sys.exc_info()[1]  # a forward may be run while an error is handled
         if self.taps is not None:
             self.taps.enter()
         if self.enabled and self.probe.wants_began:
             self.guard(self.probe.began)
-        here.came_in = {}
 
     def _end(self, gradients: bool | None) -> None:
         here = self.here
@@ -315,9 +315,18 @@ class Attachment:
         self.here.by_name[name] = index + 1
         return index
 
-    def ended_alone(self) -> None:
-        """A call outside of the model's own is over: outside of training, a forward of its own."""
-        if self.context is None and self.enabled and self.probe.wants_ended:
+    def is_alone(self, module: torch.nn.Module | None) -> bool:
+        """Whether a call of a module is a forward of its own, outside of training.
+
+        So it is where it runs neither within the model's own call nor within another that is seen.
+        """
+        if self.here.depth or self.context is not None:
+            return False
+        return not is_within(module, [site.module for site in self.sites.values()])
+
+    def ended_alone(self, module: torch.nn.Module | None) -> None:
+        """A call outside of the model's own is over."""
+        if self.enabled and self.probe.wants_ended and self.is_alone(module):
             self.guard(self.probe.ended)
 
     @property
@@ -412,7 +421,7 @@ class Site:
             call.step, call.epoch = context.step, context.epoch
         returned = attachment.guard(probe.after, call)
         if alone and not again:
-            attachment.ended_alone()
+            attachment.ended_alone(self.module)
         return None if returned is None else self._checked(returned)
 
     def before_compiled(self, tensors: list[torch.Tensor]) -> None:
@@ -433,6 +442,8 @@ class Site:
         self.fired = self.compiled = True
         attachment = self.attachment
         probe = attachment.probe
+        waiting = attachment.here.came_in.get(self.name)
+        args = waiting.pop() if waiting else ()
         if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
         output = tensors[0] if len(tensors) == 1 else tuple(tensors)
@@ -443,12 +454,10 @@ class Site:
                 "which is compiled: there an edit is compiled, too. Write its compiled_edit()."
             )
         if not attachment.here.depth:
-            attachment.ended_alone()
+            attachment.ended_alone(self.module)
 
     def _compiled_call(self, args: tuple[Any, ...], output: Any, index: int) -> Call:
         call = Call(self.name, self.module, args, {}, output, index, compiled=True)
-        waiting = attachment.here.came_in.get(self.name)
-        args = waiting.pop() if waiting else ()
         if (context := self.attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         return call
@@ -489,6 +498,8 @@ class _Tap:
             if self._before:
                 if self._takes_input:
                     compiled.see(compiled.tensors((args, kwargs)), self._number)
+                elif self._edit is not None and self._tells_before:
+                    compiled.see([], self._number)
                 return None
             went_out = compiled.tensors(output)
             if self._edit is not None and went_out:
