@@ -258,6 +258,35 @@ def test_a_module_that_calls_itself_has_the_inputs_of_each_call(net, name):
     assert inputs() == [1, 1]
 
 
+def test_in_a_compiled_model_too():
+    torch.compiler.reset()
+    net, capture = Holds(), Capture("inner")
+    capture.attach(net)
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        capture.clear()
+        compiled(torch.ones(1), 2)
+        assert [state.input[0].item() for state in capture.states()] == [7, 3, 1]
+    capture.detach()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_keyword_arguments_that_another_hook_has_replaced(in_place):
+    def replace(module, args, kwargs):
+        if in_place:
+            kwargs["scale"] = torch.tensor(5.0)
+            return None
+        return args, {**kwargs, "scale": torch.tensor(5.0)}
+
+    net, capture = UsesKeywords(), Capture("inner")
+    capture.attach(net)
+    net.inner.register_forward_pre_hook(replace, with_kwargs=True)
+    out = net(x())
+    assert torch.equal(out, x() * 5)
+    assert capture["inner"].kwargs == {"scale": torch.tensor(5.0)}
+    capture.detach()
+
+
 def test_the_next_forward_counts_calls_from_zero_again():
     net, capture = Twice(), Capture("layer")
     capture.attach(net)

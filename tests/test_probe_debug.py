@@ -534,6 +534,19 @@ def test_what_came_in_is_that_of_its_own_call() -> None:
     assert [state.input[0][0].item() for state in probe._recent] == [2.0, 1.0, 0.0]
 
 
+def test_keyword_arguments_that_another_hook_has_replaced_are_kept_as_they_came_in() -> None:
+    class Scales(nn.Module):
+        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+            return x * scale
+
+    model, probe = nn.Sequential(Scales()), Debug("0", lambda t: True, "record", keep=1)
+    probe.attach(model)
+    model[0].register_forward_pre_hook(lambda _, a, k: (a, {**k, "scale": 5.0}), with_kwargs=True)
+    model(x_of())
+    probe.detach()
+    assert probe.findings[0].states[0].kwargs == {"scale": 5.0}
+
+
 def test_a_copy_and_a_pickle_are_on_no_model_and_have_found_nothing() -> None:
     probe = Debug("layers.*", ["nonfinite", "dead", {"magnitude": 50}], keep=2, once=True)
     model = bad_model()

@@ -277,6 +277,49 @@ def test_an_edit_on_a_single_module_can_be_switched_too() -> None:
     assert not module._forward_pre_hooks
 
 
+class Parts(nn.Module):
+    """One whose parts are called by themselves, too, as an encoder is before a generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.Sequential(nn.Identity(), nn.Identity())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.enc(x)
+        return y
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_an_edit_can_be_switched_where_only_a_part_of_the_model_is_called(how: str) -> None:
+    model, edit = Parts(), Edit.scale("enc.0", 2, enable_intervention=True)
+    edit.attach(model)
+    torch.compiler.reset()
+    enc = torch.compile(model.enc, backend="aot_eager") if how == "compiled" else model.enc
+    x = torch.ones(1)
+    seen = [float(enc(x))]
+    for on in (False, True, False):
+        edit.active = on
+        seen.append(float(enc(x)))
+    assert seen == [2, 1, 2, 1]
+    edit.detach()
+    assert not model.enc[0]._forward_pre_hooks
+
+
+def test_a_switch_within_the_call_of_a_part_waits_for_the_next_one() -> None:
+    model = Parts()
+    edit = Edit.scale(["enc", "enc.*"], 2, enable_intervention=True)
+    edit.attach(model)
+
+    def switch(*_: Any) -> None:
+        edit.active = False
+
+    handle = model.enc[0].register_forward_hook(switch)
+    assert float(model.enc(torch.ones(1))) == 8
+    handle.remove()
+    assert float(model.enc(torch.ones(1))) == 1
+    edit.detach()
+
+
 def test_a_detached_edit_leaves_the_model_as_it_was() -> None:
     model, edit = Model(), allowed(Edit.scale, 2)
     edit.attach(model)

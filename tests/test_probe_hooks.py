@@ -587,3 +587,19 @@ def test_outside_of_training_each_call_beside_the_model_s_own_is_a_forward():
         model.forward(torch.full((1, 8), float("nan")))
     debug.detach()
     capture.detach()
+
+
+def test_the_end_of_a_call_beside_the_model_s_own_is_that_of_the_outermost():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enc = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh())
+
+    model, debug = Model(), Debug("**")
+    debug.attach(model)
+    model.enc(torch.full((1,), float("nan")))
+    [finding] = debug.findings
+    assert (finding.module, finding.others) == ("enc.0", ["enc.1", "enc"])
+    model.enc[1](torch.full((1,), float("nan")))
+    assert [finding.module for finding in debug.findings] == ["enc.0", "enc.1"]
+    debug.detach()

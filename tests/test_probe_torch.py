@@ -18,6 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from hookline.probes import Capture, HookManager
+from hookline.probes.attaching import Call
+from hookline.probes.probe import Probe
 from hookline.probes.short import probe
 
 
@@ -585,3 +587,34 @@ def test_in_a_compiled_model_every_counts_forwards_also_with_inputs() -> None:
             compiled(x)
     assert [state.call for state in seen["relu"]] == [0, 1, 0, 1]
     assert all(state.input is not None for state in seen["relu"])
+
+
+class SeesInputs(Probe):
+    def __init__(self) -> None:
+        super().__init__("layer")
+        self.came_in: list[torch.Tensor] = []
+        self.told_before = 0
+
+    def before(self, call: Call) -> None:
+        self.told_before += 1
+
+    def after(self, call: Call) -> None:
+        self.came_in += call.args
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_probe_with_after_alone_sees_what_came_in_also_in_a_compiled_model(compiled) -> None:
+    torch.compiler.reset()
+    model, x, sees = InPlace(), torch.randn(3, 2), SeesInputs()
+    sees.attach(model)
+    (torch.compile(model, backend="aot_eager") if compiled else model)(x)
+    assert [torch.equal(one, y) for one, y in zip(sees.came_in, (x, -x), strict=True)] == [True] * 2
+    assert not sees.told_before  # it did not ask for that
+    sees.detach()
+
+
+def test_a_probe_that_does_not_look_at_what_comes_in_is_not_on_before_a_module() -> None:
+    model, capture = InPlace(), Capture("layer", input=False, kwargs=False)
+    capture.attach(model)
+    assert not model.layer._forward_pre_hooks
+    capture.detach()

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError, listed
 from hookline.probes import compiled
-from hookline.probes.recomputing import calls_running, is_recomputing
+from hookline.probes.recomputing import calls_running, is_recomputing, is_within
 from hookline.probes.segments import has_gradients
 from hookline.probes.taps import Taps
 
@@ -64,6 +64,12 @@ class Call:
     compiled: bool = False
     step: int | None = None
     epoch: int | None = None
+
+    def came_with(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> bool:
+        """Whether it was called with these, and not with what another hook put in their place."""
+        if args is not self.args or kwargs.keys() != self.kwargs.keys():
+            return False
+        return all(value is self.kwargs[name] for name, value in kwargs.items())
 
 
 class Attachment:
@@ -109,7 +115,7 @@ class Attachment:
         for site in self.sites.values():
             site.on = True
             if not site.handles:
-                site.attach(before=self.probe.wants_before)
+                site.attach(before=self.probe.wants_before or self.probe.wants_input)
         outermost = self._outermost()
         if outermost is not None and not self._ends:
             begin, end = _End(self._begin), _End(self._end)
@@ -178,6 +184,7 @@ class Attachment:
             return
         here.depth = 1
         here.by_name = {}
+        here.came_in = {}
         here.trains = self.context is None or (has_gradients() if gradients is None else gradients)
         here.raised = sys.exc_info()[1]  # a forward may be run while an error is handled
         if self.taps is not None:
@@ -308,9 +315,18 @@ class Attachment:
         self.here.by_name[name] = index + 1
         return index
 
-    def ended_alone(self) -> None:
-        """A call outside of the model's own is over: outside of training, a forward of its own."""
-        if self.context is None and self.enabled and self.probe.wants_ended:
+    def is_alone(self, module: torch.nn.Module | None) -> bool:
+        """Whether a call of a module is a forward of its own, outside of training.
+
+        So it is where it runs neither within the model's own call nor within another that is seen.
+        """
+        if self.here.depth or self.context is not None:
+            return False
+        return not is_within(module, [site.module for site in self.sites.values()])
+
+    def ended_alone(self, module: torch.nn.Module | None) -> None:
+        """A call outside of the model's own is over."""
+        if self.enabled and self.probe.wants_ended and self.is_alone(module):
             self.guard(self.probe.ended)
 
     @property
@@ -328,7 +344,8 @@ class Here(threading.local):
         self.raised: BaseException | None = None  # the error that was handled when it began
         self.step: int | None = None  # the step that is counted in where no such call is seen
         self.by_name: dict[str, int] = {}
-        self.came_in: dict[str, tuple[Any, ...]] = {}  # in compiled models, until the module ran
+        # In compiled models, into the calls that run, by name: the innermost last.
+        self.came_in: dict[str, list[tuple[Any, ...]]] = {}
 
 
 _TOLD: WeakSet[torch.nn.Module] = WeakSet()
@@ -404,17 +421,19 @@ class Site:
             call.step, call.epoch = context.step, context.epoch
         returned = attachment.guard(probe.after, call)
         if alone and not again:
-            attachment.ended_alone()
+            attachment.ended_alone(self.module)
         return None if returned is None else self._checked(returned)
 
     def before_compiled(self, tensors: list[torch.Tensor]) -> None:
         """The operator before the module, in a compiled graph, has run."""
         if is_recomputing() or not self.on:
             return
-        attachment, here = self.attachment, self.attachment.here
+        attachment, probe = self.attachment, self.attachment.probe
         call = self._compiled_call(tuple(tensors), None, attachment.upcoming(self.name))
-        here.came_in[self.name] = call.args
-        attachment.guard(attachment.probe.before, call)
+        if probe.wants_input:
+            attachment.here.came_in.setdefault(self.name, []).append(call.args)
+        if probe.wants_before:
+            attachment.guard(probe.before, call)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """The operator after the module has run; if inputs are wanted, another before it has."""
@@ -423,10 +442,11 @@ class Site:
         self.fired = self.compiled = True
         attachment = self.attachment
         probe = attachment.probe
+        waiting = attachment.here.came_in.get(self.name)
+        args = waiting.pop() if waiting else ()
         if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
         output = tensors[0] if len(tensors) == 1 else tuple(tensors)
-        args = attachment.here.came_in.pop(self.name, ())
         call = self._compiled_call(args, output, attachment.count(self.name))
         if self._checked(attachment.guard(attachment.probe.after, call)) is not None:
             raise ProbeError(
@@ -434,7 +454,7 @@ class Site:
                 "which is compiled: there an edit is compiled, too. Write its compiled_edit()."
             )
         if not attachment.here.depth:
-            attachment.ended_alone()
+            attachment.ended_alone(self.module)
 
     def _compiled_call(self, args: tuple[Any, ...], output: Any, index: int) -> Call:
         call = Call(self.name, self.module, args, {}, output, index, compiled=True)
@@ -461,8 +481,10 @@ class _Tap:
         self._number = compiled.numbered(id(self) if before else id(site))
         if before:
             _BY_NUMBER[id(self)] = self
-        self._takes_input = site.attachment.probe.wants_input
-        self._edit = site.attachment.probe.compiled_edit(site.name)
+        probe = site.attachment.probe
+        self._takes_input = probe.wants_input
+        self._tells_before = probe.wants_before
+        self._edit = probe.compiled_edit(site.name)
         self._on = site.attachment.flag
 
     def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
@@ -476,6 +498,8 @@ class _Tap:
             if self._before:
                 if self._takes_input:
                     compiled.see(compiled.tensors((args, kwargs)), self._number)
+                elif self._edit is not None and self._tells_before:
+                    compiled.see([], self._number)
                 return None
             went_out = compiled.tensors(output)
             if self._edit is not None and went_out:
@@ -484,7 +508,7 @@ class _Tap:
             compiled.see(went_out, self._number)
             return None
         if self._before:
-            return self._site.before(args, kwargs)
+            return self._site.before(args, kwargs) if self._tells_before else None
         return self._site.after(args, kwargs, output)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:

@@ -168,9 +168,9 @@ class Capture(BuiltIn, Probe):
         if call.recomputed or not self._due(call, begins=call.index == 0):
             return
         waiting = self._here.came_in.setdefault(call.name, [])
-        if waiting:  # for calls that this one is within, or that have failed
+        if waiting and not call.compiled:  # for calls that this one is within, or that have failed
             del waiting[calls_running(call.module) - 1 :]
-        waiting.append((call.args, *self._came_in(call)))
+        waiting.append((call.args, dict(call.kwargs), *self._came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -186,11 +186,11 @@ class Capture(BuiltIn, Probe):
         state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
             waiting = self._here.came_in.get(name)
-            if waiting and len(waiting) > 1:
+            if waiting and len(waiting) > 1 and not call.compiled:  # there are no calls to count
                 del waiting[calls_running(call.module) :]
-            args, *taken = waiting.pop() if waiting else (None,)
+            args, kwargs, *taken = waiting.pop() if waiting else (None, {})
             # Not the same: another hook has replaced what comes in, after this one has seen it.
-            came_in, check = taken if args is call.args else self._came_in(call)
+            came_in, check = taken if call.came_with(args, kwargs) else self._came_in(call)
             state.input, state.kwargs = came_in
             if check is not None and isinstance(state, LateState):
                 state.checks |= {"input": check, "kwargs": check}

@@ -151,7 +151,7 @@ class DebugProbe(BuiltIn, Probe):
     def before(self, call: Call) -> None:
         """A module is about to run; with `keep`. It may change in place what comes in."""
         if not call.recomputed:
-            self._here.came_in.append((call.name, call.args, _came_in(call)))
+            self._here.came_in.append((call.name, call.args, dict(call.kwargs), _came_in(call)))
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -372,15 +372,15 @@ class _Here(threading.local):
     """What came into the modules that are running in this thread, each within the one before it."""
 
     def __init__(self) -> None:
-        self.came_in: list[tuple[str, tuple[Any, ...], Any]] = []
+        self.came_in: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def ended(self, call: Call) -> Any:
         """Return what came into a call; None if nobody knows, or another hook has replaced it."""
         for i in range(len(self.came_in) - 1, -1, -1):
-            name, args, came_in = self.came_in[i]
+            name, args, kwargs, came_in = self.came_in[i]
             if name == call.name:
                 del self.came_in[i:]  # those within it have failed
-                return came_in if args is call.args else None
+                return came_in if call.came_with(args, kwargs) else None
         return None
 
 

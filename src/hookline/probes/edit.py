@@ -133,6 +133,12 @@ class Edit(BuiltIn, Probe):
         if self.attachment is None or self.attachment.context is None:
             self._settle()
 
+    def before(self, call: Call) -> None:
+        """A module is about to run; outside of training that may be a forward of its own."""
+        switched = self._active != self._wished and not call.recomputed
+        if switched and self.attachment is not None and self.attachment.is_alone(call.module):
+            self._settle()
+
     def on_step_end(self) -> None:
         """A step is done: no backward is still to come."""
         self._settle()
@@ -147,6 +153,7 @@ class Edit(BuiltIn, Probe):
         """Put the edit on a model; it acts from now on."""
         if self.attachment is None:
             self._settle()
+        self.wants_before = kwargs.get("context") is None  # in training it waits for the step
         return super().attach(*args, **kwargs)
 
     # -- what it does -----------------------------------------------------------------------------

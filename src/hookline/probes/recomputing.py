@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from types import FrameType
 
 import torch
 
-__all__ = ["calls_running", "is_recomputing", "recomputes"]
+__all__ = ["calls_running", "is_recomputing", "is_within", "recomputes"]
 
 
 def is_recomputing() -> bool:
@@ -44,3 +44,17 @@ def calls_running(module: torch.nn.Module | None) -> int:
             calls += 1
         frame = frame.f_back
     return calls
+
+
+def is_within(module: torch.nn.Module | None, others: Iterable[torch.nn.Module | None]) -> bool:
+    """Whether the call of a module that runs in this thread is within one of these, or of itself.
+
+    Of modules that were compiled as one there are no calls to be found here.
+    """
+    around = {id(other) for other in others if other is not None and other is not module}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in around:
+            return True
+        frame = frame.f_back
+    return calls_running(module) > 1
