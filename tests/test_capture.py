@@ -593,6 +593,21 @@ def test_the_gradient_of_a_view_is_its_own_and_not_that_of_others_who_use_the_sa
             assert capture["unused"].gradient is None
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_gradients_of_outputs_do_not_disturb_those_of_torch_func(shape):
+    net = model(nn.Linear(4, 4), nn.Flatten())
+    parameters = dict(net.named_parameters())
+
+    def gradients():
+        return torch.func.grad(lambda p: torch.func.functional_call(net, p, x(*shape)).sum())(
+            parameters
+        )
+
+    expected = gradients()
+    with probe(net, "*", gradient=True):
+        assert same(gradients().values(), expected.values())
+
+
 class TwoHeads(nn.Module):
     def forward(self, a):
         return {"used": a * 2, "unused": a * 3, "number": 1, "leaf": torch.ones(2)}
