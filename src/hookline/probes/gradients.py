@@ -51,11 +51,24 @@ def _is_part(view: Tensor, base: Tensor) -> bool:
     )
 
 
+def _is_of_linear(view: Tensor, base: Tensor) -> bool:
+    """Whether a linear layer made the view, of a base that nobody else has."""
+    made_by, base_by = view.grad_fn, base.grad_fn
+    return (
+        made_by is not None
+        and base_by is not None
+        and made_by.next_functions[0][0] is base_by
+        and base_by.name() == "AddmmBackward0"
+    )
+
+
 class _View:
     """The gradient of a view, as a linear layer with a sequence returns it.
 
     When it is changed in place, its graph is made anew, from its base on, and nothing comes by here
-    any more. What was there before is in the gradient of the base then.
+    any more. What was there before is in the gradient of the base then. That has the part of uses
+    before the change, too; but others may have used the base as well. Where it is known that only
+    the view could be used, it is taken whole.
     """
 
     def __init__(self, view: Tensor, base: Tensor, tell: Callable[[Tensor], None]) -> None:
@@ -67,17 +80,22 @@ class _View:
         self._changes = view.detach()
         self._changes.data = view.new_empty(0)
         self._version = self._changes._version
+        self._own = _is_of_linear(view, base)
         self._task = -1
+
+    @property
+    def _changed(self) -> bool:
+        return self._changes._version != self._version
 
     def came(self, gradient: Tensor | None) -> None:
         """The view's own gradient is there. It comes before that of the base."""
-        if gradient is not None:
+        if gradient is not None and not (self._own and self._changed):
             self._task = torch._C._current_graph_task_id()
             self._tell(gradient)
 
     def base_came(self, gradient: Tensor | None) -> None:
         """That of the base is there."""
         came = self._task == torch._C._current_graph_task_id()
-        if gradient is not None and not came and self._changes._version != self._version:
+        if gradient is not None and not came and self._changed:
             laid_out = gradient.new_empty_strided(*self._base).copy_(gradient)
             self._tell(laid_out.as_strided(*self._place))
