@@ -19,6 +19,7 @@ from hookline import Trainer, TrainerConfig
 from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
 from hookline.probes.capture import Capture
+from hookline.probes.flow import GradientFlow
 from hookline.probes.late import LateState
 from hookline.probes.short import probe
 from hookline.probes.taps import tap
@@ -617,9 +618,53 @@ def test_the_gradient_of_a_view_is_its_own_and_not_that_of_others_who_use_the_sa
         net(x(2, 3, 4)).backward()
         capture.detach()
         assert [state.gradient.unique().tolist() for state in capture["flat"]] == [[3.0], [3.0]]
+        assert capture["linear"].gradient.unique().tolist() == [4.0]
         if not inplace:
-            assert capture["linear"].gradient.unique().tolist() == [4.0]
             assert capture["unused"].gradient is None
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_the_gradient_of_what_was_used_before_it_is_changed_in_place_has_both_parts(shape, earlier):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, a, inplace):
+            h = self.inner(a)
+            z = earlier * (h + 1) if earlier else 0
+            h = h.relu_() if inplace else h.relu()
+            return self.outer(h) + z
+
+    net = Both()
+    capture = Capture("inner", gradient=True)
+    capture.attach(net)
+    for inplace in (True, False):
+        net(x(*shape), inplace).sum().backward()
+    capture.detach()
+    changed, expected = (state.gradient for state in capture.states())
+    assert torch.allclose(changed, expected)
+    flow = GradientFlow("inner")
+    flow.attach(net)
+    net(x(*shape), True).sum().backward()
+    flow.detach()
+    assert flow.table().rows[0].norm == pytest.approx(float(expected.norm()))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_gradients_of_outputs_do_not_disturb_those_of_torch_func(shape):
+    net = model(nn.Linear(4, 4), nn.Flatten())
+    parameters = dict(net.named_parameters())
+
+    def gradients():
+        return torch.func.grad(lambda p: torch.func.functional_call(net, p, x(*shape)).sum())(
+            parameters
+        )
+
+    expected = gradients()
+    with probe(net, "*", gradient=True):
+        assert same(gradients().values(), expected.values())
 
 
 class TwoHeads(nn.Module):

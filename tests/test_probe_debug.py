@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline
 from hookline.errors import ConfigError, ObserverError, ProbeError
 from hookline.probes.attaching import Attachment
+from hookline.probes.capture import Capture
 from hookline.probes.conditions import extremes, read
 from hookline.probes.debug import Debug, DebugProbe, Finding
 from hookline.probes.flow import GradientFlow, gradient_flow
@@ -372,6 +373,39 @@ def test_the_gradient_of_a_view_that_is_changed_in_place_is_seen() -> None:
     assert torch.equal(changed, expected)
     assert rows == others
     assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda y: y.chunk(2, -1),
+        lambda y: y.unbind(-1),
+        lambda y: torch.var_mean(y, -1),
+        lambda y: torch.linalg.svd(y, full_matrices=False),
+        lambda y: tuple(part[:2] for part in torch.linalg.svd(y, full_matrices=False)),
+    ],
+)
+def test_what_nobody_used_of_several_outputs_has_no_gradient(parts: Any) -> None:
+    class Several(nn.Module):
+        def forward(self, a: torch.Tensor) -> Any:
+            return parts(a)
+
+    model = nn.Sequential(nn.Linear(4, 4), Several())
+    debug = Debug("1", {"magnitude": 1e-9}, "record", gradients=True, keep=1)
+    flow, capture = GradientFlow("1"), Capture("1", gradient=True)
+    for probe in (debug, flow, capture):
+        probe.attach(model)
+    model(x_of())[1].sum().backward()
+    for probe in (debug, flow, capture):
+        probe.detach()
+    (state,) = capture.states()
+    assert [one is not None for one in state.gradient[:3]] == [False, True, False][
+        : len(state.output)
+    ]
+    (finding,) = [one for one in debug.findings if one.of == "gradient"]
+    assert torch.equal(finding.states[0].gradient, state.gradient[1])
+    (row,) = flow.table().rows
+    assert row.norm == pytest.approx(float(state.gradient[1].norm()))
 
 
 def test_a_condition_that_fails_for_a_gradient_is_isolated_and_counted(tmp_path: Any) -> None:

@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import hookline
 from hookline.errors import ConfigError, ProbeError
 from hookline.probes.attaching import Attachment, Call
+from hookline.probes.capture import Capture
 from hookline.probes.edit import Edit
+from hookline.probes.monitor import Monitor
 from hookline.probes.probe import Probe
 from hookline.probes.state import CapturedState
 from hookline.probes.taps import tap
@@ -628,6 +630,103 @@ def test_an_edit_in_a_compiled_model_with_checkpointing_has_the_right_gradients(
     torch.compiler.reset()
     model = torch.compile(inner, backend="aot_eager")
     assert agree(results(model), results(Model(by_hand)))
+    edit.detach()
+
+
+@dataclass
+class Hidden:
+    size: int
+    hidden: Any
+
+
+@dataclass(frozen=True)
+class Fixed:
+    inner: Hidden
+
+    @property
+    def hidden(self) -> Any:
+        return self.inner.hidden
+
+
+class Holder:
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Held(dict[str, Any]):
+    @property
+    def hidden(self) -> Any:
+        return self["hidden"]
+
+
+class Slotted:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Wraps(nn.Module):
+    """Returns a tensor within an object, and the model takes it out again."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(x)
+
+
+class Unwraps(nn.Module):
+    def forward(self, x: Any) -> torch.Tensor:
+        hidden: torch.Tensor = x.hidden
+        return 2 * hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrap", "part"),
+    [
+        (lambda y: Hidden(3, y), None),
+        (lambda y: Fixed(Hidden(3, y)), None),
+        (lambda y: Holder(y), "hidden"),
+        (lambda y: Held(hidden=y), None),
+    ],
+)
+def test_what_a_compiled_module_returns_within_an_object_is_edited_and_seen(
+    wrap: Callable[[torch.Tensor], Any], part: Any
+) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), Wraps(wrap), Unwraps())
+    edit = Edit.scale("1", 3.0, part=part, enable_intervention=True)
+    capture, monitor = Capture("1"), Monitor("1")
+    x = x_of()
+    plain = inner[0](x)
+    for probe in (edit, capture, monitor):
+        probe.attach(inner)
+    torch.compiler.reset()
+    out = torch.compile(inner, fullgraph=True, backend="aot_eager")(x)
+    assert torch.allclose(out, 6 * plain)
+    assert torch.allclose(capture["1"].output, 3 * plain)
+    assert monitor.report()
+    for probe in (edit, capture, monitor):
+        probe.detach()
+
+
+@pytest.mark.slow
+def test_an_edit_that_finds_no_tensor_in_a_compiled_model_is_an_error() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Slotted(x)
+
+    inner = nn.Sequential(nn.Linear(4, 4), Nothing(), Unwraps())
+    edit = Edit.scale("1", 3.0, enable_intervention=True)
+    edit.attach(inner)
+    torch.compiler.reset()
+    with torch.no_grad(), pytest.raises(ProbeError, match="without any tensor"):
+        torch.compile(inner, backend="aot_eager")(x_of())
+    torch.compiler.reset()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="without any tensor"):
+        torch.compile(inner, backend="aot_eager", fullgraph=True)(x_of())
     edit.detach()
 
 

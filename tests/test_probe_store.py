@@ -244,6 +244,38 @@ def test_a_long_chain_of_objects_is_looked_through():
     assert list(tensors_in(chain)) == [1]
 
 
+def test_collections_that_contain_themselves_are_copied_once():
+    t = torch.ones(2)
+    values, table = [t], {"t": t}
+    values += [values, values, table]
+    table["table"], table["values"] = table, [values, (table, table)]
+    assert [*tensors_in(values)] == [t, t]
+    new = map_tensors(values, torch.neg)
+    assert new[1] is new[2] is new is not values
+    assert new[3]["table"] is new[3] is not table
+    assert new[3]["values"][0] is new
+    assert torch.equal(new[3]["values"][1][0]["t"], -t)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda v, t: Data(t, v),
+        lambda v, t: [t, v],
+        lambda v, t: (v, t),
+        lambda v, t: {"t": t, 1: v},
+    ],
+)
+def test_what_is_too_deep_is_named_instead(around):
+    t, value = torch.ones(2), None
+    for _ in range(500):
+        value = around(value, t)
+    assert len([*tensors_in(value)]) == 500
+    copied = [*tensors_in(map_tensors(value, torch.neg))]
+    assert len(copied) == 100
+    assert all(torch.equal(one, -t) for one in copied)
+
+
 def test_an_object_that_cannot_be_copied_is_named_instead():
     t = torch.ones(1)
     new = map_tensors([Handle(t), t], torch.clone)

@@ -28,10 +28,12 @@ _WHOLE = (
 _COLLECTIONS = (tuple, list, deque, set, frozenset)
 _MANY = 1000  # parts: what holds that many and no tensor is no cache that is still to be filled
 
+_DEEP = 100  # values, each in another: with more, Python's stack would end
+
 
 @dataclass(frozen=True, slots=True)
 class NotCopied:
-    """Stands for an object that holds tensors and cannot be copied, such as one with a `__del__`.
+    """Stands for what holds tensors and cannot be copied, such as an object with a `__del__`.
 
     Keeping the object itself would keep what the model goes on with, and its graph.
 
@@ -72,6 +74,7 @@ def map_tensors(
     f: Callable[[Any], Any],
     memo: dict[int, tuple[Any, Any]] | None = None,
     leaf: type = Tensor,
+    depth: int = 0,
 ) -> Any:
     """Rebuild a value with each tensor replaced by `f(tensor)`.
 
@@ -85,6 +88,7 @@ def map_tensors(
         f: Called once for each tensor, also when it stands in several places.
         memo: What was replaced so far; give the same one to map several values as one.
         leaf: What is replaced, when it is not tensors.
+        depth: How deep the value stands in another; what is too deep is a `NotCopied`, too.
     """
     if memo is None:
         memo = {}
@@ -95,41 +99,59 @@ def map_tensors(
     kind: Any = type(value)
     if kind in _ATOMS:
         return value
+    if id(value) in memo:  # it leads back to itself, or stands in several places
+        return memo[id(value)][1]
+    if depth == _DEEP:
+        return _not_copied(value, holds=next(_leaves(value, leaf), None) is not None)
+    depth += 1
     if kind is list:
-        return [map_tensors(part, f, memo, leaf) for part in value]
+        new: Any = []
+        memo[id(value)] = (value, new)
+        new += [map_tensors(part, f, memo, leaf, depth) for part in value]
+        return new
     if kind is dict:
-        return {key: map_tensors(part, f, memo, leaf) for key, part in value.items()}
+        new = {}
+        memo[id(value)] = (value, new)
+        for key, part in value.items():
+            new[key] = map_tensors(part, f, memo, leaf, depth)
+        return new
     if isinstance(value, _COLLECTIONS):
-        items = [map_tensors(part, f, memo, leaf) for part in cast("Any", value)]
+        items = [map_tensors(part, f, memo, leaf, depth) for part in cast("Any", value)]
         return value if _same(items, value) else _sequence(value, items)
     if isinstance(value, Mapping):
-        pairs = {key: map_tensors(part, f, memo, leaf) for key, part in value.items()}
+        pairs = {key: map_tensors(part, f, memo, leaf, depth) for key, part in value.items()}
         return value if _same(pairs.values(), value.values()) else _mapping(value, pairs)
-    if id(value) not in memo:
-        _map_object(value, f, memo, leaf)
+    _map_object(value, f, memo, leaf, depth)
     return memo[id(value)][1]
 
 
 def _map_object(
-    value: Any, f: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]], leaf: type
+    value: Any,
+    f: Callable[[Any], Any],
+    memo: dict[int, tuple[Any, Any]],
+    leaf: type,
+    depth: int,
 ) -> None:
     """Put what an object becomes into the memo, before its attributes: they may lead back to it."""
     attributes = _attributes(value)
     holds = next(_leaves(value, leaf), None) is not None
     new = _empty(value) if holds or (attributes and not _has_many_parts(value)) else None
     if new is None:
-        kind = type(value)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        memo[id(value)] = (value, NotCopied(name) if holds else value)
+        memo[id(value)] = (value, _not_copied(value, holds=holds))
         return
     memo[id(value)] = (value, new)
     members = _members(type(value))
     for name, part in attributes.items():
-        mapped = map_tensors(part, f, memo, leaf)
+        mapped = map_tensors(part, f, memo, leaf, depth)
         if name in members:
             members[name].__set__(new, mapped)
         else:
             _dict_of(new)[name] = mapped
+
+
+def _not_copied(value: Any, *, holds: bool) -> Any:
+    kind = type(value)
+    return NotCopied(f"{kind.__module__}.{kind.__qualname__}") if holds else value
 
 
 def _has_many_parts(value: Any) -> bool:

@@ -502,9 +502,10 @@ class _Tap:
                     compiled.see([], self._number)
                 return None
             went_out = compiled.tensors(output)
-            if self._edit is not None and went_out:
+            if self._edit is not None:  # where it finds no tensor, that is its error
                 compiled.see([], self._number)
-                return self._edit(output, self._on.to(went_out[0].device))
+                on = self._on.to(went_out[0].device) if went_out else self._on
+                return self._edit(output, on)
             compiled.see(went_out, self._number)
             return None
         if self._before:

@@ -10,13 +10,20 @@ probe a reason to compile again, of which dynamo takes eight.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree
 
 __all__ = ["numbered", "see", "tell", "tensors", "token"]
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_WHOLE = (*_ATOMS, Enum, type, torch.nn.Module, torch.optim.Optimizer)
+_MANY = 100  # objects: each is traced
 
 _library = torch.library.Library("hookline", "DEF")
 _library.define(
@@ -71,6 +78,39 @@ def numbered(number: int) -> torch.Tensor:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a value, in a way that can be compiled."""
-    leaves = _pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    """Return all tensors in a value, those in objects too, in a way that can be compiled."""
+    found: list[torch.Tensor] = []
+    seen: list[Any] = []
+    ahead = _pytree.tree_leaves(value)[::-1]
+    while ahead:
+        one = ahead.pop()
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+            continue
+        look = not isinstance(one, _WHOLE) and len(seen) < _MANY and _opens(type(one))
+        if look and not any(one is other for other in seen):
+            seen.append(one)
+            ahead += _pytree.tree_leaves(_held(one))[::-1]
+    return found
+
+
+def _opens(kind: type) -> bool:
+    """Whether dynamo can look into objects of a class: one written in Python, by users mostly."""
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    return is_dataclass(kind) or any("__dict__" in vars(cls) for cls in kind.__mro__)
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler.
+cast("Any", _opens)._dynamo_marked_constant = True
+
+
+def _held(value: Any) -> list[Any]:
+    items: Any = value
+    if isinstance(value, dict):  # of a class of its own
+        return list(items.values())
+    if isinstance(value, list | tuple):
+        return list(items)
+    if is_dataclass(value):  # also one with slots
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return list(value.__dict__.values())
