@@ -600,7 +600,8 @@ def test_in_a_bare_loop_a_parameter_of_two_optimizers_is_refused():
     model, optimizer = make()
     other = torch.optim.SGD(model.second.parameters(), 0.1)
     with hookline.attach(model, [optimizer, other], hooks=[Scale(0.5)]):
-        nn.functional.mse_loss(*(lambda b: (model(b[0]), b[1]))(batches(1)[0])).backward()
+        x, y = batches(1)[0]
+        nn.functional.mse_loss(model(x), y).backward()
         with pytest.raises(
             hookline.NotSuppliedError, match=r"share the parameter 'second\.weight'"
         ):
@@ -723,9 +724,8 @@ def test_a_gradient_that_is_put_on_the_parameter_itself_counts():
 def test_none_for_a_parameter_without_a_gradient_is_as_if_left_out():
     model, optimizer = make()
     model.first.weight.requires_grad_(False)
-    gives_none = lambda gradients: {"first.weight": None}  # noqa: E731
     trainer = Trainer(config(), model, optimizer)
-    trainer.add_hook(gives_none, kind="update", name="none")
+    trainer.add_hook(lambda gradients: {"first.weight": None}, kind="update", name="none")
     trainer.add_hook(ClipValue(0.1))
     trainer.fit(batches(2))
     assert trainer.step == 2

@@ -50,7 +50,7 @@ class Capture(BuiltIn, Probe):
 
     Tensors are found anywhere in what flows: in tuples, lists, mappings and objects, such as the
     cache of a Hugging Face model, which is copied as it was. What holds tensors and cannot be
-    copied is replaced by a `NotCopied` that names its class.
+    copied, or stands too deep in others, is replaced by a `NotCopied` that names its class.
 
     Args:
         modules: Which modules: names, globs such as `"blocks.*.mlp"`, types, and so on.
