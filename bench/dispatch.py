@@ -43,7 +43,7 @@ def _no_hook(rounds: int) -> list[Row]:
     measured = interleave(
         {
             "plain": block(*[FIRE] * TEN, live=Plain(), **empty),
-            "hookline": block(*[FIRE] * TEN, live=hookline.HookManager().live, **empty),
+            "hookline": block(*[FIRE] * TEN, live=hookline.HookManager().dispatchers, **empty),
             "method": block(*["do.nothing(ctx)"] * TEN, loops=10_000, do=Nothing(), ctx=None),
             "runner": block(*["do.on_step_end(ctx)"] * TEN, loops=10_000, do=runner, ctx=None),
             **peers.events(hooks=0, loops=500),
@@ -81,7 +81,7 @@ def _ten_hooks(rounds: int) -> list[Row]:
     candidates: dict[str, Candidate] = {
         "direct": block(*direct, loops=20_000, **named, **arguments),
         "loop": block(looped, loops=20_000, units=TEN, hooks=hooks, **arguments),
-        "hookline": block(FIRE, loops=20_000, units=TEN, live=manager.live, src=Source()),
+        "hookline": block(FIRE, loops=20_000, units=TEN, live=manager.dispatchers, src=Source()),
         **peers.events(hooks=TEN, loops=500),
     }
     measured = interleave(candidates, rounds=rounds)
@@ -108,8 +108,8 @@ def _a_thousand_others(rounds: int) -> list[Row]:
     empty = {"loops": 10_000, "src": Source()}
     measured = interleave(
         {
-            "none": block(*[FIRE] * TEN, live=hookline.HookManager().live, **empty),
-            "hookline": block(*[FIRE] * TEN, live=crowd.live, **empty),
+            "none": block(*[FIRE] * TEN, live=hookline.HookManager().dispatchers, **empty),
+            "hookline": block(*[FIRE] * TEN, live=crowd.dispatchers, **empty),
             **peers.events(hooks=1000, loops=5, listening=False),
         },
         rounds=max(20, rounds // 4),

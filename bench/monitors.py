@@ -20,8 +20,8 @@ from torch import nn
 
 import hookline
 from bench.harness import Candidate, Rounds, Row, Spread, interleave
-from hookline.hooks.monitoring.gradients import GradientMonitor
-from hookline.registry import BUILT_INS, make_hook
+from hookline.config import BUILT_INS, make_hook
+from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 
 __all__ = ["run"]
 

@@ -136,7 +136,7 @@ def test_a_call_is_counted_also_when_hooks_changed_just_before_it():
     """As when another thread changes them between the look-up and the call."""
     manager = HookManager([hook := Count()])
     run(manager, [1])
-    dispatch = manager.live.on_step_end
+    dispatch = manager.dispatchers.on_step_end
     manager.add_hook(Hook("other"))
     manager.add_hook(Count(), "new")
     dispatch(SimpleNamespace())
@@ -149,7 +149,7 @@ def test_a_hook_switched_off_just_before_a_call_is_neither_called_nor_counted():
     """As when another thread switches it off between the look-up and the call."""
     manager = HookManager([hook := Count("off"), stays := Count("stays")])
     run(manager, [1])
-    dispatch = manager.live.on_step_end
+    dispatch = manager.dispatchers.on_step_end
     manager.disable_hook("off")
     dispatch(SimpleNamespace())
     assert (hook.calls, stays.calls) == (1, 2)

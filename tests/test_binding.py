@@ -600,7 +600,7 @@ def test_a_method_set_to_none_is_not_called():
         on_step_end = None
 
     manager = HookManager([Sub()])
-    assert manager.live.on_step_end is None
+    assert manager.dispatchers.on_step_end is None
 
 
 def test_helpers_with_an_underscore_are_left_alone():
@@ -668,7 +668,7 @@ def test_a_users_attributes_do_not_matter():
             self.schedule = "none of your business"
             self.rank = self._rank = -1
             self.strict = self.quarantined = True
-            self.bindings = self.hooks = self.live = None
+            self.bindings = self.hooks = self.dispatchers = None
 
         def on_step_end(self, step):
             self.seen.append(step)
@@ -752,7 +752,7 @@ def test_nothing_is_made_that_no_hook_asked_for():
             pass
 
     manager = HookManager([Watch()])
-    manager.live.on_step_end(source := Source())
+    manager.dispatchers.on_step_end(source := Source())
     assert source.made == ["step"]
 
 
@@ -766,7 +766,7 @@ def test_an_argument_is_made_once_for_all_who_ask():
             self.seen.append(state)
 
     manager = HookManager([first := First(), second := Second()])
-    manager.live.on_step_end(source := Source())
+    manager.dispatchers.on_step_end(source := Source())
     assert sorted(source.made) == ["state", "step"]
     assert first.seen[0] is second.seen[0]
 
@@ -785,7 +785,7 @@ def test_an_argument_is_made_once_also_for_those_who_collect_it():
             self.seen.append(everything["state"])
 
     manager = HookManager([asks := Asks(), default := Default(), collects := Collects()])
-    manager.live.on_step_end(source := Source())
+    manager.dispatchers.on_step_end(source := Source())
     assert source.made.count("state") == 1
     assert asks.seen[0] is default.seen[0] is collects.seen[0]
 
@@ -805,7 +805,7 @@ def test_an_argument_is_made_once_also_between_scheduled_and_collecting_hooks(sc
 
     manager = HookManager([collects := Collects()])
     manager.add_hook(asks := Asks(), every=2, before="collects" if scheduled_first else None)
-    manager.live.on_step_end(source := Due())
+    manager.dispatchers.on_step_end(source := Due())
     assert source.made.count("state") == 1
     assert asks.seen[0] is collects.seen[0]
 
@@ -821,7 +821,7 @@ def test_nothing_is_made_for_a_disabled_hook():
 
     manager = HookManager([Watch(), Costly()])
     manager.disable_hook("costly")
-    manager.live.on_step_end(source := Source())
+    manager.dispatchers.on_step_end(source := Source())
     assert source.made == ["step"]
 
 
@@ -835,5 +835,5 @@ def test_nothing_is_made_for_a_hook_that_is_not_due():
 
     manager = HookManager()
     manager.add_hook(Costly(), every=10)
-    manager.live.on_step_end(source := Steps())
+    manager.dispatchers.on_step_end(source := Steps())
     assert source.made == []

@@ -20,8 +20,8 @@ from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeErro
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
 from hookline.probes.capture import Capture
 from hookline.probes.flow import GradientFlow
-from hookline.probes.late import LateState
-from hookline.probes.short import probe
+from hookline.probes.lazy_state import LazyState
+from hookline.probes.probe_context import probe
 from hookline.probes.taps import tap
 
 
@@ -395,7 +395,7 @@ def test_a_copy_from_the_device_is_not_waited_for_until_it_is_read():
 
 def test_a_state_waits_only_for_what_is_read():
     waited = []
-    state = LateState("m", output=torch.ones(2), input=(torch.ones(3),))
+    state = LazyState("m", output=torch.ones(2), input=(torch.ones(3),))
     state.checks = {"output": lambda: waited.append("output")}
     assert state.nbytes == 20
     repr(state)
@@ -696,7 +696,7 @@ def test_gradients_are_taken_as_outputs_are():
 
 def test_a_gradient_that_arrives_waits_for_nothing():
     waited = []
-    store, state = Store(), LateState("m", output=torch.ones(2))
+    store, state = Store(), LazyState("m", output=torch.ones(2))
     key = store.add("p", state)
     state.checks = {name: lambda: waited.append(1) for name in ("output", "gradient")}
     assert store.amend(key, gradient=torch.zeros(2))

@@ -539,7 +539,7 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_somebody_writes_is_not_cleaned(tmp_path: Path) -> None:
-    from hookline.checkpoint.disk import temporary_folder
+    from hookline.checkpoint.atomic_files import temporary_folder
 
     with temporary_folder(tmp_path, "step_000001") as busy:
         save(tmp_path / "step_000002")
@@ -596,7 +596,7 @@ def test_every_flipped_byte_is_noticed(good: Path, name: str) -> None:
 
 
 def test_a_file_with_a_right_hash_that_cannot_be_read_is_a_clear_error(good: Path) -> None:
-    from hookline.checkpoint.folder import _manifest
+    from hookline.checkpoint.checkpoint_folder import _manifest
 
     (good / "state.json").write_text('{"state": {"$": "tensor", "v": "t9"}, "model": {}}')
     (good / "manifest.json").write_text(_manifest(good, {}))

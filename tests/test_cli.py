@@ -19,7 +19,7 @@ import torch
 
 from hookline import __version__
 from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.cli import demo
+from hookline.cli import demo_command as demo
 
 COMMAND = [sys.executable, "-m", "hookline.cli.app"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
@@ -187,7 +187,7 @@ def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
 
 def test_an_error_of_hookline_is_its_message_and_exit_code_1() -> None:
     script = (
-        "import hookline.cli.app as app, hookline.cli.demo as demo\n"
+        "import hookline.cli.app as app, hookline.cli.demo_command as demo\n"
         "def fail(**options): raise app.HooklineError('No disk. Buy one.')\n"
         "demo.run_demo = fail\n"
         "app.sys.argv = ['hookline', 'demo']\n"

@@ -15,8 +15,8 @@ import yaml
 from test_registry import describe_package, site  # noqa: F401 (a fixture)
 
 import hookline as library
+from hookline.config import BUILT_INS, PROBES, HookRegistry, load_hook_class
 from hookline.events import COMMON, EVENTS, LOOP_MAP
-from hookline.registry import BUILT_INS, PROBES, HookRegistry, load_hook_class
 
 COMMAND = [sys.executable, "-m", "hookline.cli.app"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
@@ -125,7 +125,7 @@ def test_a_needed_option_is_said_to_be_needed() -> None:
 
 def test_every_example_can_be_pasted() -> None:
     from hookline.cli.hook_facts import facts_of
-    from hookline.registry import known_hooks
+    from hookline.config import known_hooks
 
     for name, known in known_hooks().items():
         facts = facts_of(known)
@@ -287,7 +287,7 @@ def test_what_nobody_expected_is_a_line_that_says_where_and_how_to_see_more() ->
     done = with_a_bug("'events'")
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
-    assert re.search(r"^hookline: AttributeError: .*hooks\.py, line \d+", done.stderr)
+    assert re.search(r"^hookline: AttributeError: .*hooks_command\.py, line \d+", done.stderr)
     assert "With the traceback: hookline --debug events" in done.stderr
 
 
@@ -307,7 +307,7 @@ def test_a_users_mistake_has_no_traceback_even_then() -> None:
 
 @pytest.mark.parametrize("no_color", [True, False])
 def test_colours_are_for_terminals_that_want_them(no_color: bool) -> None:
-    script = "from hookline.cli.hooks import events; events()"
+    script = "from hookline.cli.hooks_command import events; events()"
     variables = {k: v for k, v in ENVIRONMENT.items() if k != "NO_COLOR"}
     variables |= {"FORCE_COLOR": "1", "TERM": "xterm"} | ({"NO_COLOR": "1"} if no_color else {})
     done = subprocess.run(

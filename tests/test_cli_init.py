@@ -132,7 +132,7 @@ def test_what_is_commented_out_in_the_file_is_valid_too(project: Path) -> None:
 
 
 def test_the_schema_is_that_of_this_version(project: Path) -> None:
-    from hookline.files import training_schema
+    from hookline.config_files import training_schema
 
     assert json.loads((project / "train.schema.json").read_text()) == training_schema()
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
-from hookline.hooks.debugging.debug import DebugHook
+from hookline.hooks.debugging.debug_hook import DebugHook
 from hookline.hooks.debugging.finite import all_finite, first_bad
 
 NAN, INF = float("nan"), float("inf")
@@ -301,7 +301,7 @@ def test_a_bare_loop_is_stopped(caplog):
 
 IN_TERMINAL = """
     import torch, hookline
-    from hookline.hooks.debugging.debug import DebugHook
+    from hookline.hooks.debugging.debug_hook import DebugHook
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = hookline.TrainerConfig(runs=None, progress="off", on_nan="continue")

@@ -129,13 +129,13 @@ def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
 
 TWO_RANKS = """
 import sys, torch, torch.distributed as dist, hookline
-from hookline.strategies import Plain
+from hookline.trainer.strategies import SingleProcess
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 
-class Together(Plain):
+class Together(SingleProcess):
     alone = False
-    def agree(self, *wishes):
+    def any_rank(self, *wishes):
         flags = torch.tensor([float(wish) for wish in wishes])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return tuple(bool(flag) for flag in flags)

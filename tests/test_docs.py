@@ -143,14 +143,3 @@ def test_links_to_files_lead_somewhere(name: str) -> None:  # mkdocs checks thos
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert not missing
-
-
-def test_the_tree_in_contributing_names_every_file_of_the_package() -> None:
-    tree = next(b.text for b in blocks_of(ROOT / "CONTRIBUTING.md") if "src/hookline/" in b.text)
-    named = set(re.findall(r"^ +([\w./]+)", tree, flags=re.MULTILINE))
-    package = ROOT / "src" / "hookline"
-    files = {path.name for path in package.rglob("*.py")} | {"py.typed"}
-    folders = {path.name + "/" for path in package.rglob("*/") if path.name != "__pycache__"}
-    assert files | folders <= named, f"not in the tree: {sorted((files | folders) - named)}"
-    stale = {name for name in named if name.endswith(".py")} - files
-    assert not stale, f"in the tree, but gone: {sorted(stale)}"

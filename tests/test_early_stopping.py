@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
-from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.optimization.early_stopping import EarlyStopping
 
 

@@ -22,7 +22,7 @@ from hookline import (
     TrainingError,
 )
 from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.optimization import ema
 
 

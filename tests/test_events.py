@@ -187,6 +187,8 @@ def project(tmp_path):
         "docs/trainer.md",
         "docs/built_in.md",
         "docs/configuration.md",
+        "CONTRIBUTING.md",
+        "pyproject.toml",
         "README.md",
     ):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -165,7 +165,7 @@ def test_a_hook_that_fails_three_times_in_a_row_is_quarantined_loudly(caplog):
     assert hook.called == [1, 2, 3]
     assert info(manager, "failing").status == "quarantined"
     assert info(manager, "failing").quarantined
-    assert manager.live.on_step_end is None
+    assert manager.dispatchers.on_step_end is None
     (loud,) = [r for r in caplog.records if "QUARANTINED" in r.getMessage()]
     assert "'failing'" in loud.getMessage()
     assert "failed 3 times in a row" in loud.getMessage()

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hookline
-from hookline.files import FileError, load_training, training_schema
-from hookline.files.merging import merge_files, parse_override
-from hookline.files.model import HookConfig, ObjectConfig, TrainingConfig
-from hookline.files.python import is_python, load_python
-from hookline.files.resuming import NEWEST, find_resume
-from hookline.runs.confighash import config_hash
+from hookline.config_files import FileError, load_training, training_schema
+from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingConfig
+from hookline.config_files.merging import merge_files, parse_override
+from hookline.config_files.python_function import is_python, load_python
+from hookline.config_files.resuming import NEWEST, find_resume
+from hookline.runs.config_hash import config_hash
 
 PROJECT = """
 import torch
@@ -447,7 +447,7 @@ def test_trust_may_be_a_part_of_a_package(project: Path) -> None:
         "torch.os.system",
         "torch.serialization.os.system",
         "torch.serialization.closing",
-        "hookline.files.merging.os.system",
+        "hookline.config_files.merging.os.system",
         "torch.nn.Linear.__init__",
         "torch.nn.Linear.__init__.__globals__",
         "builtins.eval",
@@ -691,7 +691,7 @@ def test_steps_and_tokens_may_be_functions_of_the_project(project: Path) -> None
         "hooks=[net.Watch]",
     )
     trainer = training.fit()
-    assert trainer._moment.tokens_seen == 10
+    assert trainer._context.tokens_seen == 10
     assert trainer.hooks.get_hook("watch").steps == [1, 2]
 
 
@@ -1062,9 +1062,9 @@ def test_the_schema_describes_every_section_and_every_option() -> None:
 
 def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
     script = (
-        "import sys, hookline, hookline.files\n"
+        "import sys, hookline, hookline.config_files\n"
         "assert not {'yaml', 'pydantic', 'typer', 'torch'} & set(sys.modules)\n"
-        "import hookline.files.loading\n"
+        "import hookline.config_files.loading\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(

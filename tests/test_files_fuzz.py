@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from hookline import HooklineError
-from hookline.files import load_training
+from hookline.config_files import load_training
 
 PROJECT = """
 import torch

@@ -14,7 +14,7 @@ from loops import Net, batches, make, recorder, same, weights
 
 import hookline
 from hookline import ForwardHook, HookFailedError, ObserverError, Trainer, TrainerConfig
-from hookline.hooks.monitoring.activations import ActivationStats
+from hookline.hooks.monitoring.activation_stats import ActivationStats
 
 
 def config(**fields):

@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline
+from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.hooks.monitoring.gradient_statistics import (
     Parts,
     histograms,
     percentiles,
     statistics,
 )
-from hookline.hooks.monitoring.gradients import GradientMonitor
-from hookline.parameters import chosen_names
-from hookline.runs.journal import read_records
+from hookline.runs.jsonl_file import read_records
+from hookline.tensors.parameter_names import chosen_names
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
@@ -648,7 +648,7 @@ import math, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from hookline.hooks.monitoring.gradients import GradientMonitor
+from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 
 dist.init_process_group(
     "gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2

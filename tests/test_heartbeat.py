@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import Trainer, TrainerConfig
-from hookline.hooks.integration.heartbeat import Heartbeat
+from hookline.hooks.notification.heartbeat import Heartbeat
 
 ALWAYS = 1e-9  # seconds: due in every batch
 

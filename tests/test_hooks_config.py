@@ -7,8 +7,8 @@ from loops import batches, make
 
 import hookline
 from hookline import GenericTrainer, HooksConfig, Trainer, TrainerConfig, get_trainer
+from hookline.config import BUILT_INS, load_hook_class
 from hookline.options import options_of
-from hookline.registry import BUILT_INS, load_hook_class
 
 
 def trainer_with(tmp_path, **fields):

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import hookline.loaders
-from hookline.loaders import Drawn, Mixing, Stream
+import hookline.trainer.data_stream
+from hookline.trainer.data_stream import LoadedBatch, MixConfig, Stream
 
 WEB = ["w0", "w1", "w2"]
 CODE = ["c0"]
@@ -47,7 +47,7 @@ class Sized(Unsized):
 
 
 def batches(loaders: Any, *args: Any, skip: int = 0, **settings: Any) -> list[Any]:
-    mixing = Mixing(*args, **settings) if args or settings else None
+    mixing = MixConfig(*args, **settings) if args or settings else None
     return [drawn.batch for drawn in Stream(loaders, mixing).epoch(skip)]
 
 
@@ -55,15 +55,19 @@ def made(lengths: list[int], kind: Callable[[list[Any]], Any] = list) -> dict[st
     return {f"l{i}": kind([(i, n) for n in range(length)]) for i, length in enumerate(lengths)}
 
 
-def mixings(count: int) -> st.SearchStrategy[Mixing]:
+def mixings(count: int) -> st.SearchStrategy[MixConfig]:
     """Every kind of mixing for so many loaders."""
     length = st.sampled_from(["sum", "longest", 1, 4, 25])
-    short = st.sampled_from(["cycle", "drop"])
+    on_exhausted = st.sampled_from(["cycle", "drop"])
     turns = st.one_of(length, st.just("shortest"))
     return st.one_of(
-        st.builds(Mixing, length=length, short=short),
+        st.builds(MixConfig, length=length, on_exhausted=on_exhausted),
         st.builds(
-            Mixing, st.just("alternating"), pattern=patterns(count), length=length, short=short
+            MixConfig,
+            st.just("alternating"),
+            pattern=patterns(count),
+            length=length,
+            on_exhausted=on_exhausted,
         ),
         in_turns(count, turns),
     )
@@ -76,13 +80,19 @@ def patterns(count: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.tuples(everyone, extra).map(lambda both: (*both[0], *both[1]))
 
 
-def in_turns(count: int, length: st.SearchStrategy[Any]) -> st.SearchStrategy[Mixing]:
+def in_turns(count: int, length: st.SearchStrategy[Any]) -> st.SearchStrategy[MixConfig]:
     """Mixings that may end with the shortest loader."""
-    short = st.sampled_from(["cycle", "drop"])
+    on_exhausted = st.sampled_from(["cycle", "drop"])
     weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
     return st.one_of(
-        st.builds(Mixing, st.just("round_robin"), length=length, short=short),
-        st.builds(Mixing, st.just("weighted"), weights=weights, length=length, short=short),
+        st.builds(MixConfig, st.just("round_robin"), length=length, on_exhausted=on_exhausted),
+        st.builds(
+            MixConfig,
+            st.just("weighted"),
+            weights=weights,
+            length=length,
+            on_exhausted=on_exhausted,
+        ),
     )
 
 
@@ -94,14 +104,14 @@ CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), mixings(len(
 
 def test_a_single_loader_gives_its_batches_with_their_numbers() -> None:
     assert list(Stream(["a", "b"]).epoch()) == [
-        Drawn("a", 0, 0, "train"),
-        Drawn("b", 1, 0, "train"),
+        LoadedBatch("a", 0, 0, "train"),
+        LoadedBatch("b", 1, 0, "train"),
     ]
 
 
 def test_what_is_drawn_has_names() -> None:
     drawn = next(Stream({"web": ["a"]}).epoch())
-    assert type(drawn) is Drawn
+    assert type(drawn) is LoadedBatch
     assert (drawn.batch, drawn.batch_idx, drawn.loader_idx, drawn.loader_name) == ("a", 0, 0, "web")
 
 
@@ -210,25 +220,25 @@ def test_names_are_strings(name: Any) -> None:
         # sequential
         ({}, "w0 w1 w2 c0"),
         ({"length": "longest"}, "w0 w1 w2 c0"),
-        ({"short": "drop"}, "w0 w1 w2 c0"),
+        ({"on_exhausted": "drop"}, "w0 w1 w2 c0"),
         ({"length": 2}, "w0 w1"),
         ({"length": 6}, "w0 w1 w2 c0 w0 w1"),
-        ({"length": 6, "short": "drop"}, "w0 w1 w2 c0"),
+        ({"length": 6, "on_exhausted": "drop"}, "w0 w1 w2 c0"),
         # round_robin
         ({"order": "round_robin"}, "w0 c0 w1 c0"),
-        ({"order": "round_robin", "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "round_robin", "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "round_robin", "length": "longest"}, "w0 c0 w1 c0 w2 c0"),
-        ({"order": "round_robin", "length": "longest", "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "round_robin", "length": "longest", "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "round_robin", "length": "shortest"}, "w0 c0"),
-        ({"order": "round_robin", "length": "shortest", "short": "drop"}, "w0 c0"),
+        ({"order": "round_robin", "length": "shortest", "on_exhausted": "drop"}, "w0 c0"),
         ({"order": "round_robin", "length": 9}, "w0 c0 w1 c0 w2 c0 w0 c0 w1"),
-        ({"order": "round_robin", "length": 3, "short": "drop"}, "w0 c0 w1"),
-        ({"order": "round_robin", "length": 9, "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "round_robin", "length": 3, "on_exhausted": "drop"}, "w0 c0 w1"),
+        ({"order": "round_robin", "length": 9, "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         # alternating
         ({"order": "alternating", "pattern": ("web", "web", "code")}, "w0 w1 c0 w2"),
         ({"order": "alternating", "pattern": ["code", 0]}, "c0 w0 c0 w1"),
         (
-            {"order": "alternating", "pattern": ("code", "web", "code"), "short": "drop"},
+            {"order": "alternating", "pattern": ("code", "web", "code"), "on_exhausted": "drop"},
             "c0 w0 w1 w2",
         ),
         (
@@ -236,24 +246,35 @@ def test_names_are_strings(name: Any) -> None:
             "w0 w1 c0 w2 w0 c0",
         ),
         (
-            {"order": "alternating", "pattern": (0, 0, 1), "length": "longest", "short": "drop"},
+            {
+                "order": "alternating",
+                "pattern": (0, 0, 1),
+                "length": "longest",
+                "on_exhausted": "drop",
+            },
             "w0 w1 c0 w2",
         ),
         ({"order": "alternating", "pattern": (0, 0, 1), "length": "shortest"}, "w0 w1 c0"),
         ({"order": "alternating", "pattern": (1, 0), "length": 5}, "c0 w0 c0 w1 c0"),
-        ({"order": "alternating", "pattern": (1, 0), "length": 9, "short": "drop"}, "c0 w0 w1 w2"),
+        (
+            {"order": "alternating", "pattern": (1, 0), "length": 9, "on_exhausted": "drop"},
+            "c0 w0 w1 w2",
+        ),
         # weighted
         ({"order": "weighted", "weights": {"code": 1, "web": 3}}, "w0 w1 c0 w2"),
         ({"order": "weighted", "weights": [1, 1]}, "w0 c0 w1 c0"),
-        ({"order": "weighted", "weights": [1, 1], "short": "drop"}, "w0 c0 w1 w2"),
+        ({"order": "weighted", "weights": [1, 1], "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "weighted", "weights": [1, 1], "length": "longest"}, "w0 c0 w1 c0 w2"),
         ({"order": "weighted", "weights": [1, 1], "length": "shortest"}, "w0 c0 w1"),
         ({"order": "weighted", "weights": [0.5, 0.5], "length": 6}, "w0 c0 w1 c0 w2 c0"),
-        ({"order": "weighted", "weights": [1, 1], "length": 9, "short": "drop"}, "w0 c0 w1 w2"),
+        (
+            {"order": "weighted", "weights": [1, 1], "length": 9, "on_exhausted": "drop"},
+            "w0 c0 w1 w2",
+        ),
     ],
 )
 def test_an_epoch_contains_exactly(settings: dict[str, Any], expected: str) -> None:
-    stream = Stream(TWO, Mixing(**settings))
+    stream = Stream(TWO, MixConfig(**settings))
     for _ in range(2):
         assert [drawn.batch for drawn in stream.epoch()] == expected.split()
     assert len(stream) == stream.length() == len(expected.split())
@@ -261,10 +282,10 @@ def test_an_epoch_contains_exactly(settings: dict[str, Any], expected: str) -> N
 
 def test_one_loader_may_be_mixed_in_any_way() -> None:
     for mixing in (
-        Mixing(length="shortest"),
-        Mixing("round_robin", length="longest"),
-        Mixing("alternating", pattern=("train",)),
-        Mixing("weighted", weights=[2.0], short="drop"),
+        MixConfig(length="shortest"),
+        MixConfig("round_robin", length="longest"),
+        MixConfig("alternating", pattern=("train",)),
+        MixConfig("weighted", weights=[2.0], on_exhausted="drop"),
     ):
         assert [drawn.batch for drawn in Stream(WEB, mixing).epoch()] == WEB
     assert batches(WEB, "weighted", weights=[1], length=5) == ["w0", "w1", "w2", "w0", "w1"]
@@ -272,7 +293,7 @@ def test_one_loader_may_be_mixed_in_any_way() -> None:
 
 def test_batch_numbers_go_on_when_a_loader_is_started_again() -> None:
     for order in ("sequential", "round_robin"):
-        drawn = list(Stream(TWO, Mixing(order, length=8)).epoch())  # type: ignore[arg-type]
+        drawn = list(Stream(TWO, MixConfig(order, length=8)).epoch())  # type: ignore[arg-type]
         for name in TWO:
             numbers = [one.batch_idx for one in drawn if one.loader_name == name]
             assert numbers == list(range(len(numbers)))
@@ -296,7 +317,7 @@ def test_real_data_loaders_cycle_with_a_new_shuffle() -> None:
     short = DataLoader(TensorDataset(torch.arange(64)), batch_size=32, shuffle=True)
     long = DataLoader(TensorDataset(torch.arange(64)), batch_size=16)
     torch.manual_seed(0)
-    stream = Stream({"short": short, "long": long}, Mixing("round_robin", length="longest"))
+    stream = Stream({"short": short, "long": long}, MixConfig("round_robin", length="longest"))
     drawn = list(stream.epoch())
     assert [one.loader_name for one in drawn] == ["short", "long"] * 4
     passes = [torch.cat([one.batch[0] for one in drawn[i : i + 4 : 2]]) for i in (0, 4)]
@@ -310,17 +331,17 @@ def test_real_data_loaders_cycle_with_a_new_shuffle() -> None:
 
 
 @given(CASES)
-def test_the_length_is_the_number_of_batches(case: tuple[list[int], Mixing]) -> None:
+def test_the_length_is_the_number_of_batches(case: tuple[list[int], MixConfig]) -> None:
     lengths, mixing = case
     stream = Stream(made(lengths), mixing)
     assert len(list(stream.epoch())) == len(stream)
 
 
 @given(CASES)
-def test_loaders_without_a_length_give_the_same_epoch(case: tuple[list[int], Mixing]) -> None:
+def test_loaders_without_a_length_give_the_same_epoch(case: tuple[list[int], MixConfig]) -> None:
     lengths, mixing = case
     unsized = made(lengths, Unsized)
-    if mixing.order != "sequential" and (mixing.length, mixing.short) == ("sum", "cycle"):
+    if mixing.order != "sequential" and (mixing.length, mixing.on_exhausted) == ("sum", "cycle"):
         with pytest.raises(TypeError, match=r"'l0' has no len\(\)"):
             Stream(unsized, mixing)
         return
@@ -334,10 +355,10 @@ def test_without_cycling_every_batch_comes_exactly_once(
     weights = data.draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
     loaders = made(lengths)
     for mixing in (
-        Mixing(length=length),
-        Mixing("round_robin", length=length, short="drop"),
-        Mixing("alternating", (*loaders, "l0"), length=length, short="drop"),
-        Mixing("weighted", weights=weights, length=length, short="drop"),
+        MixConfig(length=length),
+        MixConfig("round_robin", length=length, on_exhausted="drop"),
+        MixConfig("alternating", (*loaders, "l0"), length=length, on_exhausted="drop"),
+        MixConfig("weighted", weights=weights, length=length, on_exhausted="drop"),
     ):
         drawn = [one.batch for one in Stream(loaders, mixing).epoch()]
         assert sorted(drawn) == sorted(batch for own in loaders.values() for batch in own)
@@ -348,7 +369,7 @@ def test_the_longest_epoch_is_the_first_whole_round_that_takes_all_to_their_end(
     lengths: list[int], data: st.DataObject
 ) -> None:
     pattern = data.draw(patterns(len(lengths)))
-    stream = Stream(made(lengths), Mixing("alternating", pattern, length="longest"))
+    stream = Stream(made(lengths), MixConfig("alternating", pattern, length="longest"))
     drawn = [one.batch for one in stream.epoch()]
     everything = {(i, n) for i, length in enumerate(lengths) for n in range(length)}
     assert set(drawn) == everything
@@ -364,7 +385,7 @@ def test_the_shortest_epoch_repeats_nothing_and_cannot_be_longer(
     drawn = [one.batch for one in Stream(made(lengths), mixing).epoch()]
     assert len(set(drawn)) == len(drawn)
     round_size = len(lengths) if mixing.order == "round_robin" else 1
-    endless = Mixing(mixing.order, weights=mixing.weights, length=len(drawn) + round_size)
+    endless = MixConfig(mixing.order, weights=mixing.weights, length=len(drawn) + round_size)
     longer = [one.batch for one in Stream(made(lengths), endless).epoch()]
     assert len(set(longer)) < len(longer)
 
@@ -403,13 +424,18 @@ def test_many_small_weights_do_not_fall_behind() -> None:
 def test_the_rest_is_shared_by_weight_when_a_loader_is_left_out() -> None:
     # "a" is due again right after its only batch, so all the rest is without it.
     loaders = {"a": ["a"], "b": ["b"] * 30, "c": ["c"] * 12}
-    drawn = batches(loaders, "weighted", weights=[30, 5, 2], length=40, short="drop")
+    drawn = batches(loaders, "weighted", weights=[30, 5, 2], length=40, on_exhausted="drop")
     rest = {name: loaders[name] for name in "bc"}
-    assert drawn == ["a", *batches(rest, "weighted", weights=[5, 2], length=39, short="drop")]
+    assert drawn == [
+        "a",
+        *batches(rest, "weighted", weights=[5, 2], length=39, on_exhausted="drop"),
+    ]
 
 
 @given(CASES, st.integers(0, 30))
-def test_skipping_is_dropping_the_first_batches(case: tuple[list[int], Mixing], skip: int) -> None:
+def test_skipping_is_dropping_the_first_batches(
+    case: tuple[list[int], MixConfig], skip: int
+) -> None:
     lengths, mixing = case
     stream = Stream(made(lengths), mixing)
     assert list(stream.epoch(skip)) == list(stream.epoch())[skip:]
@@ -417,7 +443,7 @@ def test_skipping_is_dropping_the_first_batches(case: tuple[list[int], Mixing], 
 
 def test_a_resumed_shuffled_epoch_goes_on_where_it_stopped() -> None:
     loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, shuffle=True)
-    stream = Stream({"a": loader, "b": loader}, Mixing("round_robin"))
+    stream = Stream({"a": loader, "b": loader}, MixConfig("round_robin"))
     torch.manual_seed(3)
     whole = [drawn.batch[0].tolist() for drawn in stream.epoch()]
     torch.manual_seed(3)
@@ -425,7 +451,7 @@ def test_a_resumed_shuffled_epoch_goes_on_where_it_stopped() -> None:
 
 
 @given(CASES)
-def test_every_epoch_is_the_same(case: tuple[list[int], Mixing]) -> None:
+def test_every_epoch_is_the_same(case: tuple[list[int], MixConfig]) -> None:
     lengths, mixing = case
     stream = Stream(made(lengths), mixing)
     assert (
@@ -440,14 +466,14 @@ def test_every_epoch_is_the_same(case: tuple[list[int], Mixing]) -> None:
 @pytest.mark.parametrize(
     "mixing",
     [
-        Mixing(),
-        Mixing("round_robin", length="longest"),
-        Mixing("weighted", weights=[2, 1], short="drop"),
-        Mixing("alternating", (0, 0, 1), length="shortest"),
+        MixConfig(),
+        MixConfig("round_robin", length="longest"),
+        MixConfig("weighted", weights=[2, 1], on_exhausted="drop"),
+        MixConfig("alternating", (0, 0, 1), length="shortest"),
     ],
 )
 def test_a_loader_is_started_once_per_pass_and_when_its_turn_comes(
-    kind: type[Unsized], mixing: Mixing
+    kind: type[Unsized], mixing: MixConfig
 ) -> None:
     log: list[str] = []
     stream = Stream({n: kind(["x"] * 4, log, n) for n in ("a", "b")}, mixing)
@@ -471,7 +497,7 @@ def test_a_loader_is_started_once_per_pass_and_when_its_turn_comes(
 def test_looking_for_the_end_does_not_start_a_loader_before_its_turn() -> None:
     log: list[str] = []
     loaders = {"a": Unsized([0], log, "a"), "b": Unsized([0], log, "b")}
-    for drawn in Stream(loaders, Mixing("weighted", weights=[5, 1], length="longest")).epoch():
+    for drawn in Stream(loaders, MixConfig("weighted", weights=[5, 1], length="longest")).epoch():
         log.append(drawn.loader_name)
     assert log == ["iter a", "a", "iter a", "a", "iter a", "a", "iter b", "b"]
 
@@ -479,7 +505,9 @@ def test_looking_for_the_end_does_not_start_a_loader_before_its_turn() -> None:
 def test_a_round_that_is_in_hand_is_let_go_batch_by_batch() -> None:
     loaders = {n: (torch.zeros(1) for _ in range(8)) for n in "ab"}
     seen: list[weakref.ref[Any]] = []
-    for drawn in Stream(loaders, Mixing("alternating", (0,) * 4 + (1,), length="shortest")).epoch():
+    for drawn in Stream(
+        loaders, MixConfig("alternating", (0,) * 4 + (1,), length="shortest")
+    ).epoch():
         seen.append(weakref.ref(drawn.batch))
         del drawn
         assert sum(ref() is not None for ref in seen) <= 1
@@ -487,7 +515,7 @@ def test_a_round_that_is_in_hand_is_let_go_batch_by_batch() -> None:
 
 def test_a_single_loader_is_started_when_its_first_batch_is_drawn() -> None:
     log: list[str] = []
-    epoch = Stream(Sized(WEB, log), Mixing(length=4)).epoch()
+    epoch = Stream(Sized(WEB, log), MixConfig(length=4)).epoch()
     assert log == []
     drawn = [next(epoch) for _ in range(3)]
     assert (len(drawn), len(log)) == (3, 1)
@@ -510,7 +538,7 @@ def test_an_epoch_of_a_given_length_draws_no_batch_more() -> None:
 def test_making_a_stream_and_asking_its_length_uses_no_random_numbers() -> None:
     loaders = [DataLoader(TensorDataset(torch.arange(8)), shuffle=True) for _ in range(2)]
     before = torch.get_rng_state()
-    stream = Stream(loaders, Mixing("round_robin"))
+    stream = Stream(loaders, MixConfig("round_robin"))
     len(stream)
     stream.epoch()
     assert torch.equal(torch.get_rng_state(), before)
@@ -522,9 +550,9 @@ def test_batches_are_not_kept() -> None:
             yield torch.zeros(1)
 
     for mixing in (
-        Mixing(),
-        Mixing("round_robin", short="drop"),
-        Mixing("round_robin", length="shortest"),
+        MixConfig(),
+        MixConfig("round_robin", on_exhausted="drop"),
+        MixConfig("round_robin", length="shortest"),
     ):
         seen: list[weakref.ref[Any]] = []
         for drawn in Stream({"a": loader(), "b": loader()}, mixing).epoch():
@@ -545,14 +573,14 @@ class Endless(IterableDataset[int]):
 def test_a_length_that_is_not_known_is_none_and_len_says_whose() -> None:
     stream = Stream({"web": DataLoader(Endless()), "code": [1]})
     assert stream.length() is None
-    with pytest.raises(TypeError, match=r"no len\(\): 'web'\. .*Mixing\(length=1000\)"):
+    with pytest.raises(TypeError, match=r"no len\(\): 'web'\. .*MixConfig\(length=1000\)"):
         len(stream)
     assert len(list(stream.epoch())) == 7
 
 
 def test_a_given_length_is_known_whatever_the_loaders() -> None:
-    assert len(Stream(Unsized(WEB), Mixing(length=5))) == 5
-    assert Stream(Unsized(WEB), Mixing(length=5, short="drop")).length() is None
+    assert len(Stream(Unsized(WEB), MixConfig(length=5))) == 5
+    assert Stream(Unsized(WEB), MixConfig(length=5, on_exhausted="drop")).length() is None
 
 
 def test_an_endless_loader_ends_with_the_shortest() -> None:
@@ -576,14 +604,14 @@ def test_a_generator_is_good_for_one_pass() -> None:
 
 def test_a_generator_that_would_have_to_be_started_again_is_refused() -> None:
     loaders = {"web": WEB, "code": (batch for batch in CODE)}
-    epoch = Stream(loaders, Mixing("round_robin", length=4)).epoch()
+    epoch = Stream(loaders, MixConfig("round_robin", length=4)).epoch()
     assert [next(epoch).batch for _ in range(3)] == ["w0", "c0", "w1"]
     with pytest.raises(TypeError, match="'code' is an iterator"):
         next(epoch)
 
 
 def test_a_generator_that_was_left_early_is_not_continued() -> None:
-    stream = Stream(iter(WEB), Mixing(length=1))
+    stream = Stream(iter(WEB), MixConfig(length=1))
     assert len(list(stream.epoch())) == 1
     with pytest.raises(TypeError, match="is an iterator"):
         list(stream.epoch())
@@ -592,7 +620,7 @@ def test_a_generator_that_was_left_early_is_not_continued() -> None:
 def test_one_generator_under_two_names_is_refused() -> None:
     once = iter(WEB)
     with pytest.raises(TypeError, match="'b' is an iterator"):
-        batches({"a": once, "b": once}, "round_robin", short="drop")
+        batches({"a": once, "b": once}, "round_robin", on_exhausted="drop")
 
 
 # Empty loaders.
@@ -610,11 +638,14 @@ def test_an_empty_loader_is_refused_at_once_where_its_length_says_so() -> None:
         Stream({"web": WEB, "code": small}, what="val")
 
 
-@pytest.mark.parametrize("short", ["cycle", "drop"])
+@pytest.mark.parametrize("on_exhausted", ["cycle", "drop"])
 @pytest.mark.parametrize("length", ["longest", "shortest", 5])
-def test_an_empty_loader_without_a_length_is_refused_when_drawn(short: Any, length: Any) -> None:
+def test_an_empty_loader_without_a_length_is_refused_when_drawn(
+    on_exhausted: Any, length: Any
+) -> None:
     stream = Stream(
-        {"web": WEB, "code": Unsized([])}, Mixing("round_robin", length=length, short=short)
+        {"web": WEB, "code": Unsized([])},
+        MixConfig("round_robin", length=length, on_exhausted=on_exhausted),
     )
     with pytest.raises(ValueError, match="train loader 'code' has no batches"):
         list(stream.epoch())
@@ -633,7 +664,7 @@ def test_a_single_empty_loader_is_refused_when_drawn() -> None:
     [
         ({"order": "round_robbin"}, "order is 'round_robbin'.*Did you mean 'round_robin'"),
         ({"order": 3}, "order is 3; expected one of 'sequential'"),
-        ({"short": "cycled"}, "short is 'cycled'.*Did you mean 'cycle'"),
+        ({"on_exhausted": "cycled"}, "on_exhausted is 'cycled'.*Did you mean 'cycle'"),
         ({"length": "shorter"}, "length is 'shorter'.*Did you mean 'shortest'"),
         ({"length": 0}, "length is 0; .*at least 1"),
         ({"length": -3}, "length is -3"),
@@ -658,7 +689,7 @@ def test_a_single_empty_loader_is_refused_when_drawn() -> None:
 )
 def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Mixing(**settings)
+        MixConfig(**settings)
 
 
 @pytest.mark.parametrize(
@@ -681,11 +712,11 @@ def test_a_mixing_that_does_not_fit_the_loaders_is_refused(
     order = {"pattern": "alternating", "weights": "weighted"}
     settings["order"] = next((order[key] for key in settings if key in order), "sequential")
     with pytest.raises(ValueError, match=message):
-        Stream(TWO, Mixing(**settings))
+        Stream(TWO, MixConfig(**settings))
 
 
 def test_a_pattern_that_unsized_loaders_cannot_fill_once_is_refused_when_drawn() -> None:
-    mixing = Mixing("alternating", (0, 1, 1), length="shortest")
+    mixing = MixConfig("alternating", (0, 1, 1), length="shortest")
     with pytest.raises(ValueError, match="leaves no batch"):
         list(Stream({"web": Unsized(WEB), "code": Unsized(CODE)}, mixing).epoch())
 
@@ -698,7 +729,7 @@ def test_a_wrong_skip_is_refused_before_anything_is_drawn(skip: Any) -> None:
 
 def test_a_mixing_does_not_change_with_what_it_was_made_from() -> None:
     weights = {"web": 1.0, "code": 1.0}
-    mixing = Mixing("weighted", weights=weights)
+    mixing = MixConfig("weighted", weights=weights)
     weights["code"] = -1
     assert mixing.weights == {"web": 1.0, "code": 1.0}
 
@@ -708,4 +739,4 @@ def test_numbers_of_numpy_are_weights() -> None:
 
 
 def test_the_docstrings_examples_are_true() -> None:
-    assert doctest.testmod(hookline.loaders).failed == 0
+    assert doctest.testmod(hookline.trainer.data_stream).failed == 0

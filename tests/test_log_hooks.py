@@ -22,10 +22,10 @@ from torch.nn import functional as F
 import hookline
 from hookline import Trainer, TrainerConfig
 from hookline.context import LazyFloat
-from hookline.hooks.monitoring.console import ConsoleLogHook
+from hookline.hooks.monitoring.console_log import ConsoleLogHook
 from hookline.hooks.monitoring.json_log import JSONLogHook
-from hookline.hooks.monitoring.logging import LoggingHook
-from hookline.runs.journal import read_records
+from hookline.hooks.monitoring.logging_hook import LoggingHook
+from hookline.runs.jsonl_file import read_records
 
 
 def train(tmp_path, *hooks, data=None, val=None, resume_from=None, **fields):

@@ -11,8 +11,8 @@ from loops import Net, batches, make, train
 from torch.nn import functional as F
 
 import hookline
-from hookline.hooks.monitoring.learning_rate import LRMonitor
-from hookline.runs.journal import read_records
+from hookline.hooks.monitoring.lr_monitor import LRMonitor
+from hookline.runs.jsonl_file import read_records
 
 
 def fit(

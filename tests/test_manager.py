@@ -141,16 +141,16 @@ def test_toggling_twice_changes_nothing_more():
 
 def test_a_disabled_hook_costs_nothing():
     manager = HookManager([Watch()])
-    assert manager.live.on_step_end is not None
+    assert manager.dispatchers.on_step_end is not None
     manager.disable_hook("watch")
-    assert manager.live.on_step_end is None
+    assert manager.dispatchers.on_step_end is None
 
 
 def test_a_thousand_hooks_that_do_not_implement_an_event_leave_it_empty():
     manager = HookManager([Watch(f"watch {i}") for i in range(1000)])
-    assert [event for event in EVENTS if getattr(manager.live, event)] == ["on_step_end"]
+    assert [event for event in EVENTS if getattr(manager.dispatchers, event)] == ["on_step_end"]
     manager.fire("on_step_end", step=1)
-    assert manager.live.on_epoch_end is None
+    assert manager.dispatchers.on_epoch_end is None
 
 
 def test_whoever_made_the_manager_hears_of_every_change():

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import hookline
 from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
 from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.checkpoint.folder import complete_checkpoints
-from hookline.hooks.checkpointing.checkpoint import CheckpointHook
+from hookline.checkpoint.checkpoint_folder import complete_checkpoints
+from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 
 

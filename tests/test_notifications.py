@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import Trainer, TrainerConfig
-from hookline.hooks.integration.http import Sender
-from hookline.hooks.integration.notifications import NotificationHook
+from hookline.hooks.notification.http import Sender
+from hookline.hooks.notification.notification_hook import NotificationHook
 
 SECRET = "T0000-very-secret"
 

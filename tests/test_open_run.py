@@ -20,8 +20,8 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
-from hookline.runs.reading import from_the_end
-from hookline.runs.results import is_better_when_low
+from hookline.runs.jsonl_reader import from_the_end
+from hookline.runs.metric_summary import is_better_when_low
 
 
 class Saves(hookline.Hook):

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline.errors import ConfigError, ObserverError, ProbeError
-from hookline.probes.attaching import Attachment
+from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture
 from hookline.probes.conditions import extremes, read
-from hookline.probes.debug import Debug, DebugProbe, Finding
+from hookline.probes.debug_probe import Debug, DebugProbe, Finding
 from hookline.probes.flow import GradientFlow, gradient_flow
 from hookline.probes.taps import tap
 

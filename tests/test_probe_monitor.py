@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline import ConfigError, ObserverError, ProbeError, Trainer, TrainerConfig
-from hookline.probes import statistics, timing
+from hookline.probes import timing
 from hookline.probes.monitor import DEFAULT_METRICS, METRICS, Monitor
-from hookline.probes.statistics import RunningSums
 from hookline.probes.taps import tap
+from hookline.tensors import statistics
+from hookline.tensors.statistics import RunningSums
 
 
 @pytest.fixture(params=["host", "device"])

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hookline.errors import ConfigError
-from hookline.probes.select import aliases, clean_name, clean_names, select
+from hookline.probes.module_selection import aliases, clean_name, clean_names, select
 
 
 class Mlp(nn.Module):
@@ -330,7 +330,7 @@ def test_a_name_alone_loses_only_what_nobody_else_calls_so():
 def test_choosing_modules_imports_no_wrapper():
     script = (
         "import sys, torch\n"
-        "from hookline.probes.select import select\n"
+        "from hookline.probes.module_selection import select\n"
         "before = set(sys.modules)\n"
         "select(torch.nn.Sequential(torch.nn.ReLU()), '*')\n"
         "print([name for name in set(sys.modules) - before if name.startswith('torch')])\n"

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from hookline.errors import ConfigError, HooklineError
-from hookline.nested import NotCopied, map_tensors, tensors_in
-from hookline.probes.state import CapturedState
+from hookline.probes.captured_state import CapturedState
 from hookline.probes.store import Counts, Store, StoreFullError
+from hookline.tensors.nested import NotCopied, map_tensors, tensors_in
 
 KB = 1024
 
@@ -899,7 +899,7 @@ def test_a_store_that_nobody_closed_leaves_no_files(tmp_path):
 def test_a_forked_worker_does_not_remove_the_files(tmp_path):
     script = f"""
 import os, torch
-from hookline.probes.state import CapturedState
+from hookline.probes.captured_state import CapturedState
 from hookline.probes.store import Store
 store = Store(max_states=1, policy="spill", folder={str(tmp_path)!r})
 for i in range(3):

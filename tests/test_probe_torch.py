@@ -18,9 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from hookline.probes import Capture, HookManager
-from hookline.probes.attaching import Call
+from hookline.probes.attachment import Call
 from hookline.probes.probe import Probe
-from hookline.probes.short import probe
+from hookline.probes.probe_context import probe
 
 
 class Block(nn.Module):

@@ -14,9 +14,14 @@ from loops import batches, make
 from torch.nn import functional as F
 
 import hookline
-from hookline.hooks.monitoring.profile import DeviceClock, HostClock, RuntimeProfile, clock_for
+from hookline.hooks.monitoring.runtime_profile import (
+    DeviceClock,
+    HostClock,
+    RuntimeProfile,
+    clock_for,
+)
 from hookline.hooks.monitoring.torch_profiler import TorchProfiler
-from hookline.runs.journal import read_records
+from hookline.runs.jsonl_file import read_records
 
 PHASES = ("data", "forward", "backward", "optimizer")
 

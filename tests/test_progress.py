@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hookline import progress
 from hookline.context import LazyFloat
 from hookline.dispatch.accounting import HookInfo, Summary
-from hookline.progress import BarProgress, JupyterProgress, PlainProgress, make_progress
+from hookline.trainer import progress
+from hookline.trainer.progress import BarProgress, JupyterProgress, PlainProgress, make_progress
 
 
 class Clock:
@@ -347,7 +347,7 @@ def test_outside_a_notebook_there_is_no_kernel() -> None:
 def test_rich_is_imported_only_for_a_bar() -> None:
     code = """if True:
         import sys
-        from hookline.progress import make_progress
+        from hookline.trainer.progress import make_progress
         for kind in ("off", "plain"):
             with make_progress(kind) as display:
                 display.start(epochs=1, steps=1)
@@ -363,7 +363,7 @@ def test_prints_and_log_records_appear_above_the_bar() -> None:
     code = """if True:
         import logging, sys
         logging.basicConfig()  # this handler holds the real stderr
-        from hookline.progress import make_progress
+        from hookline.trainer.progress import make_progress
         out, err = sys.stdout, sys.stderr
         display = make_progress()
         display.start(epochs=1, steps=9)

@@ -281,7 +281,7 @@ def test_the_loss_is_found_from_autograds_own_threads():
     """On accelerators hooks run on threads of autograd's; the caller waits in its own."""
     import threading
 
-    from hookline.hosts.raw.caller import differentiated_tensor
+    from hookline.integrations.bare_loop.backward_frame import differentiated_tensor
 
     found = []
 

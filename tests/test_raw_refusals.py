@@ -285,7 +285,7 @@ def test_optimizers_that_take_turns_unevenly_are_refused_or_attached_one_by_one(
 
 def test_a_hook_is_not_refused_for_events_that_it_can_do_without(caplog):
     class Writes(hookline.Hook):
-        hookline_optional = frozenset({"on_epoch_end", "on_validation_end"})
+        hookline_optional_events = frozenset({"on_epoch_end", "on_validation_end"})
 
         def on_step_end(self): ...
 

@@ -65,7 +65,7 @@ class TestSwitchingOff:
 
         manager = managed(notes, act=all_off)
         assert fire_twice(manager, notes) == ("ab", "")
-        assert manager.live.on_step_end is None
+        assert manager.dispatchers.on_step_end is None
 
 
 def test_clearing_from_inside_ends_the_event(notes):

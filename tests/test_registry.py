@@ -15,7 +15,7 @@ from loops import batches, make
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
-from hookline.registry import (
+from hookline.config import (
     BUILT_INS,
     PROBES,
     HookRegistry,

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.runs import Run, open_run
-from hookline.runs.confighash import canonical, config_hash
+from hookline.runs.config_hash import canonical, config_hash
 from hookline.runs.environment import packages
 from hookline.runs.git import git_facts
 

@@ -179,8 +179,8 @@ def test_an_empty_runner_fires_nothing(hooks):
 def test_an_event_that_no_hook_listens_to_is_not_fired():
     runner = HookRunner([Writer()])
     runner.on_eval_end(None, None)
-    assert runner.live.on_validation_end is None
-    assert runner.live.on_step_end is not None
+    assert runner.dispatchers.on_validation_end is None
+    assert runner.dispatchers.on_step_end is not None
 
 
 # -- hooks as a list -------------------------------------------------------------------------------

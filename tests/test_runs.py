@@ -19,7 +19,7 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
-from hookline.runs.journal import Journal, LineFile
+from hookline.runs.jsonl_file import Journal, JsonlFile
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_events_are_there_at_once(run: Run) -> None:
 
 
 def test_the_buffer_is_bounded_by_count_and_by_time(tmp_path: Path) -> None:
-    journal = Journal(LineFile(tmp_path / "a"), most=3, seconds=1e9)
+    journal = Journal(JsonlFile(tmp_path / "a"), most=3, seconds=1e9)
 
     def written() -> int:
         return len(list(read_records(tmp_path / "a")))

@@ -32,8 +32,8 @@ class WantsLoss(Hook):
 
 def fire(manager, times=1):
     for _ in range(times):
-        if manager.live.on_step_end is not None:
-            manager.live.on_step_end(Loop())
+        if manager.dispatchers.on_step_end is not None:
+            manager.dispatchers.on_step_end(Loop())
 
 
 def test_a_hook_that_cannot_be_supplied_is_quarantined_with_the_call_that_would_help(caplog):
@@ -79,7 +79,7 @@ def test_a_hook_that_can_do_without_is_called_without():
     seen = []
     hook.on_step_end = lambda step, loss=None, **rest: seen.append((step, loss))
     manager = HookManager([hook])
-    manager.live.on_step_end(Sparse())
+    manager.dispatchers.on_step_end(Sparse())
     assert seen == [(2, None)]
     assert manager.describe()[0].status == "enabled"
 
@@ -122,5 +122,5 @@ def test_a_hook_can_be_let_back_once_the_loop_supplies_it():
     class Better(Loop):
         loss = 0.5
 
-    manager.live.on_step_end(Better())
+    manager.dispatchers.on_step_end(Better())
     assert seen == [0.5]

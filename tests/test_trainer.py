@@ -425,7 +425,7 @@ def test_several_loaders_have_metrics_of_their_own_and_over_all():
     fit(
         hook,
         data={"web": batches(3), "code": batches(2, seed=5)},
-        loaders={"order": "round_robin", "short": "drop"},
+        loaders={"order": "round_robin", "on_exhausted": "drop"},
     )
     told = [(a["loader_name"], float(a["loss"])) for a in of(hook, "on_train_batch_end")]
     assert [name for name, _ in told] == ["web", "code", "web", "code", "web"]

@@ -248,7 +248,7 @@ def gradients_after(*updates, steps=1, model=None, seed=3, scale=1.0):
         before = {name: p.grad.clone() for name, p in parameters.items()}
         gradients = hookline.updates.Gradients(parameters)
         source = Source(model, gradients)
-        manager.live.update(source)
+        manager.dispatchers.update(source)
         results.append((before, {name: p.grad for name, p in parameters.items()}))
     return results if steps > 1 else results[0]
 
@@ -406,7 +406,7 @@ def test_skip_nonfinite_lets_large_half_precision_gradients_pass():
     source = Source(model, hookline.updates.Gradients(dict(model.named_parameters())))
     skips = []
     source.trainer = type("T", (), {"skip_optimizer_step": lambda self, *a: skips.append(a)})()
-    hookline.HookManager([SkipNonfinite()]).live.update(source)
+    hookline.HookManager([SkipNonfinite()]).dispatchers.update(source)
     assert skips == []
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.files.model import (
+from hookline.config_files.file_model import (
     DataConfig,
     GroupConfig,
     HookConfig,
@@ -23,7 +23,7 @@ from hookline.files.model import (
     SchedulerConfig,
     TrainingConfig,
 )
-from hookline.files.schema import PLACE
+from hookline.config_files.json_schema import PLACE
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", TrainingConfig),

@@ -17,10 +17,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import config_pages
 import hook_pages
+import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config import HooksConfig, HooksSettingsConfig, LoadersConfig, TrainerConfig
+from hookline.config.trainer_config import (
+    HooksConfig,
+    HooksSettingsConfig,
+    LoadersConfig,
+    TrainerConfig,
+)
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +129,7 @@ MEANINGS = {
     "TrainerConfig.hooks": "hooks by class path, and how failures and cost are treated",
     "LoadersConfig.order": "whose turn it is",
     "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
-    "LoadersConfig.short": "a loader that runs out is started again, or left out",
+    "LoadersConfig.on_exhausted": "a loader that runs out is started again, or left out",
     "HooksSettingsConfig.isolate": "a failing hook does not stop training",
     "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
     "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
@@ -199,6 +205,7 @@ TARGETS = (
     ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
     ("docs/configuration.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
+    ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )
 
 

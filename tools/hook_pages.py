@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.cli.hook_facts import GROUPS, facts_of, group_of
-from hookline.registry.names import BUILT_INS, PROBES, where_is
+from hookline.config.hook_names import BUILT_INS, PROBES, where_is
 
 ALL = {**BUILT_INS, **PROBES}
 

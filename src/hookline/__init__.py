@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from hookline._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hookline.config import HooksConfig as HooksConfig
-    from hookline.config import TrainerConfig as TrainerConfig
+    from hookline.config import HookRegistry as HookRegistry
+    from hookline.config.trainer_config import HooksConfig as HooksConfig
+    from hookline.config.trainer_config import TrainerConfig as TrainerConfig
     from hookline.context import LazyFloat as LazyFloat
     from hookline.context import Metrics as Metrics
     from hookline.context import StepContext as StepContext
@@ -55,31 +56,30 @@ if TYPE_CHECKING:
     from hookline.hook import ForwardHook as ForwardHook
     from hookline.hook import Hook as Hook
     from hookline.hook import UpdateHook as UpdateHook
-    from hookline.hooks.checkpointing.checkpoint import CheckpointHook as CheckpointHook
+    from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook as CheckpointHook
     from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from hookline.hooks.checkpointing.upload import UploadHook as UploadHook
-    from hookline.hooks.debugging.debug import DebugHook as DebugHook
-    from hookline.hooks.integration.heartbeat import Heartbeat as Heartbeat
-    from hookline.hooks.integration.notifications import NotificationHook as NotificationHook
-    from hookline.hooks.monitoring.activations import ActivationStats as ActivationStats
-    from hookline.hooks.monitoring.console import ConsoleLogHook as ConsoleLogHook
-    from hookline.hooks.monitoring.gradients import GradientMonitor as GradientMonitor
+    from hookline.hooks.debugging.debug_hook import DebugHook as DebugHook
+    from hookline.hooks.monitoring.activation_stats import ActivationStats as ActivationStats
+    from hookline.hooks.monitoring.console_log import ConsoleLogHook as ConsoleLogHook
+    from hookline.hooks.monitoring.gradient_monitor import GradientMonitor as GradientMonitor
     from hookline.hooks.monitoring.json_log import JSONLogHook as JSONLogHook
-    from hookline.hooks.monitoring.learning_rate import LRMonitor as LRMonitor
-    from hookline.hooks.monitoring.logging import LoggingHook as LoggingHook
-    from hookline.hooks.monitoring.profile import RuntimeProfile as RuntimeProfile
+    from hookline.hooks.monitoring.logging_hook import LoggingHook as LoggingHook
+    from hookline.hooks.monitoring.lr_monitor import LRMonitor as LRMonitor
+    from hookline.hooks.monitoring.runtime_profile import RuntimeProfile as RuntimeProfile
     from hookline.hooks.monitoring.torch_profiler import TorchProfiler as TorchProfiler
+    from hookline.hooks.notification.heartbeat import Heartbeat as Heartbeat
+    from hookline.hooks.notification.notification_hook import NotificationHook as NotificationHook
     from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping
     from hookline.hooks.optimization.ema import EMA as EMA
     from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
-    from hookline.hosts.raw import Session as Session
-    from hookline.hosts.raw import attach as attach
-    from hookline.probes.short import probe as probe
+    from hookline.integrations.bare_loop import Session as Session
+    from hookline.integrations.bare_loop import attach as attach
+    from hookline.probes.probe_context import probe as probe
     from hookline.probes.taps import tap as tap
-    from hookline.registry import HookRegistry as HookRegistry
     from hookline.runs import open_run as open_run
-    from hookline.trainer import Trainer as Trainer
-    from hookline.trainer import get_trainer as get_trainer
+    from hookline.trainer.trainer import Trainer as Trainer
+    from hookline.trainer.trainer import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
     from hookline.updates import Centralize as Centralize
     from hookline.updates import ClipNorm as ClipNorm
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
     SimpleTrainer = Trainer
 
 _WHERE = {
-    "hookline.config": ("HooksConfig", "TrainerConfig"),
+    "hookline.config.trainer_config": ("HooksConfig", "TrainerConfig"),
     "hookline.context": ("LazyFloat", "Metrics", "StepContext"),
     "hookline.dispatch": (
         "HookInfo",
@@ -131,28 +131,28 @@ _WHERE = {
     ),
     "hookline.events": ("EVENTS",),
     "hookline.hook": ("ForwardHook", "Hook", "UpdateHook"),
-    "hookline.hooks.checkpointing.checkpoint": ("CheckpointHook",),
+    "hookline.hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
     "hookline.hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
     "hookline.hooks.checkpointing.upload": ("UploadHook",),
-    "hookline.hooks.debugging.debug": ("DebugHook",),
-    "hookline.hooks.integration.heartbeat": ("Heartbeat",),
-    "hookline.hooks.integration.notifications": ("NotificationHook",),
-    "hookline.hooks.monitoring.console": ("ConsoleLogHook",),
-    "hookline.hooks.monitoring.gradients": ("GradientMonitor",),
+    "hookline.hooks.debugging.debug_hook": ("DebugHook",),
+    "hookline.hooks.notification.heartbeat": ("Heartbeat",),
+    "hookline.hooks.notification.notification_hook": ("NotificationHook",),
+    "hookline.hooks.monitoring.console_log": ("ConsoleLogHook",),
+    "hookline.hooks.monitoring.gradient_monitor": ("GradientMonitor",),
     "hookline.hooks.monitoring.json_log": ("JSONLogHook",),
-    "hookline.hooks.monitoring.learning_rate": ("LRMonitor",),
-    "hookline.hooks.monitoring.logging": ("LoggingHook",),
-    "hookline.hooks.monitoring.profile": ("RuntimeProfile",),
+    "hookline.hooks.monitoring.lr_monitor": ("LRMonitor",),
+    "hookline.hooks.monitoring.logging_hook": ("LoggingHook",),
+    "hookline.hooks.monitoring.runtime_profile": ("RuntimeProfile",),
     "hookline.hooks.monitoring.torch_profiler": ("TorchProfiler",),
     "hookline.hooks.optimization.early_stopping": ("EarlyStopping",),
     "hookline.hooks.optimization.ema": ("EMA",),
     "hookline.hooks.optimization.time_limit": ("TimeLimit",),
-    "hookline.hosts.raw": ("Session", "attach"),
-    "hookline.probes.short": ("probe",),
+    "hookline.integrations.bare_loop": ("Session", "attach"),
+    "hookline.probes.probe_context": ("probe",),
     "hookline.probes.taps": ("tap",),
-    "hookline.registry": ("HookRegistry",),
+    "hookline.config": ("HookRegistry",),
     "hookline.runs": ("open_run",),
-    "hookline.trainer": ("Trainer", "get_trainer"),
+    "hookline.trainer.trainer": ("Trainer", "get_trainer"),
     "hookline.updates": (
         "AGC",
         "Centralize",
@@ -165,7 +165,7 @@ _WHERE = {
         "Scale",
         "SkipNonfinite",
     ),
-    "hookline.hooks.monitoring.activations": ("ActivationStats",),
+    "hookline.hooks.monitoring.activation_stats": ("ActivationStats",),
 }
 _MODULE = {name: module for module, names in _WHERE.items() for name in names}
 _SAME = {  # the same object under another name

@@ -59,10 +59,10 @@ class Hook:
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """What the hook was made with, where that is known: the manifest lists it."""
 
-    hookline_idle: ClassVar[bool] = False
+    hookline_no_op: ClassVar[bool] = False
     """A forward hook or update that looks at nothing: nothing is made ready for it."""
 
-    hookline_optional: ClassVar[frozenset[str]] = frozenset()
+    hookline_optional_events: ClassVar[frozenset[str]] = frozenset()
     """Events that it can do without: a loop that does not tell them is not asked for them."""
 
     hookline_cost: ClassVar[str] = ""

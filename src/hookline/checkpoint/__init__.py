@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from hookline.checkpoint.find import find_checkpoint, point
-from hookline.checkpoint.folder import FORMAT_VERSION, Checkpoint, load_checkpoint, save_checkpoint
+from hookline.checkpoint.checkpoint_folder import (
+    FORMAT_VERSION,
+    Checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from hookline.checkpoint.find_checkpoint import find_checkpoint, point
 from hookline.errors import CheckpointError
 
 __all__ = [

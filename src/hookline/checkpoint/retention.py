@@ -18,9 +18,9 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.disk import TEMPORARY
-from hookline.checkpoint.find import point
-from hookline.checkpoint.folder import read_manifest
+from hookline.checkpoint.atomic_files import TEMPORARY
+from hookline.checkpoint.checkpoint_folder import read_manifest
+from hookline.checkpoint.find_checkpoint import point
 from hookline.errors import CheckpointError, listed
 
 __all__ = ["Order", "Retention", "Written", "pointed", "ranked", "remove_checkpoint"]

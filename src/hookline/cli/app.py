@@ -15,14 +15,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
-from hookline.cli.folders import check_folder
-from hookline.cli.helping import Command, Group
-from hookline.cli.hooks import events, hooks_app
-from hookline.cli.importing import interrupted_afterwards
-from hookline.cli.init import init
-from hookline.cli.runs import runs_app
+from hookline.cli.folder_checks import check_folder
+from hookline.cli.help_format import Command, Group
+from hookline.cli.hooks_command import events, hooks_app
+from hookline.cli.init_command import init
+from hookline.cli.runs_command import runs_app
 from hookline.cli.streams import prepare_streams
-from hookline.cli.train import add_training_commands
+from hookline.cli.torch_import import interrupted_afterwards
+from hookline.cli.train_command import add_training_commands
 from hookline.errors import HookFailedError, HooklineError
 
 __all__ = ["app", "main"]
@@ -159,7 +159,7 @@ def demo(
     check_folder(out, "--out")
     try:
         with interrupted_afterwards():
-            from hookline.cli.demo import run_demo
+            from hookline.cli.demo_command import run_demo
         run_demo(steps=steps, out=out, seed=seed)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         _end("Interrupted.", INTERRUPTED)

@@ -11,13 +11,13 @@ from typing import Any
 
 import hookline
 import hookline.probes
+from hookline.config import SECTIONS, Known, load_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
 from hookline.options import Option, options_of
-from hookline.registry import SECTIONS, Known, load_class
-from hookline.runs.plain import plain
+from hookline.runs.jsonable import plain
 
 __all__ = ["GROUPS", "facts_of", "group_of"]
 
@@ -26,7 +26,7 @@ GROUPS = {
     "optimization": "Steer training",
     "checkpointing": "Keep what training made",
     "debugging": "Find out what goes wrong",
-    "integration": "Tell others",
+    "notification": "Tell others",
     "updates": "Transform gradients",
     "probes": "Look into the model, or change what flows through it",
 }

@@ -9,19 +9,19 @@ what trainers and sessions pass on to it.
 """
 
 from hookline.dispatch.accounting import HookInfo, Summary
-from hookline.dispatch.holder import HookHolder
+from hookline.dispatch.hook_settings import HookSettings
+from hookline.dispatch.hook_states import StateReport
+from hookline.dispatch.hooks_mixin import HooksMixin
 from hookline.dispatch.manager import HookManager
 from hookline.dispatch.runner import HookRunner
 from hookline.dispatch.schedule import Schedule
-from hookline.dispatch.settings import HookSettings
-from hookline.dispatch.states import StateReport
 
 __all__ = [
-    "HookHolder",
     "HookInfo",
     "HookManager",
     "HookRunner",
     "HookSettings",
+    "HooksMixin",
     "Schedule",
     "StateReport",
     "Summary",

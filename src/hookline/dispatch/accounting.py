@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
-from hookline.dispatch.settings import HookSettings
+from hookline.dispatch.hook_settings import HookSettings
 
 __all__ = ["HookInfo", "RunClock", "Summary", "Tally", "make_gap"]
 

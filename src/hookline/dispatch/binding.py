@@ -68,7 +68,7 @@ def _bind_flow(hook: Hook, flow: Event) -> Binding:
     label = f"{type(hook).__name__}.__call__" if function is None else _name_of(function)
     carrier = "gradients" if flow.name == "update" else "observation"
     asks = _bind_method(call, flow, label)
-    if hook.hookline_idle:
+    if hook.hookline_no_op:
         return asks
 
     def carried(carrier: Any, *args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ class Owner(Protocol):
     def hook_misses(
         self, entries: Sequence[Entry], event: str, src: object, error: NotSuppliedError
     ) -> Exception | None: ...
-    def fire_again(self, event: str, src: object) -> None: ...
+    def resume_dispatch(self, event: str, src: object) -> None: ...
     def next_sample(self, fired: int) -> int: ...
     def needs_clock(self, event: str) -> None: ...
 
@@ -120,7 +120,7 @@ class Dispatcher:
     def _missing(self, src: object, error: NotSuppliedError) -> None:
         """Nobody has been called yet: go on with those that have what they ask for."""
         fatal = self.owner.hook_misses(self.entries, self.event, src, error)
-        self.owner.fire_again(self.event, src)
+        self.owner.resume_dispatch(self.event, src)
         if fatal is not None:
             raise fatal
 

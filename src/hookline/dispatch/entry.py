@@ -13,7 +13,7 @@ from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
 
-__all__ = ["Entry", "Gone", "free_name"]
+__all__ = ["Entry", "RemovedEntry", "free_name"]
 
 
 @dataclass(eq=False)
@@ -106,13 +106,15 @@ class Entry:
             critical=self.critical,
         )
 
-    def gone(self, before: Gone | None) -> Gone:
+    def gone(self, before: RemovedEntry | None) -> RemovedEntry:
         """Return what remains of it when it is removed; `before` had its name and went earlier."""
-        return Gone(self.info(0.0), self.tallies, before.info(0.0) if before is not None else None)
+        return RemovedEntry(
+            self.info(0.0), self.tallies, before.info(0.0) if before is not None else None
+        )
 
 
 @dataclass(frozen=True)
-class Gone:
+class RemovedEntry:
     """The account of a removed hook, without the hook. A firing that has begun still counts."""
 
     last: HookInfo

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hookline.dispatch.entry import Entry
-from hookline.dispatch.settings import HookSettings
+from hookline.dispatch.hook_settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError
 
 __all__ = ["Failures"]

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 from hookline.dispatch.accounting import HookInfo, RunClock, Summary, Tally, make_gap
+from hookline.dispatch.arguments import Given, given_by_position
 from hookline.dispatch.binding import bind
 from hookline.dispatch.dispatcher import Dispatcher
-from hookline.dispatch.entry import Entry, Gone, free_name
+from hookline.dispatch.entry import Entry, RemovedEntry, free_name
 from hookline.dispatch.failures import Failures
+from hookline.dispatch.hook_settings import HookSettings
+from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_wishes, place_of
 from hookline.dispatch.schedule import Schedule
-from hookline.dispatch.settings import HookSettings
-from hookline.dispatch.source import Given, given_by_position
-from hookline.dispatch.states import StateReport, load_states, save_states
 from hookline.errors import (
     NameTakenError,
     NotAHookError,
@@ -49,7 +49,7 @@ from hookline.hook import Hook, as_hook
 __all__ = ["HookManager"]
 
 
-class Live:
+class Dispatchers:
     """For each event what to call with the source when it happens; None when nobody listens."""
 
     __slots__ = (*EVENTS, *FLOWS)
@@ -79,17 +79,19 @@ class HookManager:
         settings: HookSettings | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        self.live: Any = Live()
+        self.dispatchers: Any = Dispatchers()
         self.settings = settings or HookSettings()
         self.source = source
         self.refuses_what_is_not_supplied = False
         self.on_change = on_change
         self._order: list[Entry] = []  # in the order of calling
-        self._gone: dict[str, Gone] = {}  # what removed hooks did and cost
+        self._gone: dict[str, RemovedEntry] = {}  # what removed hooks did and cost
         self._lock = threading.RLock()
-        self._dispatchers: dict[str, Dispatcher] = {}
-        self._running: dict[str, WeakSet[Dispatcher]] = {name: WeakSet() for name in Live.__slots__}
-        self._fired = dict.fromkeys(Live.__slots__, 0)
+        self._by_event: dict[str, Dispatcher] = {}
+        self._running: dict[str, WeakSet[Dispatcher]] = {
+            name: WeakSet() for name in Dispatchers.__slots__
+        }
+        self._fired = dict.fromkeys(Dispatchers.__slots__, 0)
         self._failures = Failures(self.settings, self._quarantined)
         self._clock = RunClock(self.settings)
         self._gap = make_gap()
@@ -283,7 +285,7 @@ class HookManager:
     def fire(self, event: str, /, **given: Any) -> None:
         """Fire an event by hand, with these arguments; what is missing comes from the source."""
         found = find_event(event)
-        dispatch = getattr(self.live, found.name)
+        dispatch = getattr(self.dispatchers, found.name)
         source = Given(self, found, given)  # checks the names, also when nobody listens
         if dispatch is not None:
             dispatch(source)
@@ -314,7 +316,7 @@ class HookManager:
         return [
             f"{e.name} ({e.bindings[event].label})"
             for e in self._listening(event)
-            if not (needed and event in e.hook.hookline_optional)
+            if not (needed and event in e.hook.hookline_optional_events)
         ]
 
     def _listening(self, event: str) -> list[Entry]:
@@ -326,25 +328,25 @@ class HookManager:
         Compiling late makes registering a thousand hooks take a thousand steps, not a million.
         """
         with self._lock:
-            old = self._dispatchers.pop(event, None)
+            old = self._by_event.pop(event, None)
             if old is not None:
                 old.fold()
                 self._fired[event] += old.fired
             stub = partial(self._compile_and_fire, event) if self._listening(event) else None
-            setattr(self.live, event, stub)
+            setattr(self.dispatchers, event, stub)
 
     def _compile_and_fire(self, event: str, src: object) -> None:
         with self._lock:
-            if event not in self._dispatchers:
+            if event not in self._by_event:
                 entries = self._listening(event)
                 if not entries:
                     return  # the last one went between the look-up and the call
                 dispatcher = Dispatcher(self, event, entries, self._fired[event])
-                self._dispatchers[event] = dispatcher
+                self._by_event[event] = dispatcher
                 self._running[event].add(dispatcher)
-                setattr(self.live, event, dispatcher.function)
+                setattr(self.dispatchers, event, dispatcher.function)
             self._clock.start_unless_running()
-            function = self._dispatchers[event].function
+            function = self._by_event[event].function
         function(src)
 
     def guard(self, name: str) -> Callable[..., Any]:
@@ -414,9 +416,9 @@ class HookManager:
             refuse = self.refuses_what_is_not_supplied
             return self._failures.misses(entries, event, src, refuse=refuse)
 
-    def fire_again(self, event: str, src: object) -> None:
+    def resume_dispatch(self, event: str, src: object) -> None:
         """Go on with an event in which nobody was called because somebody's argument is missing."""
-        dispatch = getattr(self.live, event)
+        dispatch = getattr(self.dispatchers, event)
         if dispatch is not None:
             dispatch(src)
 

@@ -77,27 +77,27 @@ class HookRunner(HookManager):
         self.run_started()
         if self.source is None or isinstance(self.source, _Config):
             self.source = _Config(config)
-        if self.live.on_train_start is not None:
+        if self.dispatchers.on_train_start is not None:
             self.fire("on_train_start", config=config)
 
     def on_step_end(self, ctx: StepContext) -> None:
         """A step is done. Hooks may ask for `ctx`, or for its fields by name."""
-        if self.live.on_step_end is not None:
+        if self.dispatchers.on_step_end is not None:
             self.fire("on_step_end", ctx=ctx)
 
     def on_eval_end(self, metrics: Mapping[str, float], step: int) -> None:
         """Evaluation is done."""
-        if self.live.on_validation_end is not None:
+        if self.dispatchers.on_validation_end is not None:
             self.fire("on_validation_end", metrics=metrics, step=step)
 
     def on_checkpoint_save(self, step: int, path: str) -> None:
         """A checkpoint was written."""
-        if self.live.on_checkpoint_save is not None:
+        if self.dispatchers.on_checkpoint_save is not None:
             self.fire("on_checkpoint_save", step=step, path=path)
 
     def on_train_end(self, step: int, tokens_seen: int) -> None:
         """The loop is over."""
-        if self.live.on_train_end is not None:
+        if self.dispatchers.on_train_end is not None:
             self.fire("on_train_end", step=step, tokens_seen=tokens_seen)
         self.run_ended()
 

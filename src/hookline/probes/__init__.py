@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy import lazily
+from hookline.lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from hookline.probes.attaching import Call
+    from hookline.probes.attachment import Call
     from hookline.probes.capture import Calls, Capture, NotCapturedError
-    from hookline.probes.debug import Debug, DebugProbe, Finding
+    from hookline.probes.captured_state import CapturedState
+    from hookline.probes.debug_probe import Debug, DebugProbe, Finding
     from hookline.probes.edit import Edit
     from hookline.probes.flow import Flow, GradientFlow, gradient_flow
-    from hookline.probes.manager import HookManager, ProbeInfo, Probes
+    from hookline.probes.hook_manager import HookManager, ProbeInfo, Probes
     from hookline.probes.monitor import Monitor
     from hookline.probes.probe import Probe
-    from hookline.probes.short import Seen
-    from hookline.probes.state import CapturedState
+    from hookline.probes.probe_context import Seen
     from hookline.probes.store import Counts, Store, StoreFullError
     from hookline.probes.taps import tap
 
@@ -48,19 +48,19 @@ __all__ = [
     "tap",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "attaching": ("Call",),
+        "attachment": ("Call",),
         "capture": ("Calls", "Capture", "NotCapturedError"),
-        "debug": ("Debug", "DebugProbe", "Finding"),
+        "debug_probe": ("Debug", "DebugProbe", "Finding"),
         "edit": ("Edit",),
         "flow": ("Flow", "GradientFlow", "gradient_flow"),
-        "manager": ("HookManager", "ProbeInfo", "Probes"),
+        "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
         "monitor": ("Monitor",),
         "probe": ("Probe",),
-        "short": ("Seen",),
-        "state": ("CapturedState",),
+        "probe_context": ("Seen",),
+        "captured_state": ("CapturedState",),
         "store": ("Counts", "Store", "StoreFullError"),
         "taps": ("tap",),
     },

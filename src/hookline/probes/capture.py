@@ -17,16 +17,16 @@ from torch import Tensor
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
-from hookline.probes.attaching import Attachment, Call
-from hookline.probes.following import follow
-from hookline.probes.late import Check, LateState
+from hookline.probes.attachment import Attachment, Call
+from hookline.probes.captured_state import CapturedState
+from hookline.probes.extractor import By, TensorExtractor
+from hookline.probes.gradient_capture import follow
+from hookline.probes.lazy_state import Check, LazyState
+from hookline.probes.module_selection import Which, aliases, check_model, clean_name
 from hookline.probes.probe import Probe
-from hookline.probes.recomputing import calls_running
+from hookline.probes.recomputation import calls_running
 from hookline.probes.segments import note, noted
-from hookline.probes.select import Which, aliases, check_model, clean_name
-from hookline.probes.state import CapturedState
 from hookline.probes.store import Counts, Policy, Store
-from hookline.probes.taking import By, Taking
 
 __all__ = ["Calls", "Capture", "NotCapturedError", "bytes_of"]
 
@@ -123,7 +123,7 @@ class Capture(BuiltIn, Probe):
         self._kept = {"input": input, "output": output, "kwargs": kwargs, "gradient": gradient}
         self.wants_before = self.wants_input = input or kwargs
         self.wants_recomputed = gradient
-        self._take = Taking(self, by, device, dtype, select, reduce, dim)
+        self._take = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._plain_output = output and self._take.plain
         self._every = every
         self._layer_idx = layer_idx
@@ -182,7 +182,7 @@ class Capture(BuiltIn, Probe):
             return
         name = call.name
         layer = self._layers[name] if name in self._layers else self._layer_of(name)
-        kind = CapturedState if self._take.at_once else LateState
+        kind = CapturedState if self._take.at_once else LazyState
         state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
             waiting = self._here.came_in.get(name)
@@ -192,14 +192,14 @@ class Capture(BuiltIn, Probe):
             # Not the same: another hook has replaced what comes in, after this one has seen it.
             came_in, check = taken if call.came_with(args, kwargs) else self._came_in(call)
             state.input, state.kwargs = came_in
-            if check is not None and isinstance(state, LateState):
+            if check is not None and isinstance(state, LazyState):
                 state.checks |= {"input": check, "kwargs": check}
         output = call.output
         if type(output) is Tensor and self._plain_output:  # as most often
             state.output = output.detach().clone()
         elif self._kept["output"]:
             state.output, check = self._take(output, name, copy=call.compiled)
-            if check is not None and isinstance(state, LateState):
+            if check is not None and isinstance(state, LazyState):
                 state.checks["output"] = check
         key = self._store.add(self._key or self.key, state)
         if self._kept["gradient"]:

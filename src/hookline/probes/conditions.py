@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hookline.errors import ConfigError, listed, nearest
 from hookline.hook import Hook
-from hookline.observing import Observation
-from hookline.sharding import local
+from hookline.tensors.observation import Observation
+from hookline.tensors.sharded import local
 
 __all__ = ["Condition", "Conditions", "extremes", "read", "read_conditions"]
 

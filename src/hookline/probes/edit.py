@@ -11,11 +11,11 @@ import torch
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Rank
-from hookline.probes.attaching import Attachment, Call
-from hookline.probes.index import as_index
-from hookline.probes.parts import Part, find, put
+from hookline.probes.attachment import Attachment, Call
+from hookline.probes.captured_state import CapturedState
+from hookline.probes.nested_paths import Part, find, put
 from hookline.probes.probe import Probe
-from hookline.probes.state import CapturedState
+from hookline.probes.tensor_index import as_index
 
 __all__ = ["Edit"]
 

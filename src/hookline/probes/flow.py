@@ -14,13 +14,13 @@ from torch import Tensor
 from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
-from hookline.nested import tensors_in
-from hookline.probes.attaching import Call
+from hookline.probes.attachment import Call
 from hookline.probes.conditions import read
-from hookline.probes.gradients import on_gradient
+from hookline.probes.module_selection import Which, clean_names, select
+from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
-from hookline.probes.select import Which, clean_names, select
-from hookline.sharding import local
+from hookline.tensors.nested import tensors_in
+from hookline.tensors.sharded import local
 
 __all__ = ["Flow", "FlowRow", "GradientFlow", "gradient_flow"]
 

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Hook, Rank
-from hookline.nested import tensors_in
-from hookline.observing import Observation
-from hookline.probes.attaching import Call
-from hookline.probes.counting import Alive, Histograms, unit_dimension
+from hookline.probes.attachment import Call
+from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.probes.select import Which
-from hookline.probes.statistics import Bounds, RunningSums, Totals, wide
 from hookline.probes.timing import BackwardTimes, Span, Times, graph_position, mark
-from hookline.sharding import local
+from hookline.tensors.counts import Alive, Histograms, unit_dimension
+from hookline.tensors.nested import tensors_in
+from hookline.tensors.observation import Observation
+from hookline.tensors.sharded import local
+from hookline.tensors.statistics import Bounds, RunningSums, Totals, wide
 
 __all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
 

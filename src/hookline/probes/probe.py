@@ -9,8 +9,8 @@ import torch
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
-from hookline.probes.attaching import Attachment, Call
-from hookline.probes.select import Which, select
+from hookline.probes.attachment import Attachment, Call
+from hookline.probes.module_selection import Which, select
 from hookline.probes.taps import check_taps
 
 __all__ = ["Probe"]

@@ -18,11 +18,11 @@ from threading import RLock
 from typing import Any, Literal, get_args, overload
 
 from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
-from hookline.memory import storages
-from hookline.probes.book import Book, Counts, Record
-from hookline.probes.ledger import Ledger
-from hookline.probes.spill import CannotSpill, Spilled, write
-from hookline.probes.state import CONTENTS, CapturedState
+from hookline.probes.captured_state import CONTENTS, CapturedState
+from hookline.probes.probe_states import Counts, ProbeStates, Record
+from hookline.probes.spilled_state import CannotSpill, Spilled, write
+from hookline.probes.storage_counter import StorageCounter
+from hookline.tensors.memory import storages
 
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
 
@@ -80,9 +80,11 @@ class Store:
         self._limit = math.inf if memory_limit is None else memory_limit
         self._patient = policy in ("drop_oldest", "spill")  # makes room for what is new
         self._lock = RLock()
-        self._ledger = Ledger()
-        self._books: dict[str, Book] = {}
-        self._oldest: OrderedDict[int, Book] = OrderedDict()  # what is in memory, of all probes
+        self._ledger = StorageCounter()
+        self._books: dict[str, ProbeStates] = {}
+        self._oldest: OrderedDict[int, ProbeStates] = (
+            OrderedDict()
+        )  # what is in memory, of all probes
         self._keys = count()
         self._files = count()
         self._closed = False
@@ -235,17 +237,17 @@ class Store:
 
     # -- how
 
-    def _new_book(self, probe: str) -> Book:
+    def _new_book(self, probe: str) -> ProbeStates:
         # Each probe draws for itself: what others capture does not change its sample.
-        book = self._books[probe] = Book(probe, random.Random(f"{self.seed} {probe}"))
+        book = self._books[probe] = ProbeStates(probe, random.Random(f"{self.seed} {probe}"))
         return book
 
-    def _chosen(self, probe: str | None) -> list[Book]:
+    def _chosen(self, probe: str | None) -> list[ProbeStates]:
         if probe is None:
             return list(self._books.values())
         return [self._books[probe]] if probe in self._books else []
 
-    def _fits(self, book: Book, record: Record) -> bool:
+    def _fits(self, book: ProbeStates, record: Record) -> bool:
         """Whether to keep a new state in memory; else it has been dealt with."""
         if self.policy == "sample":
             record.rank = book.random.random()
@@ -267,7 +269,7 @@ class Store:
             return False
         return True
 
-    def _refuse(self, book: Book, record: Record) -> None:
+    def _refuse(self, book: ProbeStates, record: Record) -> None:
         needed = self._ledger.nbytes + self._ledger.new(record.places)
         if needed > self._limit:
             what = f"would take {needed} bytes, and memory_limit is {self._limit}"
@@ -278,7 +280,7 @@ class Store:
         book.dropped += 1
         raise StoreFullError(_full(book, what))
 
-    def _keep(self, book: Book, record: Record) -> None:
+    def _keep(self, book: ProbeStates, record: Record) -> None:
         self._ledger.hold(record.places)
         book.nbytes += record.nbytes
         book.memory[record.key] = record
@@ -286,12 +288,12 @@ class Store:
         if self.policy == "sample":
             heapq.heappush(book.highest, (-record.rank, record.key))
 
-    def _free(self, book: Book, record: Record) -> None:
+    def _free(self, book: ProbeStates, record: Record) -> None:
         del book.memory[record.key], self._oldest[record.key]
         book.nbytes -= record.nbytes
         self._ledger.release(record.places)
 
-    def _clean_up(self, book: Book, max_states: int) -> None:
+    def _clean_up(self, book: ProbeStates, max_states: int) -> None:
         """Hold the number of states, every so many captures."""
         book.since_cleanup += 1
         if book.since_cleanup >= self.cleanup_interval:
@@ -307,7 +309,7 @@ class Store:
             else:
                 self._give_up(next(iter(self._oldest.values())))
 
-    def _give_up(self, book: Book) -> None:
+    def _give_up(self, book: ProbeStates) -> None:
         """Drop or spill one of a probe's states: the oldest, or what a sample of one less lacks.
 
         A sample keeps the lowest ranks. Once a rank was too high it is too high for later states
@@ -325,7 +327,7 @@ class Store:
         else:
             book.dropped += 1
 
-    def _spill(self, book: Book, record: Record) -> None:
+    def _spill(self, book: ProbeStates, record: Record) -> None:
         try:
             book.disk[record.key] = self._written(record.key, record.read())
         except CannotSpill as error:
@@ -340,7 +342,7 @@ class Store:
         path = self.folder / f"{next(self._files)}.safetensors"
         return Record(key, write(state, path), {}, 0)
 
-    def _amend(self, book: Book, record: Record, contents: dict[str, Any]) -> bool:
+    def _amend(self, book: ProbeStates, record: Record, contents: dict[str, Any]) -> bool:
         state = record.state
         assert isinstance(state, CapturedState)
         held = zip(CONTENTS, state.contents(), strict=True)  # as it stands: nobody waits for it
@@ -363,7 +365,7 @@ class Store:
         self._make_room()
         return record.key in book.memory or record.key in book.disk
 
-    def _amend_on_disk(self, book: Book, record: Record, contents: dict[str, Any]) -> bool:
+    def _amend_on_disk(self, book: ProbeStates, record: Record, contents: dict[str, Any]) -> bool:
         state = record.read()
         _set(state, contents)
         try:
@@ -378,7 +380,7 @@ class Store:
         if isinstance(record.state, Spilled) and os.getpid() == self._process:
             record.state.remove()  # not in a forked worker: the file is its parent's
 
-    def _warn(self, book: Book, what: str) -> None:
+    def _warn(self, book: ProbeStates, what: str) -> None:
         if not book.warned:
             book.warned = True
             log.warning(
@@ -389,7 +391,7 @@ class Store:
             )
 
 
-def _full(book: Book, what: str) -> str:
+def _full(book: ProbeStates, what: str) -> str:
     return (
         f"Probe '{book.probe}' has captured a state that {what}. Clear what is not needed, "
         "capture less, raise the limit, or choose policy='drop_oldest', 'sample' or 'spill'."

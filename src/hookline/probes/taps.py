@@ -19,11 +19,11 @@ import torch
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.probes import compiled
-from hookline.probes.recomputing import is_recomputing, recomputes
-from hookline.probes.select import _glob
+from hookline.probes.module_selection import _glob
+from hookline.probes.recomputation import is_recomputing, recomputes
 
 if TYPE_CHECKING:
-    from hookline.probes.attaching import Attachment, Site
+    from hookline.probes.attachment import Attachment, Site
 
 __all__ = ["Taps", "tap"]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hookline.errors import RunError
-from hookline.lazy import lazily
+from hookline.lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
+    from hookline.runs.checkpoint_reader import SavedCheckpoint
     from hookline.runs.diff import diff_runs
-    from hookline.runs.journal import read_records
-    from hookline.runs.opened import OpenedRun, open_run
+    from hookline.runs.jsonl_file import read_records
     from hookline.runs.run import Run
-    from hookline.runs.saved import SavedCheckpoint
+    from hookline.runs.run_reader import OpenedRun, open_run
 
 __all__ = [
     "OpenedRun",
@@ -27,13 +27,13 @@ __all__ = [
     "read_records",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "diff": ("diff_runs",),
-        "journal": ("read_records",),
-        "opened": ("OpenedRun", "open_run"),
+        "jsonl_file": ("read_records",),
+        "run_reader": ("OpenedRun", "open_run"),
         "run": ("Run",),
-        "saved": ("SavedCheckpoint",),
+        "checkpoint_reader": ("SavedCheckpoint",),
     },
 )

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hookline.runs.opened import OpenedRun
-from hookline.runs.results import Result
+from hookline.runs.metric_summary import Result
+from hookline.runs.run_reader import OpenedRun
 
 __all__ = ["diff_configs", "diff_runs"]
 

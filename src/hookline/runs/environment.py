@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hookline._version import __version__
-from hookline.runs.plain import plain
-from hookline.runs.process import process_facts
+from hookline.runs.jsonable import plain
+from hookline.runs.writer_process import process_facts
 
 __all__ = ["device_facts", "environment", "packages"]
 

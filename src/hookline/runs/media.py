@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.runs.plain import plain
+from hookline.runs.jsonable import plain
 
 __all__ = ["BINS", "histogram", "save_image"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.dispatch import HookInfo, Summary
-from hookline.runs.confighash import config_hash
+from hookline.runs.config_hash import config_hash
 from hookline.runs.git import describe_commit, git_facts
 from hookline.runs.manifest import new_run_id
 from hookline.runs.masking import masked

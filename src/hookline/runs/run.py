@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import torch
 
-from hookline.checkpoint.disk import clean
+from hookline.checkpoint.atomic_files import clean
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
-from hookline.runs.facts import Facts, continued, new_manifest, write_manifest
-from hookline.runs.journal import VERSION, Journal, LineFile, Unfit, line
+from hookline.runs.jsonable import number, plain, shown
+from hookline.runs.jsonl_file import VERSION, InvalidValue, Journal, JsonlFile, line
 from hookline.runs.manifest import new_run_id, now, read_manifest
+from hookline.runs.manifest_data import Facts, continued, new_manifest, write_manifest
 from hookline.runs.media import histogram, save_image
-from hookline.runs.plain import number, plain, shown
-from hookline.runs.process import is_alive
+from hookline.runs.writer_process import is_alive
 
 __all__ = ["Kind", "Run"]
 
@@ -65,12 +65,12 @@ class Run:
         self.id: str = manifest["run_id"]
         self.manifest = manifest
         self.journal: Journal | None = None
-        self._events: LineFile | None = None
+        self._events: JsonlFile | None = None
         self._manifest_failed = False
         self._lost_before = int(manifest.get("lost_records") or 0)
         if writes:
-            self.journal = Journal(LineFile(path / "metrics.jsonl"))
-            self._events = LineFile(path / "events.jsonl")
+            self.journal = Journal(JsonlFile(path / "metrics.jsonl"))
+            self._events = JsonlFile(path / "events.jsonl")
             # A program that ends without closing its run loses no records.
             weakref.finalize(self, _leave, os.getpid(), self.journal, self._events)
 
@@ -261,13 +261,13 @@ class Run:
             return save_image(value, self.path / "media", step, name), kind
         except Exception as error:  # nothing that is logged stops training
             log.warning("'%s' at step %s is no %s: %s", name, step, kind, error)
-            return Unfit(shown(value), kind), kind
+            return InvalidValue(shown(value), kind), kind
 
 
 _READ_ONLY = "The run {} is closed, or was opened for reading: Run.open(path, resume=True) writes."
 
 
-def _leave(pid: int, journal: Journal, events: LineFile) -> None:
+def _leave(pid: int, journal: Journal, events: JsonlFile) -> None:
     """Write what is waiting when nobody has a run any more, or the program ends."""
     if os.getpid() == pid:  # a fork has a copy of the buffer, which is not its own to write
         journal.flush()
@@ -301,4 +301,4 @@ def _held(value: Any) -> Any:
     if isinstance(value, numbers.Number):  # numpy's too; none of them changes
         return value
     found = number(value)  # an array of one element
-    return Unfit(shown(value), "scalar") if found is None else found
+    return InvalidValue(shown(value), "scalar") if found is None else found

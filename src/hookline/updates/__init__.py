@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy import lazily
+from hookline.lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from hookline.updates.gradients import Gradients, NamedParameters
-    from hookline.updates.shaping import (
+    from hookline.updates.skipping import SkipNonfinite
+    from hookline.updates.stateful import EMAFilter, Noise
+    from hookline.updates.stateless import (
         AGC,
         Centralize,
         ClipNorm,
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
         Mask,
         Scale,
     )
-    from hookline.updates.skipping import SkipNonfinite
-    from hookline.updates.stateful import EMAFilter, Noise
 
 __all__ = [
     "AGC",
@@ -40,11 +40,11 @@ __all__ = [
     "SkipNonfinite",
 ]
 
-__getattr__ = lazily(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "gradients": ("Gradients", "NamedParameters"),
-        "shaping": ("AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"),
+        "stateless": ("AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"),
         "skipping": ("SkipNonfinite",),
         "stateful": ("EMAFilter", "Noise"),
     },

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hookline.errors import ConfigError, nearest
-from hookline.parameters import named_parameters
-from hookline.sharding import is_sharded
-from hookline.updates.carrying import Carried
+from hookline.tensors.parameter_names import named_parameters
+from hookline.tensors.sharded import is_sharded
+from hookline.updates.gradient_mapping import GradientMapping
 
 __all__ = ["Gradients", "NamedParameters", "dense"]
 
@@ -38,7 +38,7 @@ class NamedParameters:
         return self._known[idx][1]
 
 
-class Gradients(Carried):
+class Gradients(GradientMapping):
     """Gradients by the names of their parameters; those without a gradient are not in it.
 
     Each update gets it as the one before has left it. What an update returns, or has put into it,

@@ -11,7 +11,7 @@ import torch
 from hookline.builtin import BuiltIn
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
-from hookline.sharding import whole
+from hookline.tensors.sharded import whole
 from hookline.updates.gradients import dense
 
 __all__ = ["SkipNonfinite"]

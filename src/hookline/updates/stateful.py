@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat
 
 from hookline.builtin import BuiltIn
 from hookline.hook import UpdateHook
-from hookline.sharding import is_sharded, local
+from hookline.tensors.sharded import is_sharded, local
 from hookline.updates.gradients import dense
 
 __all__ = ["EMAFilter", "Noise"]

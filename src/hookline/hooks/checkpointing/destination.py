@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from hookline.checkpoint.disk import TEMPORARY, clean, digest, sync, temporary_folder
-from hookline.checkpoint.folder import read_manifest
+from hookline.checkpoint.atomic_files import TEMPORARY, clean, digest, sync, temporary_folder
+from hookline.checkpoint.checkpoint_folder import read_manifest
 from hookline.errors import CheckpointError, ConfigError
 
 __all__ = ["Bundle", "Destination", "Folder", "Remote", "StoppedError", "destination_of"]

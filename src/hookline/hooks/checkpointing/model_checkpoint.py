@@ -13,9 +13,9 @@ from pydantic import Field, PositiveInt
 from hookline.checkpoint.retention import Retention
 from hookline.context import Metrics
 from hookline.errors import ConfigError
+from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
 from hookline.hooks.checkpointing.filename import Filename
-from hookline.hooks.checkpointing.saving import SavingHook
-from hookline.hooks.monitored import Monitors, monitored
+from hookline.hooks.metric_lookup import Monitors, monitored
 
 __all__ = ["ModelCheckpoint"]
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from hookline.sharding import is_sharded
+from hookline.tensors.sharded import is_sharded
 
 __all__ = ["all_finite", "first_bad", "tensors_in"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.sharding import is_sharded
+from hookline.tensors.sharded import is_sharded
 
 __all__ = ["Parts", "Statistics", "histograms", "percentiles", "statistics", "wide"]
 

@@ -10,9 +10,9 @@ from pydantic import PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.runs.journal import LineFile, line
+from hookline.runs.jsonable import plain
+from hookline.runs.jsonl_file import JsonlFile, line
 from hookline.runs.manifest import now
-from hookline.runs.plain import plain
 
 __all__ = ["JSONLogHook"]
 
@@ -33,14 +33,16 @@ class JSONLogHook(BuiltIn):
 
     cost = "Reads the loss, and waits for it, in the batches it writes; a line is one system call."
     hookline_rank = Rank.WRITER
-    hookline_optional = frozenset({"on_epoch_end", "on_validation_end", "on_checkpoint_save"})
+    hookline_optional_events = frozenset(
+        {"on_epoch_end", "on_validation_end", "on_checkpoint_save"}
+    )
 
     def __init__(
         self, log_every_n_batches: PositiveInt = 100, path: str | Path | None = None
     ) -> None:
         self._every = log_every_n_batches
         self._given = None if path is None else Path(path)
-        self._file: LineFile | None = None
+        self._file: JsonlFile | None = None
         self._failed = False
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
@@ -102,9 +104,9 @@ class JSONLogHook(BuiltIn):
         record.update((name, plain(value)) for name, value in fields.items())
         self._file.append([line(record)])
 
-    def _open(self, run: Any) -> LineFile:
+    def _open(self, run: Any) -> JsonlFile:
         path = self._given
         if path is None:
             path = Path("log.jsonl") if run is None else run.path / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        return LineFile(path)
+        return JsonlFile(path)

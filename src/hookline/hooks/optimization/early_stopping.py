@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.hooks.monitored import Monitors, monitored
+from hookline.hooks.metric_lookup import Monitors, monitored
 
 __all__ = ["EarlyStopping"]
 

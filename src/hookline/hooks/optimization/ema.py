@@ -13,8 +13,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from hookline.builtin import BuiltIn
-from hookline.checkpoint.disk import sync
-from hookline.checkpoint.tensors import write_tensors
+from hookline.checkpoint.atomic_files import sync
+from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import Rank
 

@@ -13,7 +13,7 @@ from typing import Any
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.hooks.text import duration_text
+from hookline.hooks.number_text import duration_text
 
 __all__ = ["TimeLimit"]
 
@@ -39,7 +39,7 @@ class TimeLimit(BuiltIn):
 
     cost = "Reads a clock in every batch."
     hookline_rank = Rank.CONTROL
-    hookline_optional = frozenset({"on_validation_end"})
+    hookline_optional_events = frozenset({"on_validation_end"})
     intervenes = True
 
     def __init__(

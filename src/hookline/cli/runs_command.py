@@ -1,0 +1,202 @@
+"""`hookline runs`: which runs there are, what came of one, what differs between two."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hookline.cli.help_format import Command, Group
+from hookline.cli.text_output import room, show
+
+if TYPE_CHECKING:
+    from hookline.runs.run_reader import OpenedRun
+
+__all__ = ["runs_app"]
+
+_WIDEST = 60
+_COLOURS = {
+    "completed": "green",
+    "stopped": "green",
+    "training": "cyan",
+    "interrupted": "yellow",
+    "preempted": "yellow",
+    "error": "red",
+    "lost": "red",
+    "unknown": "red",
+}
+_STYLES = {r"\A.*": "bold"} | {rf"  {name}(?=  )": style for name, style in _COLOURS.items()}
+_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id begins with the time
+
+runs_app = typer.Typer(
+    name="runs",
+    cls=Group,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("--runs", help="The folder of all runs; without it, runs.", metavar="FOLDER"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RunId = Annotated[
+    str, typer.Argument(help="A run's id, its beginning or end, or its folder.", metavar="ID")
+]
+
+
+@runs_app.callback(invoke_without_command=True)
+def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -> None:
+    """List runs, show one, or compare two.
+
+    Without a command: a table of all runs, the newest first. A commit with a **+** had uncommitted
+    changes; **lost** is a run whose process is gone without having said how it ended.
+
+    Example: **hookline runs --runs /tmp/runs**
+    """
+    _check_folder(folder)
+    context.obj = (folder, as_json)
+    if context.invoked_subcommand is None:
+        _list_runs(folder or Path("runs"), as_json)
+
+
+@runs_app.command("show", cls=Command)
+def show_run(
+    context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False
+) -> None:
+    """Show one run: what it is, its metrics and checkpoints, and what is damaged.
+
+    Example: **hookline runs show 20261115-210655-3f9c7b**
+    """
+    folder, as_json = _options(context, folder, as_json)
+    (opened,) = _open(folder, run)
+    if as_json:
+        _print_json(_all_of(opened))
+    else:
+        show(str(opened))
+
+
+@runs_app.command(cls=Command)
+def diff(
+    context: typer.Context,
+    a: RunId,
+    b: RunId,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Show what differs between two runs: configuration, code, hooks, versions, results.
+
+    Example: **hookline runs diff 20261115-21 20261115-22**
+    """
+    from hookline.runs.diff import diff_runs
+
+    folder, as_json = _options(context, folder, as_json)
+    one, other = _open(folder, a, b)
+    differences = diff_runs(one, other)
+    if as_json:
+        sides = {"a": one.overview(), "b": other.overview()}
+        _print_json({**sides, "differences": differences})
+    else:
+        show(_as_text(one.id, other.id, differences))
+
+
+def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tuple[Path, bool]:
+    """Take options from before the command's name, too."""
+    _check_folder(folder)
+    before: tuple[Path | None, bool] = context.obj
+    return folder or before[0] or Path("runs"), as_json or before[1]
+
+
+def _check_folder(folder: Path | None) -> None:
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(
+            f"'{folder}' is a file; expected the folder of all runs.", param_hint="'--runs'"
+        )
+
+
+def _open(folder: Path, *ids: str) -> list[OpenedRun]:
+    from hookline.runs.run_reader import open_run
+
+    return [open_run(one, runs=folder) for one in ids]
+
+
+def _list_runs(folder: Path, as_json: bool) -> None:
+    from hookline.runs.find_run import run_folders
+    from hookline.runs.run_reader import OpenedRun
+
+    found = [OpenedRun(path).overview() for path in run_folders(folder)]
+    if as_json:
+        _print_json(found)
+    elif found:
+        show(_listing(found), _STYLES)
+    else:
+        why = "has no runs yet" if folder.is_dir() else "is not there yet"
+        show(
+            f"The folder {folder} {why}. A trainer makes one with each run, and so does "
+            "hookline.attach(…, runs=…). To see one at work: hookline demo"
+        )
+
+
+def _listing(overviews: list[dict[str, Any]]) -> str:
+    from hookline.runs.formatting import duration, figure, moment, table
+
+    columns = {
+        "id": [one["id"] for one in overviews],
+        "started (UTC)": [moment(one["started"]) for one in overviews],
+        "duration": [duration(one["seconds"]) for one in overviews],
+        "status": [one["status"] for one in overviews],
+        "steps": [figure(one["steps"]) for one in overviews],
+        "last loss": [figure(one["loss"]) for one in overviews],
+        "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
+        "git": [_commit(one["git"]) for one in overviews],
+    }
+    width, less_needed = room(), list(_LESS_NEEDED)
+    while True:
+        text = table(list(columns), list(zip(*columns.values(), strict=True)))
+        if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
+            return text
+        del columns[less_needed.pop(0)]
+
+
+def _commit(git: dict[str, Any]) -> str:
+    commit = git.get("commit")
+    return f"{commit[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
+
+
+def _all_of(run: OpenedRun) -> dict[str, Any]:
+    checkpoints = [asdict(one) for one in run.checkpoints()]
+    return {
+        **run.overview(),
+        "manifest": run.manifest,
+        "results": {name: asdict(result) for name, result in run.results().items()},
+        "checkpoints": checkpoints,
+        "damage": run.damage,
+    }
+
+
+def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> str:
+    from hookline.runs.formatting import table
+
+    blocks: list[str] = []
+    for section, pairs in differences.items():
+        rows = [(name, _short(one), _short(other)) for name, (one, other) in pairs.items()]
+        blocks.append(table((section, a, b), rows) if rows else f"{section}  the same")
+    return "\n\n".join(blocks)
+
+
+def _short(value: Any) -> str:
+    from hookline.runs.formatting import figure
+
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) else figure(value)
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+
+
+def _print_json(value: Any) -> None:
+    from hookline.runs.jsonable import plain
+
+    print(json.dumps(plain(value), indent=1, ensure_ascii=False))

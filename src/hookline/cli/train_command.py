@@ -1,0 +1,252 @@
+"""`hookline train`, `hookline check` and `hookline schema`: trainings from a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hookline.cli.folder_checks import check_folder
+from hookline.cli.help_format import Command
+from hookline.cli.text_output import show
+from hookline.cli.torch_import import interrupted_afterwards
+
+if TYPE_CHECKING:
+    from hookline.config_files.loading import Training
+
+__all__ = ["add_training_commands"]
+
+_NEWEST = "newest"
+_INTERRUPTED = 130
+_FILES = (".yaml", ".yml", ".toml", ".json")
+
+Config = Annotated[
+    str,
+    typer.Argument(
+        help="A file (YAML, TOML, JSON), or a function that returns a trainer: "
+        "train.py:make_trainer.",
+        metavar="CONFIG",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that win over the file's, such as trainer.max_epochs=3 or hooks.0.every=5; "
+        "the value is written as YAML. For a function: its arguments.",
+        metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+
+
+def add_training_commands(app: typer.Typer) -> None:
+    """Give the command line these commands."""
+    app.command(cls=_WithOptionalResume)(train)
+    app.command(cls=Command)(check)
+    app.command(cls=Command)(schema)
+
+
+class _WithOptionalResume(Command):
+    """`--resume` may stand alone; then it means the newest run."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        filled: list[str] = []
+        for i, one in enumerate(args):
+            alone = one == "--resume" and not _is_run(args[i + 1 : i + 2])
+            filled.append(f"--resume={_NEWEST}" if alone else one)
+        return super().parse_args(ctx, filled)
+
+
+def _is_run(following: list[str]) -> bool:
+    """Whether what follows `--resume` is a run, and not the training or a setting."""
+    if not following or following[0].startswith("-"):
+        return False
+    text = following[0]
+    is_training = text.endswith(_FILES) or ".py:" in text
+    return Path(text).is_dir() or not (is_training or "=" in text)
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with a run: its id, its folder, or a checkpoint's. Without a value: the "
+            "newest unfinished run of this very configuration; where there is none, start afresh, "
+            "as a job needs it that may be preempted.",
+            metavar="[RUN]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Train what a file describes, and end with the run's folder.
+
+    Example: **hookline train train.yaml**
+
+    Other settings than the file's: **hookline train train.yaml trainer.max_epochs=3
+    optimizer.init_args.lr=1e-2**
+
+    In a job that may be preempted: **hookline train train.yaml --resume**
+
+    From Python: **hookline train train.py:make_trainer lr=0.1**
+    """
+    training: Training | None = None
+    try:
+        training = _load(config, overrides)
+        start = None
+        print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
+        if resume is not None:
+            from hookline.config_files.resuming import find_resume
+
+            start, said = find_resume(training, resume)
+            print(said, flush=True)
+        if start is None:
+            _check_runs(training)
+        trainer = training.fit(start)
+    except KeyboardInterrupt:  # here, because each version of typer makes something else of it
+        if training is not None and training.trainer.run is not None:
+            _say_where(training)
+        print("hookline: Interrupted.", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    if trainer.run is not None:
+        _say_where(training)
+
+
+def _say_where(training: Training) -> None:
+    print(f"run {training.trainer.run.path}", flush=True)
+
+
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Check a training without starting it.
+
+    Are all classes found, do their arguments fit, are hooks bound, does a batch go through the
+    model, its loss and backward, will the metrics be there that hooks look at, can a run be
+    written? No optimizer steps, and no run is recorded.
+
+    Example: **hookline check train.yaml**
+    """
+    from hookline.errors import HooklineError
+
+    try:
+        training = _load(config, overrides)
+        _check_runs(training)
+        from hookline.config_files.dry_run import try_training
+
+        facts = try_training(training)
+    except HooklineError as error:
+        if not as_json:
+            raise
+        problems = [vars(one) for one in getattr(error, "problems", ())]
+        _print_json({"ok": False, "error": str(error), "problems": problems})
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("hookline: Interrupted.", file=sys.stderr)
+        raise typer.Exit(_INTERRUPTED) from None
+    if as_json:
+        _print_json({"ok": True, **facts})
+    else:
+        show(_as_table(facts))
+        print("OK")
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(help="Write it to this file.", metavar="FILE")] = None,
+) -> None:
+    """Print the JSON schema of training files, for completion and checks in editors.
+
+    Example: **hookline schema --out hookline.schema.json**
+
+    A YAML file names it in its first line, so that editors find it:
+    **# yaml-language-server: $schema=hookline.schema.json**
+    """
+    with interrupted_afterwards():
+        from hookline.config_files.json_schema import training_schema
+
+    text = json.dumps(training_schema(), indent=1, ensure_ascii=False) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(
+            f"'{out}' cannot be written ({error.strerror}).", param_hint="'--out'"
+        ) from None
+    print(out)
+
+
+def _load(config: str, overrides: list[str] | None) -> Training:
+    given = overrides or []
+    with interrupted_afterwards():
+        import_module("hookline.config_files.building")  # and with it torch
+        from hookline.config_files.loading import load_training
+        from hookline.config_files.merging import parse_override
+        from hookline.config_files.python_function import is_python, load_python
+    for one in given:
+        try:
+            parse_override(one)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="'KEY=VALUE'") from None
+    if is_python(config):
+        return load_python(config, *given)
+    if config.endswith(".py"):
+        raise typer.BadParameter(
+            f"'{config}' is Python: name the function that returns a trainer, "
+            f"{config}:make_trainer.",
+            param_hint="'CONFIG'",
+        )
+    return load_training(config, *given)
+
+
+def _check_runs(training: Training) -> None:
+    runs = training.trainer.config.runs
+    if runs is not None:
+        check_folder(runs, "trainer.runs")
+
+
+def _as_table(facts: dict[str, Any]) -> str:
+    from hookline.runs.formatting import figure, table
+
+    train, val = facts["train"], facts["val"]
+    hooks = ", ".join(
+        one["name"] + ("" if one["status"] == "enabled" else f" ({one['status']})")
+        for one in facts["hooks"]
+    )
+    length = [f"{facts['epochs']} epochs"] if facts["epochs"] is not None else []
+    length += [f"{facts['steps']} steps"] if facts["steps"] is not None else []
+    rows = [
+        ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
+        ("train", _data(train)),
+        *([("val", _data(val))] if val is not None else []),
+        ("loss", f"{figure(train['loss'])} of the first batch"),
+        ("backward", f"reaches {train['gradients']} of {train['parameters']} tensors"),
+        ("optimizer", ", ".join(facts["optimizers"])),
+        *([("scheduler", ", ".join(facts["schedulers"]))] if facts["schedulers"] else []),
+        ("hooks", hooks or "none"),
+        ("length", " or ".join(length) or "no limit"),
+        ("device", f"{facts['device']}, {facts['precision']}"),
+        ("runs", facts["runs"] or "not recorded"),
+        ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
+    ]
+    return table(rows[0], rows[1:])
+
+
+def _data(facts: dict[str, Any]) -> str:
+    count = "batches" if facts["batches"] is None else f"{facts['batches']} batches"
+    return f"{count}, the first: {facts['batch']}"
+
+
+def _print_json(value: Any) -> None:
+    from hookline.runs.jsonable import plain
+
+    print(json.dumps(plain(value), indent=1, ensure_ascii=False))

@@ -1,0 +1,144 @@
+"""Everything that can be said of a configuration before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hookline.builtin import BuiltIn
+from hookline.config import where_is
+from hookline.config.hook_items import Item
+from hookline.config_files.file_model import HookConfig, TrainingConfig
+from hookline.config_files.merging import Merged
+from hookline.config_files.object_specs import (
+    Spec,
+    argument_problems,
+    holds_object,
+    hooks_in,
+    specs_of,
+)
+from hookline.config_files.problems import FileError, Key, Problem
+from hookline.config_files.trust import Trust, load_object
+from hookline.errors import HooklineError
+from hookline.options import check_options, options_of
+
+__all__ = ["Found", "check_objects"]
+
+Found = dict[str, Any]
+"""What class paths stand for."""
+
+
+def check_objects(config: TrainingConfig, merged: Merged, trust: Trust) -> Found:
+    """Find every class that is named, and compare arguments with signatures.
+
+    Modules are imported only when all class paths are trusted, and nothing is called.
+
+    Raises:
+        FileError: names everything that is not trusted, not found, or does not fit.
+    """
+    problems: list[Problem] = []
+    specs = list(specs_of(config, merged, problems))
+    for spec in specs:
+        refusal = trust.refusal(spec.path)
+        if refusal is not None:
+            problems.append(merged.problem(_path_key(spec), refusal))
+    hooks = list(_hook_paths(config, merged, problems))
+    for key, path in hooks:
+        refusal = trust.refusal(path)
+        if refusal is not None:
+            problems.append(merged.problem(key, refusal))
+    _raise(problems)
+    found: Found = {}
+    for spec in specs:
+        _find(found, spec.path, _path_key(spec), merged, trust, problems)
+        if spec.path in found and not spec.itself:
+            problems += argument_problems(spec, found[spec.path], merged)
+    for key, path in hooks:
+        _find(found, path, key, merged, trust, problems)
+    for key, _, hook in hooks_in(config):
+        problems += _hook_problems(key, hook, merged)
+    _check_sense(config, merged, problems)
+    _raise(problems)
+    return found
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise FileError(list(dict.fromkeys(problems)))
+
+
+def _path_key(spec: Spec) -> Key:
+    return spec.key if spec.key[-1] == "loader" else (*spec.key, "class_path")
+
+
+def _find(
+    found: Found, path: str, key: Key, merged: Merged, trust: Trust, problems: list[Problem]
+) -> None:
+    if path in found:
+        return
+    try:
+        loaded = load_object(path)
+    except LookupError as error:
+        problems.append(merged.problem(key, f"'{path}': {error.args[0]}"))
+        return
+    refusal = trust.refusal(path) or trust.refusal_of(path, loaded)
+    if refusal is not None:
+        problems.append(merged.problem(key, refusal))
+    else:
+        found[path] = loaded
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+def _hook_paths(
+    config: TrainingConfig, merged: Merged, problems: list[Problem]
+) -> Iterator[tuple[Key, str]]:
+    """The class path of every hook, those of the section `trainer` included."""
+    named: list[tuple[Key, str]] = []
+    for key, _, hook in hooks_in(config):
+        which = "name" if hook.class_path is None else "class_path"
+        named.append(((*key, which), str(getattr(hook, which))))
+    for i, name in enumerate(config.trainer.hooks.hook_classes):
+        named.append((("trainer", "hooks", "hook_classes", i), name))
+    for key, name in named:
+        try:
+            yield key, where_is(name).path
+        except HooklineError as error:
+            problems.append(merged.problem(key, str(error)))
+
+
+def _hook_problems(key: Key, hook: HookConfig, merged: Merged) -> list[Problem]:
+    """What is wrong with a hook's options, as far as its class says."""
+    try:
+        item = Item.read(hook.item())
+        kind: Any = item.kind
+        own = issubclass(kind, BuiltIn) and not holds_object(dict(item.options))
+        resolved = check_options(kind, (), item.options, values=own)
+        missing = [one for one in options_of(kind) if one not in resolved]
+        if missing:
+            text = f"{kind.__name__} needs the option '{missing[0]}'."
+            return [merged.problem(key, text)]
+    except (HooklineError, ValueError, TypeError) as error:
+        return [merged.problem(key, str(error))]
+    return []
+
+
+# -- what belongs together ------------------------------------------------------------------------
+
+
+def _check_sense(config: TrainingConfig, merged: Merged, problems: list[Problem]) -> None:
+    if config.loss_fn is not None and config.step_fn is not None:
+        text = "There is a `loss_fn`, too, which would not be called. Give one of them."
+        problems.append(merged.problem(("step_fn",), text))
+    other = config.trainer.seed
+    if config.seed is not None and other is not None and other != config.seed:
+        text = f"It is {other}, and `seed` is {config.seed}. Give one of them."
+        problems.append(merged.problem(("trainer", "seed"), text))
+    optimizers = len(config.optimizer) if isinstance(config.optimizer, list) else 1
+    schedulers = config.scheduler if isinstance(config.scheduler, list) else [config.scheduler]
+    for i, one in enumerate(schedulers):
+        if one is not None and one.optimizer >= optimizers:
+            key = ("scheduler", i) if isinstance(config.scheduler, list) else ("scheduler",)
+            text = f"It is {one.optimizer}, and there are {optimizers}, counted from 0."
+            problems.append(merged.problem((*key, "optimizer"), text))

@@ -1,0 +1,81 @@
+"""Statistics of what the model returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+
+from hookline.builtin import BuiltIn
+from hookline.hook import ForwardHook, Rank
+from hookline.tensors.nested import tensors_in
+
+__all__ = ["ActivationStats"]
+
+log = logging.getLogger("hookline")
+
+
+class ActivationStats(BuiltIn, ForwardHook):
+    """Records mean and standard deviation of what the model returns.
+
+    Of a tensor as `activations/mean` and `activations/std`; of a mapping with tensors as
+    `activations/<key>/mean` and so on, also within mappings; of other outputs, over all tensors in
+    them by number. The real and the imaginary parts of complex numbers count alike.
+
+    Args:
+        log_interval: report in each N-th batch, beginning with the first.
+    """
+
+    hookline_rank = Rank.MONITOR
+    cost = "In batches with a report two reductions of each output; nothing waits for the device."
+
+    def __init__(self, log_interval: PositiveInt = 100) -> None:
+        self.log_interval = log_interval
+        self._batches = 0
+
+    def __call__(self, activations: Any, trainer: Any = None) -> None:
+        """Report, when it is due."""
+        due = self._batches % self.log_interval == 0
+        self._batches += 1
+        if not due:
+            return
+        for name, tensor in _named(activations):
+            if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                std, mean = torch.std_mean(real.float(), correction=0)
+                if trainer is not None:
+                    trainer.log(f"{name}/mean", mean)
+                    trainer.log(f"{name}/std", std)
+                log.debug("%s: %s", name, _Later(mean, std))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many batches it has seen."""
+        return {"batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._batches = state["batches"]
+
+
+class _Later:
+    """Mean and deviation as text, read only if somebody shows the message."""
+
+    def __init__(self, mean: torch.Tensor, std: torch.Tensor) -> None:
+        self._mean, self._std = mean, std
+
+    def __str__(self) -> str:
+        return f"mean {self._mean.item():.4g}, std {self._std.item():.4g}"
+
+
+def _named(value: Any, name: str = "activations") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _named(part, f"{name}/{key}")
+    else:
+        for i, tensor in enumerate(tensors_in(value)):
+            yield f"{name}/{i}", tensor

@@ -1,0 +1,69 @@
+"""ConsoleLogHook: lines on the console."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveInt
+
+from hookline.builtin import BuiltIn
+from hookline.hook import Rank
+from hookline.hooks.number_text import metrics_text, number_text
+
+__all__ = ["ConsoleLogHook"]
+
+MOST_LOSSES = 100  # each may hold a number on the device
+
+
+class ConsoleLogHook(BuiltIn):
+    """Prints where training stands, every few batches, and at the ends of epochs and of training.
+
+    A line has the epoch, the batch and the steps, each counted from 1, the batch's loss, and the
+    average over the batches since the line before (100 at most). It goes through `print`, which a
+    progress bar lets through above itself.
+
+    Args:
+        log_every_n_batches: print for each N-th batch of a loader, beginning with the first.
+    """
+
+    cost = (
+        "Remembers each loss; reads those since the last line, and waits for them, when it prints."
+    )
+    hookline_rank = Rank.WRITER
+    hookline_optional_events = frozenset({"on_epoch_end", "on_validation_end"})
+
+    def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
+        self._every = log_every_n_batches
+        self._losses: deque[Any] = deque(maxlen=min(self._every, MOST_LOSSES))
+
+    def on_train_batch_end(
+        self, epoch: int, batch_idx: int, dataloader_name: str, step: int, loss: Any
+    ) -> None:
+        """Print, when it is due."""
+        self._losses.append(loss)
+        if batch_idx % self._every:
+            return
+        average = sum(float(one) for one in self._losses) / len(self._losses)
+        self._losses.clear()
+        loader = "" if dataloader_name == "train" else f"{dataloader_name} "
+        print(
+            f"epoch {epoch + 1}  {loader}batch {batch_idx + 1}  step {step}  "
+            f"loss {number_text(loss)}  average {number_text(average)}",
+            flush=True,
+        )
+
+    def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print what validation has found."""
+        print(f"validation at step {step}: {metrics_text(metrics)}", flush=True)
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Print the epoch's metrics."""
+        self._losses.clear()
+        print(f"epoch {epoch + 1} ends: {metrics_text(metrics)}", flush=True)
+
+    def on_train_end(self, status: str, step: int) -> None:
+        """Print how training ended."""
+        self._losses.clear()
+        print(f"training ends at step {step}: {status}", flush=True)

@@ -1,0 +1,102 @@
+"""attach: the way into a loop that is not ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hookline.dispatch import HookSettings
+from hookline.errors import LoopError
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.session import Session, shown
+
+if TYPE_CHECKING:
+    from hookline.runs.run import Run
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    hooks: Iterable[Hook] = (),
+    *,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    config: Any = None,
+    tokens: Callable[[Any], int] | None = None,
+    settings: HookSettings | None = None,
+    runs: str | os.PathLike[str] | Run | None = None,
+) -> Session:
+    """Let hooks see a training loop that stays as it is.
+
+        with hookline.attach(model, optimizer, hooks=[Watch()]):
+            …  # the loop, not one line changed
+
+    What such a loop cannot tell (epochs, batches, validation, checkpoints) is refused for hooks
+    that need it, before the first step, with the call on the session that would supply it.
+
+    Args:
+        model: the model as the loop calls it (the compiled or wrapped one, if there is one).
+        optimizer: the optimizer, or several. A step is done when each of them has stepped.
+        hooks: hooks to register, in this order.
+        scheduler: the learning-rate scheduler, for hooks that look at `trainer.scheduler`.
+        scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
+        config: what hooks get that ask for `config`.
+        tokens: how many tokens a batch has; by default the size of its `input_ids`.
+        settings: how failing and costly hooks are treated.
+        runs: where run folders go: then each step's loss, the means of epochs, validations,
+            checkpoints and toggles are recorded, as by the trainer. Or a run that is open for
+            writing: `Run.open(folder, resume=True)` goes on with one. None: no record.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {shown(scaler)}.")
+    return Session(
+        model,
+        _optimizers(optimizer, model),
+        hooks,
+        scheduler=scheduler,
+        scaler=scaler,
+        config=config,
+        tokens=tokens,
+        settings=settings,
+        runs=runs,
+    )
+
+
+def _inside(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper that passes calls on, as Accelerate's does."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {shown(model)}.")
+    several = [given] if isinstance(given, torch.optim.Optimizer) else given
+    optimizers = list(several) if isinstance(several, Iterable) else [several]
+    optimizers = [_inside(optimizer) for optimizer in optimizers]
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "register_step_pre_hook"):
+            raise TypeError(
+                f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
+                f"not {shown(optimizer)}."
+            )
+    if not optimizers:
+        raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ValueError("The same optimizer was given twice. Name each once.")
+    own = {id(parameter) for parameter in model.parameters()}
+    held = (
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    )
+    if not any(id(parameter) in own for parameter in held):
+        raise LoopError(
+            "The optimizer holds none of this model's parameters. Attach the model that it trains, "
+            "or make the optimizer after wrapping or moving the model."
+        )
+    return optimizers

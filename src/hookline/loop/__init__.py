@@ -1,0 +1,1 @@
+"""What every loop shares: event context, model watch, control requests, means, random state."""

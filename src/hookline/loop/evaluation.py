@@ -1,0 +1,50 @@
+"""Validation leaves no trace: mode, gradients and random numbers are as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hookline.loop.random_state import random_state, restore_random_state
+
+__all__ = ["evaluation", "samples_in", "tokens_in"]
+
+
+@contextmanager
+def evaluation(model: torch.nn.Module, device: torch.device) -> Generator[None]:
+    """Eval mode, no gradients; afterwards every module's mode and all random states are back."""
+    modes = {module: module.training for module in model.modules()}
+    state = random_state(device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        restore_random_state(state, device)
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch has: the first tensor's first dimension; else 1."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple) and batch:
+        return samples_in(batch[0])
+    return 1
+
+
+def tokens_in(batch: Any) -> int:
+    """How many tokens a batch has: the size of its `input_ids`; else 0."""
+    if type(batch) is tuple or type(batch) is list:
+        return 0  # the usual case, without asking an abstract class
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        if isinstance(ids, torch.Tensor):
+            return ids.numel()
+    return 0

@@ -1,0 +1,112 @@
+"""Where training stands: what every loop can tell of it, as attributes.
+
+A loop writes its context, dispatchers read it. What costs something to make (a norm, the state, a
+step's context) is made when a hook asks for it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hookline.context import LazyFloat
+from hookline.errors import NotSuppliedError
+from hookline.tensors.sharded import is_sharded, whole
+from hookline.updates.gradients import Gradients, NamedParameters
+
+__all__ = ["EventContext", "device_of"]
+
+
+class EventContext:
+    """What moments of all loops have in common."""
+
+    def __init__(
+        self, trainer: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> None:
+        self.trainer = trainer
+        self.model = model
+        self.optimizers = optimizers
+        self.optimizer = optimizers[0]
+        self.status = "training"
+        self.step = 0
+        self.step_in_progress = 1
+        self.optimizer_idx = 0
+        self.outputs: Any = None
+        self.reason = ""
+        self.exception: BaseException | None = None
+        self.checkpoint_path: Any = None
+        self.skipped = False
+        self.evaluating = False
+        self.named = NamedParameters(model, optimizers)
+        self.made_gradients: Gradients | None = None
+        self.observation: Any = None
+        self.clipped_norm: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the optimizer whose turn it is, as updates get them."""
+        if self.made_gradients is None:
+            self.made_gradients = Gradients(self.named[self.optimizer_idx])
+        return self.made_gradients
+
+    @property
+    def activations(self) -> Any:
+        """What the model returned, as forward hooks get it."""
+        return self.observation.activations
+
+    @property
+    def lr(self) -> Any:
+        """The first optimizer's learning rate."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        return LazyFloat(lr) if isinstance(lr, torch.Tensor) else lr
+
+    @property
+    def grad_norm(self) -> LazyFloat:
+        """The norm of all gradients: before clipping, where the loop's clipping is known."""
+        return LazyFloat(self.norm())
+
+    def norm(self) -> torch.Tensor:
+        """The same, on the device."""
+        if self.clipped_norm is not None:
+            return self.clipped_norm
+        norm = torch.nn.utils.get_total_norm(self.all_gradients())
+        # Of sharded gradients each rank has a part; its own number would be silently wrong.
+        return whole(norm)
+
+    def norm_of_this_step(self) -> Any:
+        """The norm, computed if somebody looks while the gradients are still there."""
+        step = self.step_in_progress
+        if any(is_sharded(gradient) for gradient in self.all_gradients()):
+            return self.norm()  # now, on all ranks: one that looked alone would wait for ever
+
+        def norm() -> float:
+            if self.step_in_progress != step:
+                raise NotSuppliedError(
+                    "ctx.grad_norm is computed when looked at, and the gradients of its step are "
+                    "gone. Look at it in on_step_end, or ask for `grad_norm` by name."
+                )
+            return float(self.norm())
+
+        return norm
+
+    def all_gradients(self) -> list[torch.Tensor]:
+        """The gradients of all optimizers' parameters."""
+        return [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+    @cached_property
+    def model_params(self) -> int:
+        """The number of the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where the model's first parameter is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

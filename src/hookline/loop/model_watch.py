@@ -1,0 +1,166 @@
+"""What PyTorch's own hooks tell of the model: its outermost call, and the end of backward.
+
+Taps are put on and taken off as hooks ask for them. Nothing is wrapped or replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo
+from torch.utils.hooks import RemovableHandle
+
+from hookline.tensors.nested import tensors_in
+
+__all__ = ["ModelCallback", "ModelWatch"]
+
+
+class ModelCallback:
+    """A callable for PyTorch's hooks, kept out of compiled graphs.
+
+    In a copy or a pickle of the model it does nothing.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        if not hasattr(ModelCallback.__call__, "_torchdynamo_disable"):
+            # Not when this file is imported: dynamo takes long to import. Whoever has made an
+            # optimizer has it.
+            from torch._dynamo.decorators import skip
+
+            skip(ModelCallback.__call__)
+
+    def __call__(self, *args: Any) -> Any:
+        """Pass the call on; where code is being compiled, let nothing of it be compiled.
+
+        `torch.compiler.disable` at each call would take half a microsecond.
+        """
+        if _dynamo() is None:
+            return self._call(*args)
+        return torch.compiler.disable(self._call)(*args)
+
+    def __deepcopy__(self, memo: Any) -> ModelCallback:
+        return ModelCallback(_nothing)
+
+    def __reduce__(self) -> Any:
+        return ModelCallback, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    """Stands where a tap was."""
+
+
+class ModelWatch:
+    """Calls back when the model's outermost call begins and returns, and around backward.
+
+    A call under `no_grad` is not training and is not told. The recomputation of activation
+    checkpointing is no call of the user's and is not told either.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        before_forward: Callable[[], None],
+        after_forward: Callable[[Any], None],
+        backward_begins: Callable[[], None],
+        backward_ends: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.calls_seen = 0
+        self.backwards_seen = 0
+        self._before_forward = before_forward
+        self._after_forward = after_forward
+        self._backward_begins = backward_begins
+        self._backward_ends = backward_ends
+        self._handles: list[RemovableHandle] = []
+        self._outputs: deque[RemovableHandle] = deque(maxlen=64)
+        self._sees = (False, False)
+        self._depth = 0
+        self._raised: BaseException | None = None
+        self._task = -1
+
+    @property
+    def on(self) -> bool:
+        """Whether the model is being watched."""
+        return bool(self._handles)
+
+    def watch(self, *, calls: bool, backward: bool) -> None:
+        """Tell the model's calls, and backward through what they return, and no more than that."""
+        if (calls, backward) == self._sees:
+            return
+        self.take_off()
+        self._sees = (calls, backward)
+        if calls:
+            self._depth = 0
+            self._handles = [
+                self.model.register_forward_pre_hook(ModelCallback(self._before)),
+                # always_call: a forward that raises must not leave the count of depth behind
+                self.model.register_forward_hook(ModelCallback(self._after), always_call=True),
+            ]
+        elif backward:
+            self._handles = [self.model.register_forward_hook(ModelCallback(self._returned))]
+
+    def take_off(self) -> None:
+        """Take everything off the model and off what it returned lately."""
+        for handle in (*self._handles, *self._outputs):
+            handle.remove()
+        self._sees = (False, False)
+        self._handles = []
+        self._outputs.clear()
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or _task_id() != -1:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._raised = sys.exc_info()[1]  # a loop may call the model while handling an error
+            self.calls_seen += 1
+            self._before_forward()
+
+    def _after(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        if self._depth == 0 or _task_id() != -1:
+            return
+        self._depth -= 1
+        if self._depth == 0 and sys.exc_info()[1] is self._raised:
+            self._raised = None
+            if self._sees[1]:
+                self._watch_backward(outputs)
+            self._after_forward(outputs)
+
+    def _returned(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
+        """Where only backward matters; calls of the model within itself do no harm here."""
+        if torch.is_grad_enabled() and _task_id() == -1:
+            self.calls_seen += 1
+            self._watch_backward(outputs)
+
+    def _watch_backward(self, outputs: Any) -> None:
+        for tensor in (outputs,) if type(outputs) is torch.Tensor else tensors_in(outputs):
+            if tensor.requires_grad:
+                self._outputs.append(tensor.register_hook(self._gradient_arrives))
+
+    def _gradient_arrives(self, grad: torch.Tensor) -> None:
+        task = _task_id()
+        if task == self._task or not self._handles:
+            return
+        self._task = task
+        self.backwards_seen += 1
+        self._backward_begins()
+        _queue(self._backward_done if _is_distributed() else self._backward_ends)
+
+    def _backward_done(self) -> None:
+        # Under DDP, gradients are averaged in a callback that is queued later than this one.
+        _queue(self._backward_ends)
+
+
+_task_id = torch._C._current_graph_task_id
+_queue: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

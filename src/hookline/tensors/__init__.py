@@ -1,0 +1,1 @@
+"""Tensors: walking, copying, measuring, naming, and sharded values."""

@@ -1,0 +1,105 @@
+"""What a trainer is given, checked before anything happens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hookline.errors import TrainingError
+from hookline.loop.event_context import device_of
+
+__all__ = ["checked_model", "checked_optimizers", "device_for", "match_schedulers"]
+
+log = logging.getLogger("hookline")
+
+
+def checked_model(model: Any) -> torch.nn.Module:
+    """Return the model, if it is one."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"A model is a torch.nn.Module, not {model!r}, a {type(model).__name__}.")
+    return model
+
+
+def device_for(wanted: str | None, model: torch.nn.Module) -> torch.device:
+    """Return the device to train on, if it is there."""
+    if wanted is None:
+        return device_of(model)
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise TrainingError(
+            f"The device '{wanted}' cannot be used here: {reason} Leave `device` out to train "
+            f"where the model is ({device_of(model)})."
+        ) from error
+    return device
+
+
+def checked_optimizers(
+    given: Any, model: torch.nn.Module, every: Sequence[int] | None
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers in a list, if they fit the model and each other."""
+    several = [given] if isinstance(given, torch.optim.Optimizer) else given
+    optimizers = list(several) if isinstance(several, Iterable) else [several]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"An optimizer is a torch.optim.Optimizer, not {optimizer!r}, "
+                f"a {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TrainingError(
+                "LBFGS evaluates a closure many times in a step, which this loop does not have. "
+                "Write the loop yourself, and let hooks into it with hookline.attach."
+            )
+    if not optimizers:
+        raise TrainingError("A trainer needs at least one optimizer, got none.")
+    if every is not None and len(every) != len(optimizers):
+        raise TrainingError(
+            f"optimizer_every has {len(every)} numbers for {len(optimizers)} optimizers."
+        )
+    if every is not None and 1 not in every:
+        raise TrainingError(
+            f"optimizer_every is {list(every)}: one of the optimizers has to step in every step. "
+            "To step less often altogether, use `accumulate`."
+        )
+    _check_parameters(optimizers, model)
+    return optimizers
+
+
+def _check_parameters(optimizers: list[torch.optim.Optimizer], model: torch.nn.Module) -> None:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owner: dict[int, int] = {}
+    for i, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owner.setdefault(id(parameter), i) != i:
+                    raise TrainingError(
+                        f"Optimizers {owner[id(parameter)]} and {i} share the parameter "
+                        f"'{names.get(id(parameter), '?')}'. Give each parameter to one of them."
+                    )
+    if not owner.keys() & names.keys():
+        raise TrainingError("The optimizers hold none of this model's parameters.")
+    without = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in owner]
+    if without:
+        log.warning("No optimizer holds these parameters, they stay as they are: %s", without)
+
+
+def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Return the schedulers in a list, if each belongs to one of the optimizers."""
+    if given is None:
+        return []
+    schedulers = list(given) if isinstance(given, list | tuple) else [given]
+    for scheduler in schedulers:
+        if scheduler is not None and not any(
+            getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers
+        ):
+            raise TrainingError(
+                f"{type(scheduler).__name__} was made for an optimizer that this trainer does not "
+                "have. Make it with one of the trainer's."
+            )
+    return [scheduler for scheduler in schedulers if scheduler is not None]

@@ -1,0 +1,118 @@
+"""How a batch becomes a loss: the user's function, the model's own loss, or a sensible default."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hookline.errors import TrainingError
+from hookline.tensors.nested import describe_structure
+
+__all__ = ["LossComputer"]
+
+log = logging.getLogger("hookline")
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_TARGETS = ("labels", "targets", "target", "label", "y")
+
+
+class LossComputer:
+    """Computes the loss of a batch, and further metrics.
+
+    In this order: `step_fn(model, batch)`, which returns a loss or a mapping with `loss` and
+    further metrics; `loss_fn(outputs, targets)`; the loss that the model returns itself, as `.loss`
+    or `["loss"]`; for batches of inputs and targets, cross-entropy for whole-number targets and
+    mean squared error for others.
+    """
+
+    def __init__(
+        self, step_fn: Callable[..., Any] | None, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self.step_fn = step_fn
+        self.loss_fn = loss_fn
+        self._said = False
+
+    def __call__(
+        self, model: torch.nn.Module, batch: Any
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Return the loss, a tensor with one element, and further metrics."""
+        if self.step_fn is not None:
+            return _checked(self.step_fn(model, batch), "step_fn")
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, targets = batch
+            outputs = model(inputs)
+            if self.loss_fn is None:
+                return self._by_default(outputs, targets), _NONE
+            loss = self.loss_fn(outputs, targets)
+            if type(loss) is torch.Tensor and not loss.ndim:  # as usual
+                return loss, _NONE
+            return _checked(loss, "loss_fn")[0], _NONE
+        if isinstance(batch, Mapping):
+            return self._of_mapping(model, batch)
+        raise TrainingError(
+            f"No loss for a batch like this: {describe_structure(batch)}. "
+            "Expected (inputs, targets), or a mapping for a model that returns its loss; or give "
+            "step_fn(model, batch)."
+        )
+
+    def _of_mapping(
+        self, model: torch.nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        if self.loss_fn is None:
+            outputs = model(**batch)
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            loss = getattr(outputs, "loss", None) if loss is None else loss
+            if loss is None:
+                raise TrainingError(
+                    f"The model returned no loss for {describe_structure(batch)}, but "
+                    f"{describe_structure(outputs)}. "
+                    "Expected `.loss` or ['loss']; or give loss_fn or step_fn."
+                )
+            return _checked(loss, "the model")
+        key = next((name for name in _TARGETS if name in batch), None)
+        if key is None:
+            raise TrainingError(
+                f"loss_fn(outputs, targets) needs targets, but the batch has none of "
+                f"{', '.join(_TARGETS)}: {describe_structure(batch)}. Give step_fn(model, batch)."
+            )
+        outputs = model(**{name: value for name, value in batch.items() if name != key})
+        return _checked(self.loss_fn(outputs, batch[key]), "loss_fn")[0], _NONE
+
+    def _by_default(self, outputs: Any, targets: Any) -> torch.Tensor:
+        if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+            raise TrainingError(
+                f"No default loss for outputs {describe_structure(outputs)} and targets "
+                f"{describe_structure(targets)}. Give loss_fn(outputs, targets) or "
+                "step_fn(model, batch)."
+            )
+        whole = not targets.is_floating_point()
+        if not self._said:
+            self._said = True
+            log.info(
+                "No loss function was given: using %s, because the targets are %s.",
+                "cross-entropy" if whole else "the mean squared error",
+                targets.dtype,
+            )
+        return F.cross_entropy(outputs, targets) if whole else F.mse_loss(outputs, targets)
+
+
+def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    metrics: Mapping[str, Any] = _NONE
+    loss = result
+    if type(result) is not torch.Tensor and isinstance(result, Mapping):
+        if "loss" not in result:
+            raise TrainingError(
+                f"{where} returned a mapping without 'loss': {describe_structure(result)}."
+            )
+        loss = result["loss"]
+        metrics = {name: value for name, value in result.items() if name != "loss"}
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise TrainingError(
+            f"{where} returned {describe_structure(loss)} as the loss. "
+            "Expected a tensor with one element."
+        )
+    return loss, metrics
