@@ -184,9 +184,9 @@ def project(tmp_path):
     (tmp_path / "docs").mkdir()
     for name in (
         "docs/events.md",
-        "docs/trainer.md",
+        "docs/trainer_config.md",
         "docs/built_in.md",
-        "docs/configuration.md",
+        "docs/configuration_reference.md",
         "CONTRIBUTING.md",
         "pyproject.toml",
         "README.md",

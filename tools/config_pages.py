@@ -1,6 +1,6 @@
-"""The tables of the configuration page, made from the models of a training file.
+"""The tables of the configuration page, made from the models of a config file.
 
-`tools/generate.py` writes them between the markers in docs/configuration.md.
+`tools/generate.py` writes them between the markers in docs/configuration_reference.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAMES = {
     "LoaderConfig": "a loader",
     "HooksByKind": "by kind",
     "HookConfig": "a hook",
-    "TrainerConfig": "[the trainer's fields](trainer.md)",
+    "TrainerConfig": "[the trainer's fields](trainer_config.md)",
 }
 PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "string", Any: "anything"}
 

@@ -192,18 +192,12 @@ def _default(field: FieldInfo) -> str:
     return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
 
 
-def loop_map() -> str:
-    """The loop map."""
-    return "\n".join(["```text", LOOP_MAP.rstrip(), "```"])
-
-
 TARGETS = (
     ("src/hookline/hook.py", "    # -- events: ", "    # -- end of events", hook_methods),
     ("docs/events.md", "<!-- events: ", "<!-- end of events", event_tables),
-    ("docs/trainer.md", "<!-- config: ", "<!-- end of config", config_tables),
-    ("docs/trainer.md", "<!-- loop: ", "<!-- end of loop", loop_map),
+    ("docs/trainer_config.md", "<!-- config: ", "<!-- end of config", config_tables),
     ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
-    ("docs/configuration.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
+    ("docs/configuration_reference.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
     ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )

@@ -29,7 +29,7 @@ def page(name: str) -> str:
         facts["python"],
         "```",
         "",
-        f"Its name in a run is `{name}`. In a [training file](../configuration.md):",
+        f"Its name in a run is `{name}`. In a [config file](../configuration.md):",
         "",
         "```yaml",
         facts["yaml"],
