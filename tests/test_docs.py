@@ -143,3 +143,14 @@ def test_links_to_files_lead_somewhere(name: str) -> None:  # mkdocs checks thos
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
     assert not missing
+
+
+def test_every_page_is_at_most_2000_words_of_text() -> None:
+    generated = {"configuration_reference.md", "trainer_config.md"}
+    long = [
+        f"{name_of(page)}: {words_in} words"
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        if page.name not in generated
+        and (words_in := len(page.read_text(encoding="utf-8").split())) > 2000
+    ]
+    assert not long, f"split these pages, one topic each: {long}"

@@ -1,9 +1,9 @@
 """Write what is derived from the code but has to stand in a file.
 
 Type checkers and editors read text, not objects made at run time: so the methods of `Hook` and the
-tables of the events page are written from the event table, the tables of the trainer's page from
-its configuration, and the pages of built-in hooks from their classes. `--check` changes nothing and
-fails when a file is behind.
+tables of the events page are written from the event table, the tables of the configuration pages
+from the configuration's models, the pages of built-in hooks from their classes, and the names in
+the API reference from `__all__`. `--check` changes nothing and fails when a file is behind.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import api_pages
 import config_pages
 import hook_pages
 import package_tree
@@ -217,6 +218,8 @@ def texts() -> Iterator[tuple[str, str]]:
         yield name, rewritten(ROOT / name, start, end, make())
     for hook in hook_pages.ALL:
         yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
+    for topic in api_pages.PAGES:
+        yield f"docs/api/{topic}.md", api_pages.page(topic)
 
 
 def main() -> int:
