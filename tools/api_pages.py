@@ -83,7 +83,7 @@ def page(topic: str) -> str:
 
 
 def public_names() -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Return, for each page, the paths of its public names, and aliases with what they stand for."""
+    """Return, for each page, the paths of its public names, and the aliases among them."""
     found: dict[str, tuple[list[str], dict[str, str]]] = {topic: ([], {}) for topic in PAGES}
     known: dict[int, str] = {}
     for package in PACKAGES:
