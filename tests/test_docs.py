@@ -6,6 +6,7 @@ block is what that block prints; numbers with a decimal point, spaces and line b
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -154,3 +155,94 @@ def test_every_page_is_at_most_2000_words_of_text() -> None:
         and (words_in := len(page.read_text(encoding="utf-8").split())) > 2000
     ]
     assert not long, f"split these pages, one topic each: {long}"
+
+
+# What the pages say is missing, one entry for each sentence or table row with such a word.
+MISSING = re.compile(
+    r"\byet\b|\bdo(es)? not (exist|support)|\bnot supported|\bnot (here|implemented|available)\b"
+    r"|\bcomes? later\b|\bfuture\b|\blater versions?\b|\buntil then\b|\bplanned\b|\bwill be\b",
+    re.IGNORECASE,
+)
+TRUE_LIMITS = {
+    "CHANGELOG.md": ["This will be 0.1.0, the first version"],
+    "README.md": ["Not available yet: training on several devices (Accelerate, DDP, FSDP2)"],
+    "docs/index.md": ["Training on several devices, and integrations with other trainers, are not"],
+    "docs/migrating.md": [
+        "You cannot run Hookline hooks inside a Lightning, Hugging Face or Ignite"
+    ],
+    "docs/trainer.md": ["It does not support Accelerate, DDP or FSDP2 yet"],
+}
+# About the order of things in a step.
+NOT_LIMITS = re.compile(r"\bnot (yet (clipped|read)|(clipped|read) yet)\b")
+GENERATED = re.compile(r"<!-- (?P<what>\w+): .*?<!-- end of (?P=what)", re.DOTALL)
+
+
+def sentences_about_what_is_missing(page: Path) -> list[str]:
+    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+    text = NOT_LIMITS.sub("", text)
+    sentences = re.split(r"(?<=[.:!?])\s+(?=[A-Z`\[])|\n\n|\n(?=[|#-])", text)
+    return [" ".join(one.split()) for one in sentences if MISSING.search(one)]
+
+
+def test_the_pages_call_nothing_missing_that_exists() -> None:
+    written = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs" / "built_in").glob("*.md")]
+    unknown = {
+        name_of(page): unlisted
+        for page in written
+        if (
+            unlisted := [
+                sentence
+                for sentence in sentences_about_what_is_missing(page)
+                if not any(true in sentence for true in TRUE_LIMITS.get(name_of(page), []))
+            ]
+        )
+    }
+    assert not unknown, "remove these sentences, or list them in TRUE_LIMITS if they are true"
+
+
+def test_every_listed_limit_is_still_in_its_page() -> None:
+    for name, limits in TRUE_LIMITS.items():
+        sentences = sentences_about_what_is_missing(ROOT / name)
+        for limit in limits:
+            assert any(limit in sentence for sentence in sentences), f"{name}: {limit}"
+
+
+# -- the call paths of CONTRIBUTING ----------------------------------------------------------------
+
+
+def call_paths() -> dict[str, str]:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## Call paths")[1].split("\n## ")[0]
+    _, *paths = re.split(r"^### ", section, flags=re.MULTILINE)
+    return {path.split("\n")[0]: path for path in paths}
+
+
+def names_in(tree: ast.AST, prefix: str = "") -> set[str]:
+    found = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found |= {prefix + node.name, *names_in(node, f"{prefix}{node.name}.")}
+    return found
+
+
+def test_contributing_shows_five_call_paths_as_numbered_lists() -> None:
+    paths = call_paths()
+    assert len(paths) == 5
+    for title, path in paths.items():
+        steps = re.findall(r"^(\d+)\. ", path, re.MULTILINE)
+        assert steps == [str(i + 1) for i in range(len(steps))], title
+        assert len(steps) >= 5, title
+
+
+def test_every_name_in_the_call_paths_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    entries = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", text.split("## Call paths")[1])
+    assert len(entries) > 40
+    missing = []
+    for path, name in entries:
+        file = ROOT / "src" / "hookline" / path
+        if not file.exists() or (
+            name and name not in names_in(ast.parse(file.read_text(encoding="utf-8")))
+        ):
+            missing.append(f"{path}:{name}")
+    assert not missing
