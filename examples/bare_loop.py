@@ -1,8 +1,8 @@
-"""A small GPT, trained on the text of Python's own help: a loop of one's own, with a hook in it.
+"""Train a small GPT on the text of Python's help, in a hand-written loop with a hook.
 
     python examples/bare_loop.py --steps 300 --seed 0
 
-Three lines are about hooks: two imports, and the `with` that the loop stands in.
+Three lines are about hooks: two imports, and the `with` around the loop.
 """
 
 import argparse
@@ -37,8 +37,8 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         heads = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, WIDTH))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).reshape(batch, length, WIDTH))
         return x + self.down(gelu(self.up(self.norm_2(x))))
 
 
@@ -64,8 +64,8 @@ class GPT(nn.Module):
         return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def draw(data, generator):
-    """A batch: pieces of the text, and the same pieces one character further."""
+def load_batch(data, generator):
+    """Return pieces of the text, and the same pieces shifted by one character."""
     starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=generator).tolist()
     pieces = torch.stack([data[start : start + CONTEXT + 1] for start in starts])
     return pieces[:, :-1], pieces[:, 1:]
@@ -75,18 +75,20 @@ def draw(data, generator):
 def evaluate(model, data):
     generator = torch.Generator().manual_seed(0)  # the same batches every time
     model.eval()
-    losses = [model(*draw(data, generator))[1] for _ in range(8)]
+    losses = [model(*load_batch(data, generator))[1] for _ in range(8)]
     model.train()
     return torch.stack(losses).mean().item()
 
 
 @torch.no_grad()
-def write(model, prompt, length, generator):
+def generate(model, prompt, length, generator):
     tokens = prompt
     for _ in range(length):
         logits, _ = model(tokens[:, -CONTEXT:])
-        chances = softmax(logits[:, -1] / 0.7, dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        probabilities = softmax(logits[:, -1] / 0.7, dim=-1)
+        tokens = torch.cat(
+            [tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1
+        )
     return tokens[0].tolist()
 
 
@@ -96,7 +98,7 @@ def main():
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
 
-    torch.set_num_threads(1)  # a model this small gains little from more
+    torch.set_num_threads(1)  # more threads do not speed up a model this small
     torch.manual_seed(args.seed)
     text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
     letters = sorted(set(text))
@@ -108,18 +110,18 @@ def main():
     model = GPT(len(letters))
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
 
-    def rate(step):
+    def lr_factor(step):
         warm = min(1.0, (step + 1) / WARM_UP)
         return warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / args.steps)))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     print(f"{len(text):,} characters, {len(letters)} different ones")
     print(f"validation loss before: {evaluate(model, val):.3f}")
-    began = time.perf_counter()
+    start = time.perf_counter()
 
     with hookline.attach(model, optimizer, hooks=[Report()]):
         for _ in range(args.steps):
-            tokens, targets = draw(train, generator)
+            tokens, targets = load_batch(train, generator)
             _, loss = model(tokens, targets)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -128,9 +130,9 @@ def main():
             scheduler.step()
 
     print(f"\nvalidation loss after: {evaluate(model, val):.3f}")
-    print(f"{args.steps} steps in {time.perf_counter() - began:.1f} s")
-    written = write(model, train[:1].view(1, 1), 160, generator)
-    print("\n" + "".join(letters[i] for i in written) + "\n")
+    print(f"{args.steps} steps in {time.perf_counter() - start:.1f} s")
+    generated = generate(model, train[:1].view(1, 1), 160, generator)
+    print("\n" + "".join(letters[i] for i in generated) + "\n")
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(f"weights: {hashlib.sha256(weights).hexdigest()[:16]}")
 

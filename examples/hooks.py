@@ -1,4 +1,4 @@
-"""The hook of the example: what a training run shows while it runs, and at its end."""
+"""The hook of the example: prints progress during training, and a summary at the end."""
 
 from collections import deque
 
@@ -8,7 +8,7 @@ from hookline import Hook
 
 
 class Report(Hook):
-    """Prints loss, gradient norm, learning rate and the module with the largest gradient."""
+    """Print loss, gradient norm, learning rate and the module with the largest gradient."""
 
     def __init__(self, every=50, mean_of=20):
         self.every = every
@@ -21,14 +21,14 @@ class Report(Hook):
         print(f"{'step':>5} {'loss':>7} {'grad norm':>10} {'lr':>9}  largest gradient")
 
     def on_after_backward(self, model, step):
-        # Here the gradients are whole; by the end of the step this loop has clipped them.
+        # Before clipping: in `on_step_end` the gradients are already clipped.
         self.due = step == 0 or (step + 1) % self.every == 0
         if self.due:
             self.norm, self.largest = gradient_norms(model)
 
     def on_step_end(self, step, loss, lr):
         if len(self.first) < self.last.maxlen:
-            self.first.append(loss)  # not read yet: on a GPU this waits for nothing
+            self.first.append(loss)  # not read yet, so this does not wait for the GPU
         self.last.append(loss)
         if self.due:
             print(f"{step:5} {loss:7.3f} {self.norm:10.3f} {lr:9.2e}  {self.largest}")
@@ -40,11 +40,11 @@ class Report(Hook):
                 f"loss {mean(self.first):.3f} -> {mean(self.last):.3f}"
                 f" (means of the first and the last {len(self.last)} steps)"
             )
-        print(f"\nwhat the hooks cost:\n{trainer.hooks.summary()}")
+        print(f"\ncost of the hooks:\n{trainer.hooks.summary()}")
 
 
 def gradient_norms(model):
-    """The norm of all gradients, and the module whose own gradients have the largest norm."""
+    """Return the norm of all gradients, and the module with the largest gradient."""
     norms = {}
     for name, module in model.named_modules():
         grads = [p.grad for p in module.parameters(recurse=False) if p.grad is not None]

@@ -1,4 +1,4 @@
-"""The tables of the configuration page, made from the models of a config file.
+"""The tables of the config file reference, generated from the models of a config file.
 
 `tools/generate.py` writes them between the markers in docs/configuration_reference.md.
 """
@@ -26,38 +26,39 @@ from hookline.config_files.file_model import (
 from hookline.config_files.json_schema import PLACE
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("The file", TrainingConfig),
-    ("An object", ObjectConfig),
-    ("An optimizer", OptimizerConfig),
-    ("A group of parameters", GroupConfig),
-    ("A scheduler", SchedulerConfig),
-    ("`data`", DataConfig),
-    ("A loader", LoaderConfig),
-    ("`hooks`, by kind", HooksByKind),
-    ("A hook", HookConfig),
+    ("File", TrainingConfig),
+    ("Object", ObjectConfig),
+    ("Optimizer", OptimizerConfig),
+    ("Parameter group", GroupConfig),
+    ("Scheduler", SchedulerConfig),
+    ("Data", DataConfig),
+    ("Loader", LoaderConfig),
+    ("Hooks by kind", HooksByKind),
+    ("Hook", HookConfig),
 )
 NAMES = {
-    "ObjectConfig": "an object",
-    "OptimizerConfig": "an optimizer",
-    "GroupConfig": "a group",
-    "SchedulerConfig": "a scheduler",
+    "ObjectConfig": "object",
+    "OptimizerConfig": "optimizer",
+    "GroupConfig": "group",
+    "SchedulerConfig": "scheduler",
     "DataConfig": "see below",
-    "LoaderConfig": "a loader",
+    "LoaderConfig": "loader",
     "HooksByKind": "by kind",
-    "HookConfig": "a hook",
-    "TrainerConfig": "[the trainer's fields](trainer_config.md)",
+    "HookConfig": "hook",
+    "TrainerConfig": "[the fields of the trainer](trainer_config.md)",
 }
-PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "string", Any: "anything"}
+PLAIN = {int: "integer", float: "number", bool: "true, false", str: "string", Any: "any value"}
 
 
 def tables() -> str:
-    """A table for each model, with a sentence about it."""
+    """Return a table for each model, with a sentence about it."""
     lines: list[str] = []
     for title, model in SECTIONS:
         purpose = " ".join((model.__doc__ or "").split())
-        purpose = purpose.removeprefix(title).removeprefix(". ").removeprefix(": ")
         lines += [
-            f"**{title}.** {purpose[0].upper()}{purpose[1:]}",
+            f"## {title}",
+            "",
+            purpose,
             "",
             "| key | values | default | meaning |",
         ]
@@ -66,10 +67,11 @@ def tables() -> str:
         shown = {n: f for n, f in model.model_fields.items() if n not in inherited}
         lines += [_row(field.alias or name, field) for name, field in shown.items()]
         if inherited and model is not ObjectConfig:
-            lines.append("| | | | and the keys of an object |")
+            lines.append("| | | | and the keys of [an object](#object) |")
         if model is HookConfig:
             lines += [
-                f"| `{n}` | {one['type']} | | {one['description']} |" for n, one in PLACE.items()
+                f"| `{key}` | {schema['type']} | | {schema['description']} |"
+                for key, schema in PLACE.items()
             ]
             lines.append("| any other | | | an option of the hook |")
         if model is GroupConfig:
@@ -83,7 +85,7 @@ def _own(base: type) -> set[str]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    default = "needed" if field.is_required() else _default(field)
+    default = "required" if field.is_required() else _default(field)
     return f"| `{name}` | {_values(field.annotation)} | {default} | {field.description} |"
 
 
@@ -95,20 +97,20 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(annotation: Any) -> str:
-    """What a key may be, in a few words."""
+    """Return the valid values of a key, as text."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(inside[0])
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in inside)
     if origin in (Union, UnionType):
-        return ", ".join(dict.fromkeys(_values(one) for one in inside))
+        return ", ".join(dict.fromkeys(_values(member) for member in inside))
     if annotation is NoneType:
         return "null"
     if origin is list:
-        return f"a list ({_values(inside[0])})"
+        return f"list of {_values(inside[0])}"
     if origin is dict:
-        return f"a mapping ({_values(inside[1])})"
+        return f"mapping to {_values(inside[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return NAMES[annotation.__name__]
     return PLAIN[annotation]

@@ -1,9 +1,10 @@
-"""Write what is derived from the code but has to stand in a file.
+"""Write the parts of files that are derived from the code.
 
-Type checkers and editors read text, not objects made at run time: so the methods of `Hook` and the
-tables of the events page are written from the event table, the tables of the configuration pages
-from the configuration's models, the pages of built-in hooks from their classes, and the names in
-the API reference from `__all__`. `--check` changes nothing and fails when a file is behind.
+Type checkers and editors read text, not objects that exist at run time. So the methods of `Hook`
+and the tables of the events page are generated from the event table, the tables of the
+configuration pages from the configuration models, the pages of built-in hooks from their classes,
+and the names in the API reference from `__all__`. `--check` changes nothing and fails when a file
+is outdated.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _asks(arguments: tuple[Argument, ...]) -> str:
 
 
 def hook_methods() -> str:
-    """The methods of `Hook`, one for each event and alias."""
+    """Return the methods of `Hook`, one for each event and alias."""
     lines: list[str] = []
     for event in EVENTS.values():
         doc = event.doc
@@ -61,7 +62,7 @@ def _method(name: str, doc: str) -> list[str]:
 
 
 def event_tables() -> str:
-    """The events page: common arguments, the table of events, the loop map."""
+    """Return the events page's table of events, tables of arguments, and loop map."""
 
     def row(event: Event) -> str:
         names = "<br>".join(f"`{alias}`" for alias in event.aliases)
@@ -76,21 +77,23 @@ def event_tables() -> str:
     ]
     return "\n".join(
         [
-            "## The events",
+            "## Table of events",
             "",
-            "| event | also called | when | its own arguments |",
+            "| event | aliases | when it is fired | arguments |",
             "|---|---|---|---|",
             *(row(event) for event in EVENTS.values()),
             "",
-            "## What every event can be asked for",
+            "## Common arguments",
             "",
-            "| argument | what it is |",
+            "Every event has these arguments.",
+            "",
+            "| argument | meaning |",
             "|---|---|",
             *common,
             "",
-            "## What some events can be asked for besides",
+            "## Arguments of some events",
             "",
-            "| argument | also called | what it is |",
+            "| argument | aliases | meaning |",
             "|---|---|---|",
             *own_rows,
             "",
@@ -104,10 +107,10 @@ def event_tables() -> str:
 
 
 def readme_table() -> str:
-    """The short table of the README."""
+    """Return the short table of events for the README."""
     return "\n".join(
         [
-            "| event | also called | its own arguments |",
+            "| event | aliases | arguments |",
             "|---|---|---|",
             *(
                 f"| `{e.name}` | {', '.join(f'`{x}`' for x in e.aliases)} | {_asks(e.own)} |"
@@ -117,42 +120,42 @@ def readme_table() -> str:
     )
 
 
-# What the fields mean that say nothing about it themselves.
+# The meanings of fields without a description.
 MEANINGS = {
     "TrainerConfig.precision": "`bf16` is autocast; `fp16` is autocast with a gradient scaler",
-    "TrainerConfig.scheduler_every": "when schedulers step",
-    "TrainerConfig.validate_every_epochs": "validate after each N-th epoch; None: not by epochs",
-    "TrainerConfig.validate_every_steps": "validate after each N-th step; None: not by steps",
-    "TrainerConfig.loaders": "how several training loaders become one stream",
-    "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training begins",
-    "TrainerConfig.progress": "the display; `auto` (or True) chooses, `off` (or False) is none",
-    "TrainerConfig.debug": "for hooks to look at, as `trainer.config.debug`",
-    "TrainerConfig.hooks": "hooks by class path, and how failures and cost are treated",
-    "LoadersConfig.order": "whose turn it is",
-    "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
-    "LoadersConfig.on_exhausted": "a loader that runs out is started again, or left out",
+    "TrainerConfig.scheduler_every": "whether schedulers step after each step or each epoch",
+    "TrainerConfig.validate_every_epochs": "validate after every N-th epoch; None: not by epochs",
+    "TrainerConfig.validate_every_steps": "validate after every N-th step; None: not by steps",
+    "TrainerConfig.loaders": "how several training loaders are mixed",
+    "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training starts",
+    "TrainerConfig.progress": "the progress display; True is `auto`, False is `off`",
+    "TrainerConfig.debug": "for hooks, as `trainer.config.debug`",
+    "TrainerConfig.hooks": "hooks by class path, and how their failures and cost are handled",
+    "LoadersConfig.order": "which loader provides the next batch",
+    "LoadersConfig.length": "where an epoch ends; an integer is a number of batches",
+    "LoadersConfig.on_exhausted": "whether an exhausted loader restarts or is dropped",
     "HooksSettingsConfig.isolate": "a failing hook does not stop training",
-    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
-    "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
-    "HooksSettingsConfig.budget_after": "seconds of training before the budget is looked at",
+    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is disabled",
+    "HooksSettingsConfig.budget": "share of the run above which a warning names the costliest hook",
+    "HooksSettingsConfig.budget_after": "seconds of training before the first check of the budget",
 }
 
 
 def config_tables() -> str:
-    """The trainer's page: a table for the configuration and for each that is within it."""
+    """Return the tables of `TrainerConfig` and of the models inside it."""
     return "\n".join(
         [
             *_config_table(TrainerConfig),
             "",
-            "`loaders` has:",
+            "## loaders",
             "",
             *_config_table(LoadersConfig),
             "",
-            "`hooks` has:",
+            "## hooks",
             "",
             *_config_table(HooksConfig),
             "",
-            "and its `settings`:",
+            "## hooks.settings",
             "",
             *_config_table(HooksSettingsConfig),
         ]
@@ -169,19 +172,19 @@ def _config_table(kind: type[BaseModel]) -> list[str]:
 
 
 def _values(annotation: Any) -> str:
-    """What a field may be, in a few words."""
+    """Return the valid values of a field, as text."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _values(get_args(annotation)[0])
     if origin is Literal:
         return ", ".join(f'`"{value}"`' for value in get_args(annotation))
     if origin in (Union, UnionType):
-        return ", ".join(_values(one) for one in get_args(annotation))
+        return ", ".join(_values(member) for member in get_args(annotation))
     if annotation is NoneType:
         return "None"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a `{annotation.__name__}` or a mapping"
-    named = {int: "whole number", float: "number", bool: "True, False", str: "string"}
+    named = {int: "integer", float: "number", bool: "True, False", str: "string"}
     named |= {Path: "path", list: "list", dict: "mapping"}
     return named[origin or annotation]
 
@@ -205,7 +208,7 @@ TARGETS = (
 
 
 def rewritten(path: Path, start: str, end: str, text: str) -> str:
-    """The file's text with what stands between the two marker lines replaced."""
+    """Return the file's text, with the lines between the two markers replaced."""
     lines = path.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith(start))
     last = next(i for i, line in enumerate(lines) if line.startswith(end))
@@ -213,7 +216,7 @@ def rewritten(path: Path, start: str, end: str, text: str) -> str:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every file that is written, or written in parts, with its text."""
+    """Yield the name and the new text of every generated file."""
     for name, start, end, make in TARGETS:
         yield name, rewritten(ROOT / name, start, end, make())
     for hook in hook_pages.ALL:
@@ -224,17 +227,17 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def main() -> int:
     check = "--check" in sys.argv[1:]
-    behind = []
+    outdated = []
     for name, new in texts():
         path = ROOT / name
         if not path.exists() or new != path.read_text(encoding="utf-8"):
-            behind.append(name)
+            outdated.append(name)
             if not check:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(new, encoding="utf-8")
-    for name in behind:
-        print(f"{name}: {'is behind its source; run `make generate`' if check else 'written'}")
-    return 1 if check and behind else 0
+    for name in outdated:
+        print(f"{name}: {'is outdated; run `make generate`' if check else 'written'}")
+    return 1 if check and outdated else 0
 
 
 if __name__ == "__main__":

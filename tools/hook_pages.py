@@ -1,4 +1,4 @@
-"""The reference pages of built-in hooks: what `hookline hooks show` says, as Markdown.
+"""The reference pages of built-in hooks: the output of `hookline hooks show` as Markdown.
 
 `tools/generate.py` writes them: one page for each hook, and the table on the overview.
 """
@@ -14,7 +14,7 @@ ALL = {**BUILT_INS, **PROBES}
 
 
 def page(name: str) -> str:
-    """The page of one built-in."""
+    """Return the page of one built-in hook."""
     facts = facts_of(where_is(name))
     kind, module = _class(facts)
     lines = [
@@ -29,7 +29,7 @@ def page(name: str) -> str:
         facts["python"],
         "```",
         "",
-        f"Its name in a run is `{name}`. In a [config file](../configuration.md):",
+        f"The name of the hook is `{name}`. In a [config file](../configuration.md):",
         "",
         "```yaml",
         facts["yaml"],
@@ -39,13 +39,13 @@ def page(name: str) -> str:
         "",
         *_options(facts["options"]),
         "",
-        "## What it does, when",
+        "## Events",
         "",
-        "| when | asks for |",
+        "| event | arguments |",
         "|---|---|",
-        *(f"| `{one['event']}` | {_asks(one['asks'])} |" for one in facts["events"]),
+        *(f"| `{event['event']}` | {_asks(event['asks'])} |" for event in facts["events"]),
         "",
-        f"It comes {facts['order']}. {_character(facts)}",
+        f"Order: {facts['order']}. {_character(facts)}",
         "",
         "## Cost",
         "",
@@ -56,7 +56,7 @@ def page(name: str) -> str:
 
 
 def overview() -> str:
-    """The table of all built-ins, by what they are for."""
+    """Return the tables of all built-in hooks, by purpose."""
     lines: list[str] = []
     for title in GROUPS.values():
         lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
@@ -76,25 +76,25 @@ def _class(facts: dict[str, Any]) -> tuple[str, str]:
 
 def _options(options: list[dict[str, Any]]) -> list[str]:
     if not options:
-        return ["It has none."]
+        return ["None."]
     head = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    return [*head, *(_row(one) for one in options)]
+    return [*head, *(_row(option) for option in options)]
 
 
-def _row(one: dict[str, Any]) -> str:
-    default = "" if one["required"] else f"`{one['default']!r}`"
-    kind = one["type"].replace("|", "\\|")
-    return f"| `{one['name']}` | `{kind}` | {default} | {one['meaning']} |"
+def _row(option: dict[str, Any]) -> str:
+    default = "" if option["required"] else f"`{option['default']!r}`"
+    kind = option["type"].replace("|", "\\|")
+    return f"| `{option['name']}` | `{kind}` | {default} | {option['meaning']} |"
 
 
 def _asks(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
+    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _character(facts: dict[str, Any]) -> str:
     texts: list[str] = []
     if facts["critical"]:
-        texts.append("Training depends on it: when it fails, training stops.")
+        texts.append("If it fails, training stops.")
     if facts["intervenes"]:
-        texts.append("It means to change training or validation.")
-    return " ".join(texts) or "It only observes; when it fails, training goes on."
+        texts.append("It changes training or validation.")
+    return " ".join(texts) or "It only observes. If it fails, training continues."
