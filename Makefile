@@ -11,7 +11,7 @@ BENCH_INSTALLED := .venv-bench/.installed
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## make .venv (every other target does it when needed)
+install: $(INSTALLED) ## create .venv (other targets do so when needed)
 
 demo: $(INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
@@ -26,19 +26,19 @@ lint: $(INSTALLED) ## style, types and the direction of imports
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: $(BENCH_INSTALLED) ## measure against the peers (in .venv-bench)
+bench: $(BENCH_INSTALLED) ## compare with other libraries (in .venv-bench)
 	$(BENCH_BIN)/python -m bench
 
 docs: $(INSTALLED) ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
-serve-docs: $(INSTALLED) ## show the documentation while writing it
+serve-docs: $(INSTALLED) ## serve the documentation locally
 	$(BIN)/mkdocs serve
 
-generate: $(INSTALLED) ## rewrite what is derived from events.py
+generate: $(INSTALLED) ## rewrite the files that are derived from the code
 	$(BIN)/python tools/generate.py
 
-clean: ## remove everything that make made, the virtual environments included
+clean: ## remove everything that make created, including the virtual environments
 	rm -rf .venv .venv-bench site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""The example: hooks take at most three of its lines, and change nothing in what it trains."""
+"""The example uses hooks in at most three lines, and trains the same weights without them."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "bare_loop.py"
-OURS = {"hookline", "hooks"}
+HOOK_MODULES = {"hookline", "hooks"}
 
 
-class Without(ast.NodeTransformer):
-    """Takes out what is about hooks, and notes the lines that it stood on.
+class RemoveHooks(ast.NodeTransformer):
+    """Remove the code that uses hooks, and collect its line numbers.
 
-    That is: imports of hookline or of the hooks' module, and every statement that uses a name from
-    there, or a name made with one. A `with` goes and leaves its body.
+    This is: imports of hookline or of the hooks' module, and every statement that uses a name from
+    there, or a name assigned from one. A `with` statement is replaced by its body.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.lines: set[int] = set()
 
-    def _note(self, first: int, last: int | None) -> None:
+    def _add_lines(self, first: int, last: int | None) -> None:
         self.lines.update(range(first, (last or first) + 1))
 
-    def _is_ours(self, node: ast.AST) -> bool:
+    def _uses_hooks(self, node: ast.AST) -> bool:
         used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
         return bool(used & self.names)
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> ast.AST | None:
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names]
-        if not {module.split(".")[0] for module in modules} & OURS:
+        if not {module.split(".")[0] for module in modules} & HOOK_MODULES:
             return node
         self.names |= {alias.asname or alias.name for alias in node.names}
-        self._note(node.lineno, node.end_lineno)
+        self._add_lines(node.lineno, node.end_lineno)
         return None
 
     visit_Import = _import  # noqa: N815
     visit_ImportFrom = _import  # noqa: N815
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
-        if not any(self._is_ours(item) for item in node.items):
+        if not any(self._uses_hooks(item) for item in node.items):
             return self.generic_visit(node)
         for item in node.items:
             if item.optional_vars is not None:
                 self.names |= {
                     n.id for n in ast.walk(item.optional_vars) if isinstance(n, ast.Name)
                 }
-        self._note(node.lineno, node.body[0].lineno - 1)
+        self._add_lines(node.lineno, node.body[0].lineno - 1)
         self.generic_visit(node)
         return node.body
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        plain = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
-        if isinstance(node, plain) and self._is_ours(node):
+        statements = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
+        if isinstance(node, statements) and self._uses_hooks(node):
             if isinstance(node, ast.Assign):
                 self.names |= {t.id for t in node.targets if isinstance(t, ast.Name)}
-            self._note(node.lineno, node.end_lineno)
+            self._add_lines(node.lineno, node.end_lineno)
             return ast.copy_location(ast.Pass(), node)
         return super().generic_visit(node)
 
 
 @pytest.fixture(scope="module")
 def without() -> tuple[str, set[int]]:
-    """The example's text without hooks, and the lines that were taken out."""
-    transformer = Without()
+    """Return the example's text without hooks, and the numbers of the removed lines."""
+    transformer = RemoveHooks()
     tree = transformer.visit(ast.parse(EXAMPLE.read_text(encoding="utf-8")))
     return ast.unparse(ast.fix_missing_locations(tree)), transformer.lines
 
 
 def run(script: Path) -> dict[str, str]:
-    """What the script printed, by what stands before the first colon."""
+    """Return the printed values by the text before the first colon."""
     done = subprocess.run(
         [sys.executable, str(script), "--steps", "4", "--seed", "1"],
         capture_output=True,
@@ -91,7 +91,7 @@ def run(script: Path) -> dict[str, str]:
 def test_hooks_are_at_most_three_lines_of_the_example(without: tuple[str, set[int]]) -> None:
     text, lines = without
     assert 0 < len(lines) <= 3, sorted(lines)
-    code = text.split('"""', 2)[-1]  # the docstring may speak of hooks
+    code = text.split('"""', 2)[-1]  # the docstring may mention hooks
     assert "hook" not in code.lower()
     assert "loss.backward()" in code
     assert "optimizer.step()" in code
