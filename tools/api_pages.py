@@ -21,7 +21,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "trainer": (
         "Trainer",
-        "Hookline's own training loop and its configuration. See [the trainer](../trainer.md).",
+        "Hookline's own training loop and its configuration. See [the trainer](../trainer.md). "
+        "[Trainer configuration](../trainer_config.md) lists the fields of `TrainerConfig`.",
         ("hookline.trainer", "hookline.config"),
     ),
     "session": (
@@ -58,13 +59,23 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 BUILT_IN = "hookline.hooks"  # these have pages of their own
 PACKAGES = ("hookline", "hookline.probes", "hookline.updates", "hookline.runs")
 PACKAGES += ("hookline.config_files",)
-# Methods that a class inherits from a private base; and the events, which have a page of their own.
-OPTIONS = {
-    "Hook": ("filters", '["!^_", "!^on_"]'),
-    "HookRunner": ("inherited_members", "false"),
-    "Trainer": ("inherited_members", "true"),
-    "Session": ("inherited_members", "true"),
+# What the pages show of classes that also have methods for Hookline's own use.
+HOOK_METHODS = ("add_hook", "remove_hook", "enable_hook", "disable_hook")
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "Hook": ("critical", "intervenes", "state_dict", "load_state_dict"),
+    "HookManager": (
+        *HOOK_METHODS,
+        *("register_hook", "register_hooks", "clear_hooks", "get_hook", "list_hooks", "fire"),
+        *("describe", "summary", "state_dict", "load_state_dict"),
+    ),
+    "Session": (
+        *HOOK_METHODS,
+        *("hook_manager", "optimizer", "step", "status", "should_stop", "stop", "detach"),
+        *("epoch", "batches", "validation", "backward", "updates", "clip", "skip_optimizer_step"),
+        *("checkpoint", "resumed", "log", "log_dict"),
+    ),
 }
+INHERITS = ("Session", "Trainer")  # methods of a base class that is not public
 
 
 def page(topic: str) -> str:
@@ -75,9 +86,7 @@ def page(topic: str) -> str:
     lines += [introduction, ""]
     for path in names:
         lines += [f"::: {path}"]
-        if option := OPTIONS.get(path.rpartition(".")[2]):
-            lines += ["    options:", f"      {option[0]}: {option[1]}"]
-        lines += [""]
+        lines += [*_options(path), ""]
     lines += [f"`{alias}` is an alias of `{path}`.\n" for alias, path in aliases.items()]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -104,6 +113,20 @@ def public_names() -> dict[str, tuple[list[str], dict[str, str]]]:
             elif known[id(value)].rpartition(".")[2] != name:
                 aliases[path] = known[id(value)]
     return found
+
+
+def _options(path: str) -> list[str]:
+    """Return the options of mkdocstrings for one name."""
+    name = path.removeprefix("hookline.")
+    options = []
+    if members := MEMBERS.get(name):
+        unknown = [member for member in members if not hasattr(getattr(hookline, name), member)]
+        if unknown:
+            raise LookupError(f"{name} has no {unknown}. Correct MEMBERS in tools/api_pages.py.")
+        options.append(f"members: [{', '.join(members)}]")
+    if name in INHERITS:
+        options.append("inherited_members: true")
+    return ["    options:", *(f"      {option}" for option in options)] if options else []
 
 
 def _home(value: Any) -> str:
