@@ -153,27 +153,26 @@ def test_a_scheduled_hook_that_fails_is_isolated_too():
     manager.add_hook(hook := Failing(), every=2)
     run(manager, range(1, 20))
     assert hook.called == [2, 4, 6]
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
 
 
-# -- quarantine ------------------------------------------------------------------------------------
+# -- disabled after repeated failures --------------------------------------------------------------
 
 
-def test_a_hook_that_fails_three_times_in_a_row_is_quarantined_loudly(caplog):
+def test_a_hook_that_fails_three_times_in_a_row_is_disabled_with_an_error_message(caplog):
     manager = HookManager([hook := Failing()])
     run(manager, range(1, 10))
     assert hook.called == [1, 2, 3]
-    assert info(manager, "failing").status == "quarantined"
-    assert info(manager, "failing").quarantined
+    assert info(manager, "failing").status == "failed"
     assert manager.dispatchers.on_step_end is None
-    (loud,) = [r for r in caplog.records if "QUARANTINED" in r.getMessage()]
+    (loud,) = [r for r in caplog.records if "DISABLED" in r.getMessage()]
     assert "'failing'" in loud.getMessage()
     assert "failed 3 times in a row" in loud.getMessage()
     assert "enable_hook('failing')" in loud.getMessage()
     assert loud.levelno == logging.ERROR
 
 
-def test_a_success_in_between_keeps_a_hook_out_of_quarantine():
+def test_a_success_in_between_keeps_a_hook_enabled():
     manager = HookManager([hook := Failing(1, 2, 4, 5, 7, 8)])
     run(manager, range(1, 10))
     assert hook.called == list(range(1, 10))
@@ -185,9 +184,9 @@ def test_a_success_of_one_event_does_not_excuse_another_that_always_fails():
     for epoch in range(3):
         run(manager, range(5))
         manager.fire("on_epoch_end", epoch=epoch)
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
     run(manager, [6])
-    assert hook.called == [*range(5)] * 3  # a quarantined hook is not called for anything
+    assert hook.called == [*range(5)] * 3  # not called for any event
 
 
 def test_failures_of_different_events_are_not_one_row():
@@ -204,7 +203,7 @@ def test_changes_to_other_hooks_do_not_interrupt_a_row_of_failures():
     for step in range(3):
         manager.fire("on_step_end", step=step)
         manager.add_hook(Sound())
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
 
 
 def test_a_row_of_failures_is_noticed_also_when_another_hook_changes_things_in_each_step():
@@ -217,7 +216,7 @@ def test_a_row_of_failures_is_noticed_also_when_another_hook_changes_things_in_e
     assert failing.called == [2, 4, 6]
 
 
-def test_a_quarantined_hook_stays_registered_and_can_be_let_back():
+def test_a_hook_disabled_after_failures_stays_registered_and_can_be_enabled_again():
     manager = HookManager([hook := Failing(1, 2, 3)])
     run(manager, range(1, 6))
     assert manager.list_hooks() == ["failing"]
@@ -227,7 +226,7 @@ def test_a_quarantined_hook_stays_registered_and_can_be_let_back():
     assert hook.called == [1, 2, 3, 6]
 
 
-def test_a_hook_that_was_let_back_has_three_failures_again():
+def test_a_hook_that_was_enabled_again_has_three_failures_again():
     manager = HookManager([hook := Failing()])
     run(manager, range(1, 5))
     manager.enable_hook("failing")
@@ -243,7 +242,7 @@ def test_how_many_failures_are_too_many_is_a_setting(limit):
     assert hook.called == list(range(limit))
 
 
-def test_the_other_hooks_still_run_in_the_step_of_a_quarantine_and_after_it():
+def test_the_other_hooks_still_run_in_the_step_in_which_a_hook_is_disabled_and_after_it():
     manager = HookManager([Failing(), sound := Sound()])
     run(manager, range(6))
     assert sound.called == list(range(6))
@@ -283,7 +282,7 @@ def test_the_other_hooks_run_before_training_is_stopped():
     assert (before.called, after.called) == ([1], [1])
 
 
-def test_a_critical_hook_is_never_quarantined():
+def test_a_critical_hook_is_never_disabled():
     manager = HookManager([hook := Critical()])
     for step in range(5):
         with pytest.raises(HookFailedError):

@@ -318,7 +318,7 @@ def test_a_list_that_was_reordered_takes_further_hooks():
 def test_a_hook_that_asks_for_what_a_runner_is_not_given_is_refused_when_registered():
     hook = Hook()
     hook.on_train_end = lambda trainer: None
-    with pytest.raises(SignatureError, match=r"'trainer', which a HookRunner is not given"):
+    with pytest.raises(SignatureError, match=r"'trainer', which a HookRunner does not provide"):
         HookRunner([hook])
 
 

@@ -131,7 +131,7 @@ MEANINGS = {
     "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
     "LoadersConfig.on_exhausted": "a loader that runs out is started again, or left out",
     "HooksSettingsConfig.isolate": "a failing hook does not stop training",
-    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
+    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is disabled",
     "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
     "HooksSettingsConfig.budget_after": "seconds of training before the budget is looked at",
 }
