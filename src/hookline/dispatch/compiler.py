@@ -85,9 +85,9 @@ def make_source(signatures: tuple[CallSignature, ...]) -> tuple[str, CodeType]:
     """Return the source that defines `dispatch` and the functions it calls, and its code."""
     writer = SourceWriter(signatures)
     if any(signature.scheduled or signature.clocked for signature in signatures):
-        lines = [*writer.guarded("dispatch"), *writer.guarded("timed")]
+        lines = [*writer.guarded("dispatch"), "", *writer.guarded("timed")]
     else:
-        lines = [*writer.unguarded(), *writer.resume(), *writer.guarded("timed")]
+        lines = [*writer.unguarded(), "", *writer.resume(), "", *writer.guarded("timed")]
     source = "\n".join(lines) + "\n"
     return source, compile(source, "<hookline dispatcher>", "exec")
 
