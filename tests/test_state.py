@@ -1,4 +1,4 @@
-"""The states of hooks, by name."""
+"""Saving and loading the states of hooks."""
 
 import json
 
@@ -9,7 +9,7 @@ from hookline import Hook, HookFailedError, HookManager, HookStateError
 
 
 class Mean(Hook):
-    """Keeps something that a resumed run needs."""
+    """Has a state that a resumed run needs."""
 
     def __init__(self, name=None):
         super().__init__(name)
@@ -38,7 +38,7 @@ class Broken(Mean):
         raise KeyError("total")
 
 
-def test_states_are_saved_and_given_back_by_name():
+def test_states_are_saved_and_loaded_by_name():
     saved = HookManager([Mean("a"), Mean("b")])
     saved.get_hook("a").total = 1.0
     saved.get_hook("b").total = 2.0
@@ -51,7 +51,7 @@ def test_states_are_saved_and_given_back_by_name():
     assert (report.missing, report.orphaned) == ((), ())
 
 
-def test_a_hook_saves_nothing_by_default_and_nobody_complains(caplog):
+def test_a_hook_saves_nothing_by_default_without_a_warning(caplog):
     manager = HookManager([Plain()])
     assert manager.state_dict() == {}
     report = manager.load_state_dict({})
@@ -91,7 +91,7 @@ def test_a_state_without_a_hook_is_reported(caplog):
     assert "gone" in record.getMessage()
 
 
-def test_a_state_of_a_hook_that_keeps_none_any_more_is_reported():
+def test_the_state_of_a_hook_that_has_no_state_any_more_is_reported():
     report = HookManager([Plain()]).load_state_dict({"plain": {"x": 1}})
     assert report.orphaned == ("plain",)
 
@@ -129,7 +129,7 @@ def test_a_critical_hook_that_cannot_save_stops_training():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_hook_that_cannot_take_its_state_back_is_named():
+def test_the_error_names_the_hook_that_cannot_load_its_state():
     manager = HookManager([Broken("resumer")])
     with pytest.raises(HookStateError, match=r"'resumer' \(Broken\).*KeyError: 'total'") as caught:
         manager.load_state_dict({"resumer": {}})
@@ -137,7 +137,7 @@ def test_a_hook_that_cannot_take_its_state_back_is_named():
 
 
 @pytest.mark.parametrize("states", [None, [], "state"])
-def test_something_that_is_no_state_is_refused(states):
+def test_an_invalid_state_raises_an_error(states):
     with pytest.raises(HookStateError, match="a mapping from hook names"):
         HookManager([Mean()]).load_state_dict(states)
 
