@@ -40,7 +40,7 @@ from types import CodeType
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 
-__all__ = ["CallSignature", "make_signature", "make_source", "register_source"]
+__all__ = ["CallSignature", "Source", "make_signature", "make_source", "register_source"]
 
 
 @dataclass(frozen=True)
@@ -80,35 +80,48 @@ def make_signature(binding: Binding, schedule: Schedule, *, clocked: bool) -> Ca
     )
 
 
+@dataclass(frozen=True)
+class Source:
+    """Generated source; `calls` has the lines that call a hook, with the hook's index."""
+
+    lines: tuple[str, ...]
+    calls: tuple[tuple[int, int], ...]
+    code: CodeType
+
+
 @lru_cache(maxsize=512)  # compiling takes about a millisecond, too long for a toggle
-def make_source(signatures: tuple[CallSignature, ...]) -> tuple[str, CodeType]:
-    """Return the source that defines `dispatch` and the functions it calls, and its code."""
+def make_source(signatures: tuple[CallSignature, ...]) -> Source:
+    """Return the source that defines `dispatch` and the functions it calls."""
     writer = SourceWriter(signatures)
     if any(signature.scheduled or signature.clocked for signature in signatures):
         lines = [*writer.guarded("dispatch"), "", *writer.guarded("timed")]
     else:
         lines = [*writer.unguarded(), "", *writer.resume(), "", *writer.guarded("timed")]
-    source = "\n".join(lines) + "\n"
-    return source, compile(source, "<hookline dispatcher>", "exec")
+    calls = [(i, re.match(r" +(?:try: )?hook(\d+)\(", line)) for i, line in enumerate(lines)]
+    return Source(
+        tuple(line + "\n" for line in lines),
+        tuple((i, int(call[1])) for i, call in calls if call is not None),
+        compile("\n".join(lines), "<hookline dispatcher>", "exec"),
+    )
 
 
 _numbers = count(1)
 
 
-def register_source(
-    owner: object, event: str, labels: Sequence[str], source: str, code: CodeType
-) -> CodeType:
-    """Register a dispatcher's source with `linecache`; return the code under its file name.
+def register_source(source: Source, event: str, labels: Sequence[str], owner: object) -> CodeType:
+    """Register a dispatcher's source with `linecache`; return its code under that file name.
 
     Tracebacks and debuggers then show the generated lines, each call with its hook's label. The
     entry is removed when the owner is garbage collected.
     """
     filename = f"<hookline dispatcher {next(_numbers)}: {event}>"
-    listing = re.sub(r"(?m)# hook (\d+)$", lambda hook: f"# {labels[int(hook[1])]}", source)
-    lines = listing.splitlines(keepends=True)
-    linecache.cache[filename] = (len(listing), None, lines, filename)  # None: never out of date
+    lines = list(source.lines)
+    for i, hook in source.calls:
+        lines[i] = f"{lines[i][:-1]}  # {labels[hook]}\n"
+    size = sum(map(len, lines))
+    linecache.cache[filename] = (size, None, lines, filename)  # None: never out of date
     weakref.finalize(owner, linecache.cache.pop, filename, None).atexit = False
-    return _rename_code(code, filename)
+    return _rename_code(source.code, filename)
 
 
 def _rename_code(code: CodeType, filename: str) -> CodeType:
@@ -243,7 +256,7 @@ class SourceWriter:
         arguments += [f"{name}=a_{argument}" for name, argument in signature.keywords]
         if signature.has_optional:
             arguments.append(f"**load_optional(context, optional{i}, values)")
-        return f"hook{i}({', '.join(arguments)})  # hook {i}"
+        return f"hook{i}({', '.join(arguments)})"
 
 
 def _condition(i: int, signature: CallSignature) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hookline.dispatch.compiler import make_signature, make_source, register_source
@@ -15,20 +15,10 @@ from hookline.dispatch.entry import Entry
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 
+if TYPE_CHECKING:
+    from hookline.dispatch.manager import HookManager
+
 __all__ = ["Dispatcher", "DispatcherTable", "Dispatchers"]
-
-
-class Owner(Protocol):
-    """What dispatchers need from the manager."""
-
-    def listening(self, event: str) -> list[Entry]: ...
-    def next_timing_gap(self, fired: int) -> int: ...
-    def handle_failure(
-        self, entry: Entry, event: str, call: int, error: Exception
-    ) -> Exception | None: ...
-    def handle_missing_args(
-        self, entries: Sequence[Entry], event: str, context: object, error: NotSuppliedError
-    ) -> Exception | None: ...
 
 
 class Dispatchers:
@@ -45,15 +35,15 @@ class DispatcherTable:
     """Compiles dispatchers when their events are first fired, and counts calls.
 
     Args:
-        owner: the manager.
+        manager: the manager of the hooks.
         lock: the manager's lock.
         on_first_fire: called before the first event is fired.
     """
 
     def __init__(
-        self, owner: Owner, lock: threading.RLock, on_first_fire: Callable[[], None]
+        self, manager: HookManager, lock: threading.RLock, on_first_fire: Callable[[], None]
     ) -> None:
-        self.owner = owner
+        self.manager = manager
         self.dispatchers: Any = Dispatchers()
         self._lock = lock
         self._on_first_fire = on_first_fire
@@ -73,7 +63,7 @@ class DispatcherTable:
             if old is not None:
                 old.update_counts()
                 self._fired[event] += old.fired
-            stub = partial(self._compile_and_fire, event) if self.owner.listening(event) else None
+            stub = partial(self._compile_and_fire, event) if self.manager.listening(event) else None
             setattr(self.dispatchers, event, stub)
 
     def deactivate(self, entry: Entry) -> None:
@@ -104,7 +94,7 @@ class DispatcherTable:
     def _compile_and_fire(self, event: str, context: object) -> None:
         with self._lock:
             if event not in self._compiled:
-                entries = self.owner.listening(event)
+                entries = self.manager.listening(event)
                 if not entries:
                     return  # another thread removed the last one after the stub was looked up
                 dispatcher = Dispatcher(self, event, entries, self._fired[event])
@@ -160,9 +150,9 @@ class Dispatcher:
                 f"from_epoch{i}": schedule.from_epoch,
                 f"samples{i}": partial(schedule.samples, entry.name),
             }
-        source, code = make_source(tuple(signatures))
         labels = [f"{entry.name!r} ({entry.bindings[self.event].label})" for entry in self.entries]
-        exec(register_source(self, self.event, labels, source, code), self._globals)
+        source = make_source(tuple(signatures))
+        exec(register_source(source, self.event, labels, owner=self), self._globals)
         return self._globals["dispatch"]
 
     @property
@@ -198,19 +188,19 @@ class Dispatcher:
 
     def _next_gap(self) -> int:
         """Return after how many events the next one is timed; called by the timed ones."""
-        gap = self.table.owner.next_timing_gap(self.fired_before + self._next_timed)
+        gap = self.table.manager.next_timing_gap(self.fired_before + self._next_timed)
         self._next_timed += gap
         return gap
 
     def _handle_failure(self, i: int, error: Exception) -> Exception | None:
         entry = self.entries[i]
         call = self.table.count_calls(entry, self.event)
-        return self.table.owner.handle_failure(entry, self.event, call, error)
+        return self.table.manager.handle_failure(entry, self.event, call, error)
 
     def _skip_and_retry(self, context: object, error: NotSuppliedError) -> None:
         """Disable the hooks that lack an argument, then call the others: none was called yet."""
-        owner = self.table.owner
-        fatal = owner.handle_missing_args(self.entries, self.event, context, error)
+        manager = self.table.manager
+        fatal = manager.handle_missing_args(self.entries, self.event, context, error)
         self.table.resume_dispatch(self.event, context)
         if fatal is not None:
             raise fatal
@@ -218,8 +208,8 @@ class Dispatcher:
     def _handle_missing_args(
         self, i: int, context: object, error: NotSuppliedError
     ) -> Exception | None:
-        owner = self.table.owner
-        return owner.handle_missing_args([self.entries[i]], self.event, context, error)
+        manager = self.table.manager
+        return manager.handle_missing_args([self.entries[i]], self.event, context, error)
 
     def _add_time(self, i: int, ns: int) -> None:
         if self.entries[i].call_stats[self.event].add(ns):
