@@ -13,8 +13,8 @@ to that:
         try:
             hook0(a_step)
             hook1(a_step)
-        except Exception as error:             # the line number tells which hook failed
-            index = error.__traceback__.tb_lineno - 7
+        except Exception as error:             # the line number identifies the hook
+            index = error.__traceback__.tb_lineno - 8
             fatal = handle_failure(index, error)
         else: return
         resume(context, index + 1, fatal, a_step)  # the remaining hooks are still called

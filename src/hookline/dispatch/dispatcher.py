@@ -37,7 +37,7 @@ class DispatcherTable:
     Args:
         manager: the manager of the hooks.
         lock: the manager's lock.
-        on_first_fire: called before the first event is fired.
+        on_first_fire: called when an event is fired for the first time since its hooks changed.
     """
 
     def __init__(
