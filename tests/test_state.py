@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import hookline
 from hookline import Hook, HookFailedError, HookManager, HookStateError
 
 
@@ -149,3 +150,26 @@ def test_only_the_state_is_saved_and_not_the_registration():
     fresh = HookManager([Mean()])
     fresh.load_state_dict(manager.state_dict())
     assert (fresh.describe()[0].enabled, fresh.describe()[0].schedule) == (True, "always")
+
+
+def test_a_resumed_run_disables_what_the_user_disabled_but_tries_failed_hooks_again(tmp_path):
+    def trainer():
+        broken, idle = Hook("broken"), Hook("idle")
+        broken.on_step_end = lambda step: 1 / 0
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = {"runs": tmp_path, "progress": "off", "max_epochs": 1}
+        return hookline.Trainer(
+            config, model, optimizer, loss_fn=torch.nn.MSELoss(), hooks=[broken, idle]
+        )
+
+    def status(trainer):
+        return {info.name: info.status for info in trainer.hooks.describe()[:2]}
+
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+    first, resumed = trainer(), trainer()
+    first.disable_hook("idle")
+    first.fit(data)
+    assert status(first) == {"broken": "failed", "idle": "disabled"}
+    resumed.fit(data, resume_from=first.save_checkpoint(tmp_path / "saved"))  # nothing is left
+    assert status(resumed) == {"broken": "enabled", "idle": "disabled"}
