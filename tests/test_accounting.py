@@ -22,7 +22,7 @@ class Count(Hook):
 
 
 class Burn(Hook):
-    """Uses up processor time, and keeps an account of its own."""
+    """Uses processor time, and measures it itself."""
 
     def __init__(self, name, seconds):
         super().__init__(name)
@@ -65,7 +65,7 @@ def test_calls_of_all_events_of_a_hook_are_added_up():
     assert calls(manager) == {"count": 11}
 
 
-def test_calls_of_a_scheduled_hook_are_those_it_got():
+def test_only_due_calls_of_a_scheduled_hook_are_counted():
     manager = HookManager()
     manager.add_hook(every := Count(), "every", every=7)
     manager.add_hook(sampled := Count(), "sampled", sample_rate=0.3)
@@ -75,7 +75,7 @@ def test_calls_of_a_scheduled_hook_are_those_it_got():
     assert every.calls == 71
 
 
-def test_asking_in_between_does_not_count_twice():
+def test_describing_in_between_does_not_count_twice():
     manager = HookManager([Count("a")])
     manager.add_hook(Count(), "thin", every=2)
     for step in range(1, 21):
@@ -101,7 +101,7 @@ def test_calls_survive_toggles_and_changes():
     assert counted["thin"] == thin.calls == 100
 
 
-def test_a_hook_that_is_switched_off_before_its_turn_is_not_counted():
+def test_a_hook_that_is_disabled_before_its_call_is_not_counted():
     manager = HookManager()
     first = Hook("first")
     first.on_step_end = lambda: manager.disable_hook("second")
@@ -111,7 +111,7 @@ def test_a_hook_that_is_switched_off_before_its_turn_is_not_counted():
     assert calls(manager) == {"first": 1, "second": 0}
 
 
-def test_a_scheduled_hook_is_counted_also_when_another_changes_something_before_its_turn():
+def test_a_scheduled_hook_is_counted_also_when_another_changes_something_before_its_call():
     manager = HookManager()
     busy = Hook("busy")
     busy.on_step_end = lambda step: manager.add_hook(Hook(f"new {step}"))
@@ -124,7 +124,7 @@ def test_a_scheduled_hook_is_counted_also_when_another_changes_something_before_
     assert calls(manager)["thin"] == 10
 
 
-def test_a_scheduled_hook_behind_a_slow_one_is_counted_from_its_first_call_on():
+def test_a_scheduled_hook_after_a_slow_one_is_counted_from_its_first_call_on():
     manager = HookManager([Burn("slow", 100e-6)])
     manager.add_hook(thin := Count(), "thin", every=2)
     run(manager, range(2, 12))
@@ -133,7 +133,7 @@ def test_a_scheduled_hook_behind_a_slow_one_is_counted_from_its_first_call_on():
 
 
 def test_a_call_is_counted_also_when_hooks_changed_just_before_it():
-    """As when another thread changes them between the look-up and the call."""
+    """This happens when another thread changes them between look-up and call."""
     manager = HookManager([hook := Count()])
     run(manager, [1])
     dispatch = manager.dispatchers.on_step_end
@@ -145,8 +145,8 @@ def test_a_call_is_counted_also_when_hooks_changed_just_before_it():
     assert calls(manager)["count"] == 3
 
 
-def test_a_hook_switched_off_just_before_a_call_is_neither_called_nor_counted():
-    """As when another thread switches it off between the look-up and the call."""
+def test_a_hook_disabled_just_before_a_call_is_neither_called_nor_counted():
+    """This happens when another thread disables it between look-up and call."""
     manager = HookManager([hook := Count("off"), stays := Count("stays")])
     run(manager, [1])
     dispatch = manager.dispatchers.on_step_end
@@ -156,7 +156,7 @@ def test_a_hook_switched_off_just_before_a_call_is_neither_called_nor_counted():
     assert calls(manager) == {"off": 1, "stays": 2}
 
 
-def test_a_firing_that_lacks_an_argument_counts_no_call():
+def test_an_event_without_a_required_argument_counts_no_call():
     hook = Hook("watch")
     hook.on_step_end = lambda loss: None
     manager = HookManager([hook])
@@ -165,14 +165,14 @@ def test_a_firing_that_lacks_an_argument_counts_no_call():
     assert calls(manager) == {"watch": 0}
 
 
-def test_a_removed_hook_keeps_its_account_until_the_end_of_the_run():
+def test_a_removed_hook_stays_in_the_summary_until_the_end_of_the_run():
     manager = HookManager([Count("warm up")])
     run(manager, range(5))
     manager.remove_hook("warm up")
     assert [(hook.name, hook.calls) for hook in manager.summary().hooks] == [("warm up", 5)]
 
 
-def test_a_hook_removed_before_its_turn_is_not_counted_in_that_event():
+def test_a_hook_removed_before_its_call_is_not_counted_in_that_event():
     manager = HookManager()
     first = Hook("first")
     first.on_step_end = lambda step: step == 3 and manager.remove_hook("second")
@@ -185,7 +185,7 @@ def test_a_hook_removed_before_its_turn_is_not_counted_in_that_event():
 # -- time ------------------------------------------------------------------------------------------
 
 
-def test_the_time_of_a_slow_hook_is_known():
+def test_the_time_of_a_slow_hook_is_measured():
     manager = HookManager([hook := Burn("slow", 200e-6)])
     run(manager, range(300))
     (info,) = manager.describe()
@@ -199,7 +199,7 @@ def test_the_time_of_a_quick_hook_is_estimated():
     assert hook.spent / 3 < info.seconds < hook.spent * 5
 
 
-def test_the_time_of_a_rarely_called_hook_is_known():
+def test_the_time_of_a_rarely_called_hook_is_measured():
     manager = HookManager()
     manager.add_hook(hook := Burn("rare", 300e-6), every=50)
     run(manager, range(1, 1001))
@@ -208,7 +208,7 @@ def test_the_time_of_a_rarely_called_hook_is_known():
     assert hook.spent / 2 < info.seconds < hook.spent * 3
 
 
-def test_a_hook_that_becomes_slow_later_is_noticed():
+def test_a_hook_that_becomes_slow_later_is_measured():
     manager = HookManager([hook := Burn("later", 0.0)])
     run(manager, range(500))
     hook.each = 100e-6
@@ -224,7 +224,7 @@ def test_slower_hooks_cost_more():
     assert [hook.name for hook in by_cost] == ["slower", "slow", "quick"]
 
 
-def test_a_share_is_the_part_of_the_run_that_went_into_a_hook():
+def test_a_share_is_the_part_of_the_run_that_was_spent_in_a_hook():
     manager = HookManager([Burn("half", 300e-6)])
     manager.run_started()
     idle = Burn("idle", 300e-6)
@@ -238,7 +238,7 @@ def test_a_share_is_the_part_of_the_run_that_went_into_a_hook():
     assert manager.summary().seconds == summary.seconds  # the clock has stopped
 
 
-def test_nothing_has_cost_anything_before_the_first_event():
+def test_hooks_have_no_cost_before_the_first_event():
     summary = HookManager([Count()]).summary()
     assert (summary.seconds, summary.share) == (0.0, 0.0)
     assert summary.hooks[0].calls == 0
@@ -279,7 +279,7 @@ def over_budget(caplog):
 def test_over_the_budget_the_costliest_hook_is_named_once(caplog):
     settings = HookSettings(budget=0.05, budget_after=0.0)
     manager = HookManager([Burn("cheap", 20e-6), Burn("costly", 400e-6)], settings=settings)
-    end = perf_counter() + 2.5  # the budget is looked at once a second
+    end = perf_counter() + 2.5  # the budget is checked once a second
     while perf_counter() < end:
         run(manager, range(100))
     (message,) = over_budget(caplog)
@@ -287,28 +287,28 @@ def test_over_the_budget_the_costliest_hook_is_named_once(caplog):
     assert "budget of 5.0%" in message
 
 
-def test_the_budget_is_not_looked_at_before_its_time(caplog):
+def test_the_budget_is_not_checked_too_early(caplog):
     manager = HookManager([Burn("costly", 100e-6)], settings=HookSettings(budget_after=3600))
     run(manager, range(300))
     assert over_budget(caplog) == []
 
 
-def test_within_the_budget_nobody_is_named(caplog):
+def test_within_the_budget_no_hook_is_named(caplog):
     settings = HookSettings(budget=1.5, budget_after=0.0)
     run(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
     assert over_budget(caplog) == []
 
 
-def test_without_a_budget_nobody_is_named(caplog):
+def test_without_a_budget_no_hook_is_named(caplog):
     settings = HookSettings(budget=None, budget_after=0.0)
     run(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
     assert over_budget(caplog) == []
 
 
-# -- observing without being noticed ---------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
-def test_dispatching_draws_no_random_numbers():
+def test_dispatching_does_not_consume_random_numbers():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     manager = HookManager([Count()])
     manager.add_hook(Count(), "sampled", sample_rate=0.5)

@@ -1,4 +1,4 @@
-"""A hook asks for what it wants, by name."""
+"""Matching of hook methods with events, and of parameters with arguments."""
 
 import functools
 import pickle
@@ -13,12 +13,12 @@ from hookline.events import EVENTS
 
 
 def fire(hook, event, **arguments):
-    """Register the hook and fire; whatever it raises comes out."""
+    """Register the hook and fire the event; its exceptions are raised."""
     HookManager([hook], settings=HookSettings(isolate=False)).fire(event, **arguments)
 
 
-def refusal(hook):
-    """The message with which the hook is refused; nothing may be left behind."""
+def registration_error(hook):
+    """Return the message of the registration error, after which no hook is registered."""
     manager = HookManager()
     with pytest.raises(SignatureError) as caught:
         manager.add_hook(hook)
@@ -45,7 +45,7 @@ def test_a_method_gets_the_arguments_it_declares_in_its_own_order():
     assert hook.seen == [(0.1, 7, 0.5)]
 
 
-def test_a_method_may_ask_for_nothing():
+def test_a_method_may_have_no_parameters():
     class Watch(Seen):
         def on_step_end(self):
             self.seen.append("called")
@@ -81,7 +81,7 @@ def test_an_argument_can_be_fired_under_its_alias_too():
     assert hook.seen == ["runs/1"]
 
 
-def test_an_event_carries_the_common_arguments():
+def test_an_event_has_the_common_arguments():
     class Watch(Seen):
         def on_after_backward(self, trainer, model, optimizers, status):
             self.seen.append((trainer, model, optimizers, status))
@@ -99,7 +99,7 @@ def test_an_event_carries_the_common_arguments():
 
 @st.composite
 def signatures(draw):
-    """An event and a signature that asks for some of its arguments under some of their names."""
+    """Draw an event and a signature with some of its arguments under some of their names."""
     event = EVENTS[draw(st.sampled_from(sorted(EVENTS)))]
     real = draw(st.lists(st.sampled_from(sorted(event.arguments)), unique=True))
     asked = [(draw(st.sampled_from([name, *event.arguments[name].aliases])), name) for name in real]
@@ -131,37 +131,37 @@ def test_any_signature_gets_exactly_the_values_it_names(case):
     assert hook.seen == [{real: values[real] for _, real in asked}]
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- errors at registration ------------------------------------------------------------------------
 
 
-def test_a_method_that_is_no_event_is_refused_with_the_nearest_name():
+def test_a_method_that_is_not_an_event_raises_an_error_with_the_nearest_name():
     class Watch(Hook):
         def on_step_ends(self):
             pass
 
-    message = refusal(Watch())
+    message = registration_error(Watch())
     assert "Watch.on_step_ends" in message
     assert "Did you mean 'on_step_end'?" in message
-    assert "_on_step_ends" in message  # what a helper may be called
+    assert "_on_step_ends" in message  # the suggested name of a helper method
 
 
-def test_a_parameter_that_the_event_does_not_have_is_refused_with_the_nearest_name():
+def test_a_parameter_that_the_event_does_not_have_raises_an_error_with_the_nearest_name():
     class Watch(Hook):
         def on_step_end(self, losss):
             pass
 
-    message = refusal(Watch())
+    message = registration_error(Watch())
     assert "Watch.on_step_end" in message
     assert "'losss'" in message
     assert "Did you mean 'loss'?" in message
 
 
-def test_the_refusal_of_a_parameter_lists_what_the_event_has():
+def test_the_error_for_a_parameter_lists_the_arguments_of_the_event():
     class Watch(Hook):
         def on_epoch_end(self, batch):
             pass
 
-    message = refusal(Watch())
+    message = registration_error(Watch())
     for argument in EVENTS["on_epoch_end"].arguments:
         assert argument in message
 
@@ -171,18 +171,18 @@ def test_the_nearest_name_of_a_parameter_may_be_an_alias():
         def on_train_batch_end(self, loader_nam):
             pass
 
-    assert "Did you mean 'loader_name'?" in refusal(Watch())
+    assert "Did you mean 'loader_name'?" in registration_error(Watch())
 
 
 @pytest.mark.parametrize("kind", ["*, {}", "{}, /"])
-def test_an_unknown_parameter_is_refused_of_whatever_kind(kind):
+def test_an_unknown_parameter_of_any_kind_raises_an_error(kind):
     namespace = {}
     exec(f"def on_step_end(self, {kind.format('nothing_like_it')}): pass", namespace)
     hook = type("Watch", (Hook,), {"on_step_end": namespace["on_step_end"]})()
-    assert "'nothing_like_it'" in refusal(hook)
+    assert "'nothing_like_it'" in registration_error(hook)
 
 
-def test_an_event_and_its_alias_in_one_class_are_refused():
+def test_an_event_and_its_alias_in_one_class_raise_an_error():
     class Both(Hook):
         def on_train_end(self):
             pass
@@ -190,12 +190,12 @@ def test_an_event_and_its_alias_in_one_class_are_refused():
         def on_training_end(self):
             pass
 
-    message = refusal(Both())
+    message = registration_error(Both())
     assert "Both.on_train_end" in message
     assert "Both.on_training_end" in message
 
 
-def test_two_aliases_of_one_event_in_one_class_are_refused():
+def test_two_aliases_of_one_event_in_one_class_raise_an_error():
     class Both(Hook):
         def on_batch_start(self):
             pass
@@ -203,10 +203,10 @@ def test_two_aliases_of_one_event_in_one_class_are_refused():
         def on_batch_begin(self):
             pass
 
-    assert "'on_train_batch_start'" in refusal(Both())
+    assert "'on_train_batch_start'" in registration_error(Both())
 
 
-def test_an_event_and_its_alias_are_refused_also_when_one_is_inherited():
+def test_an_event_and_an_inherited_alias_raise_an_error():
     class Base(Hook):
         def on_batch_end(self):
             pass
@@ -215,10 +215,10 @@ def test_an_event_and_its_alias_are_refused_also_when_one_is_inherited():
         def on_train_batch_end(self):
             pass
 
-    assert "same event" in refusal(Sub())
+    assert "same event" in registration_error(Sub())
 
 
-def test_an_inherited_alias_can_be_switched_off_to_make_way():
+def test_an_inherited_alias_can_be_set_to_none():
     class Base(Seen):
         def on_batch_end(self):
             self.seen.append("base")
@@ -233,15 +233,15 @@ def test_an_inherited_alias_can_be_switched_off_to_make_way():
     assert hook.seen == ["sub"]
 
 
-def test_a_coroutine_is_refused():
+def test_a_coroutine_raises_an_error():
     class Watch(Hook):
         async def on_step_end(self, step):
             pass
 
-    assert "Watch.on_step_end is a coroutine" in refusal(Watch())
+    assert "Watch.on_step_end is a coroutine" in registration_error(Watch())
 
 
-def test_a_coroutine_behind_a_partial_is_refused():
+def test_a_coroutine_behind_a_partial_raises_an_error():
     async def watch(tag, step):
         pass
 
@@ -249,10 +249,10 @@ def test_a_coroutine_behind_a_partial_is_refused():
         def __init__(self):
             self.on_step_end = functools.partial(watch, "tag")
 
-    assert "coroutine" in refusal(Watch())
+    assert "coroutine" in registration_error(Watch())
 
 
-def test_a_coroutine_behind_a_decorator_is_refused():
+def test_a_coroutine_behind_a_decorator_raises_an_error():
     def plain(method):
         @functools.wraps(method)
         def wrapper(*args, **kwargs):
@@ -265,10 +265,10 @@ def test_a_coroutine_behind_a_decorator_is_refused():
         async def on_step_end(self, step):
             pass
 
-    assert "Watch.on_step_end is a coroutine" in refusal(Watch())
+    assert "Watch.on_step_end is a coroutine" in registration_error(Watch())
 
 
-def test_an_object_with_an_asynchronous_call_is_refused():
+def test_an_object_with_an_asynchronous_call_raises_an_error():
     class Later:
         async def __call__(self, step):
             pass
@@ -277,47 +277,47 @@ def test_an_object_with_an_asynchronous_call_is_refused():
         def __init__(self):
             self.on_step_end = Later()
 
-    assert "coroutine" in refusal(Watch())
+    assert "coroutine" in registration_error(Watch())
 
 
-def test_an_asynchronous_generator_is_refused():
+def test_an_asynchronous_generator_raises_an_error():
     class Watch(Hook):
         async def on_step_end(self):
             yield
 
-    assert "Watch.on_step_end" in refusal(Watch())
+    assert "Watch.on_step_end" in registration_error(Watch())
 
 
-def test_a_generator_is_refused_because_calling_it_would_run_nothing():
+def test_a_generator_raises_an_error_because_calling_it_would_run_nothing():
     class Watch(Hook):
         def on_step_end(self):
             yield
 
-    assert "yield" in refusal(Watch())
+    assert "yield" in registration_error(Watch())
 
 
-def test_a_callable_without_a_signature_is_refused():
+def test_a_callable_without_a_signature_raises_an_error():
     hook = Hook()
     hook.on_step_end = type  # its signature depends on the number of arguments
-    message = refusal(hook)
-    assert "Hook.on_step_end has no signature" in message
+    message = registration_error(hook)
+    assert "The signature of Hook.on_step_end cannot be read" in message
     assert "Wrap it in a method" in message
 
 
-def test_an_event_that_is_a_value_is_refused():
+def test_an_event_that_is_a_value_raises_an_error():
     class Watch(Hook):
         on_step_end = 3
 
-    assert "Watch.on_step_end" in refusal(Watch())
+    assert "Watch.on_step_end" in registration_error(Watch())
 
 
-def test_an_event_that_is_a_property_is_refused():
+def test_an_event_that_is_a_property_raises_an_error():
     class Watch(Hook):
         @property
         def on_step_end(self):
             return lambda: None
 
-    assert "Watch.on_step_end is a property" in refusal(Watch())
+    assert "Watch.on_step_end is a property" in registration_error(Watch())
 
 
 # -- defaults and collecting parameters ------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_a_parameter_with_a_default_gets_the_argument_where_the_loop_has_it():
     assert hook.seen == [(0.5, 0.1)]
 
 
-def test_a_parameter_with_a_default_does_without_where_the_loop_has_none():
+def test_a_parameter_with_a_default_keeps_it_where_the_loop_does_not_provide_the_argument():
     class Watch(Seen):
         def on_step_end(self, step, loss=None):
             self.seen.append((step, loss))
@@ -350,7 +350,7 @@ def test_a_parameter_with_a_default_does_without_where_the_loop_has_none():
     assert hook.seen == [(1, None)]
 
 
-def test_double_star_gets_everything_by_its_real_name():
+def test_double_star_gets_all_arguments_by_their_names():
     class Watch(Seen):
         def on_checkpoint_save(self, **everything):
             self.seen.append(everything)
@@ -396,15 +396,15 @@ def test_positional_only_parameters_work():
     assert hook.seen == [(1, 0.5)]
 
 
-def test_a_positional_only_argument_with_a_default_is_refused_with_the_way_out():
+def test_a_positional_only_argument_with_a_default_raises_an_error_that_says_what_to_change():
     class Watch(Hook):
         def on_step_end(self, step=0, /):
             pass
 
-    assert "Drop the `/` or the default" in refusal(Watch())
+    assert "Remove the `/` or the default" in registration_error(Watch())
 
 
-def test_an_argument_nobody_supplied_is_named_together_with_who_asks_for_it():
+def test_the_error_for_a_missing_argument_names_the_hook_that_asks_for_it():
     class Watch(Hook):
         def on_step_end(self, lr):
             pass
@@ -506,7 +506,7 @@ def test_a_parameter_behind_a_decorator_is_checked_too():
         def on_step_end(self, stepp):
             pass
 
-    assert "Did you mean 'step'?" in refusal(Watch())
+    assert "Did you mean 'step'?" in registration_error(Watch())
 
 
 def test_an_inherited_method_works():
@@ -545,7 +545,7 @@ def test_the_base_classs_own_methods_can_be_called_from_an_override():
     assert hook.seen == [1]
 
 
-def test_a_mixin_named_before_hook_works():
+def test_a_mixin_listed_before_hook_works():
     class Mixin:
         def on_step_end(self, step):
             self.step = step
@@ -557,7 +557,7 @@ def test_a_mixin_named_before_hook_works():
     assert hook.step == 1
 
 
-def test_a_mixin_named_after_hook_is_refused_because_it_would_never_run():
+def test_a_mixin_listed_after_hook_raises_an_error_because_it_would_never_run():
     class Mixin:
         def on_step_end(self, step):
             pass
@@ -565,12 +565,12 @@ def test_a_mixin_named_after_hook_is_refused_because_it_would_never_run():
     class Watch(Hook, Mixin):
         pass
 
-    message = refusal(Watch())
+    message = registration_error(Watch())
     assert "Mixin.on_step_end would never run" in message
-    assert "Name Mixin first" in message
+    assert "List Mixin first" in message
 
 
-def test_a_mixin_named_after_hook_may_help_in_other_ways():
+def test_a_mixin_listed_after_hook_may_have_other_methods():
     class Mixin:
         def note(self, step):
             self.step = step
@@ -603,7 +603,7 @@ def test_a_method_set_to_none_is_not_called():
     assert manager.dispatchers.on_step_end is None
 
 
-def test_helpers_with_an_underscore_are_left_alone():
+def test_helper_methods_with_an_underscore_are_ignored():
     class Watch(Seen):
         def on_step_end(self, step):
             self._on_step(step)
@@ -615,7 +615,7 @@ def test_helpers_with_an_underscore_are_left_alone():
     assert hook.seen == [1]
 
 
-def test_values_and_properties_that_are_no_events_are_left_alone():
+def test_attributes_and_properties_that_are_not_events_are_ignored():
     class Watch(Hook):
         on_gpu = True
 
@@ -629,7 +629,7 @@ def test_values_and_properties_that_are_no_events_are_left_alone():
     assert HookManager([Watch()]).list_hooks() == ["watch"]
 
 
-def test_a_cached_property_that_is_no_event_is_not_computed():
+def test_a_cached_property_that_is_not_an_event_is_not_computed():
     class Watch(Hook):
         @functools.cached_property
         def on_disk(self):
@@ -641,7 +641,7 @@ def test_a_cached_property_that_is_no_event_is_not_computed():
     assert HookManager([Watch()]).list_hooks() == ["watch"]
 
 
-# -- what the base class asks of its subclasses: nothing -------------------------------------------
+# -- the base class requires nothing of its subclasses ---------------------------------------------
 
 
 def test_a_hook_needs_no_super_init():
@@ -667,7 +667,7 @@ def test_a_users_attributes_do_not_matter():
             self.name = "another"
             self.schedule = "none of your business"
             self.rank = self._rank = -1
-            self.strict = self.quarantined = True
+            self.strict = self.status = True
             self.bindings = self.hooks = self.dispatchers = None
 
         def on_step_end(self, step):
@@ -722,7 +722,7 @@ def test_registering_leaves_nothing_on_the_hook():
     assert vars(hook) == before
 
 
-def test_a_method_can_be_called_directly_with_a_stand_in():
+def test_a_method_can_be_called_directly_with_a_mock():
     class Watch(Hook):
         def on_train_start(self, trainer):
             self.rate = trainer.optimizers[0]
@@ -732,11 +732,11 @@ def test_a_method_can_be_called_directly_with_a_stand_in():
     assert hook.rate == 0.1
 
 
-# -- arguments are made only when somebody asks, and once ------------------------------------------
+# -- arguments are computed only when required, and once -------------------------------------------
 
 
 class Source:
-    """Knows the arguments of a step, and how often each was made."""
+    """Has the arguments of a step, and counts how often each was computed."""
 
     def __init__(self):
         self.made = []
@@ -746,7 +746,7 @@ class Source:
         return object()
 
 
-def test_nothing_is_made_that_no_hook_asked_for():
+def test_no_argument_is_computed_that_no_hook_asks_for():
     class Watch(Hook):
         def on_step_end(self, step):
             pass
@@ -756,7 +756,7 @@ def test_nothing_is_made_that_no_hook_asked_for():
     assert source.made == ["step"]
 
 
-def test_an_argument_is_made_once_for_all_who_ask():
+def test_an_argument_is_computed_once_for_all_hooks():
     class First(Seen):
         def on_step_end(self, state, step):
             self.seen.append(state)
@@ -771,7 +771,7 @@ def test_an_argument_is_made_once_for_all_who_ask():
     assert first.seen[0] is second.seen[0]
 
 
-def test_an_argument_is_made_once_also_for_those_who_collect_it():
+def test_an_argument_is_computed_once_also_for_optional_parameters():
     class Asks(Seen):
         def on_step_end(self, state):
             self.seen.append(state)
@@ -791,7 +791,7 @@ def test_an_argument_is_made_once_also_for_those_who_collect_it():
 
 
 @pytest.mark.parametrize("scheduled_first", [True, False])
-def test_an_argument_is_made_once_also_between_scheduled_and_collecting_hooks(scheduled_first):
+def test_an_argument_is_computed_once_for_scheduled_and_optional_parameters(scheduled_first):
     class Due(Source):
         step_in_progress = 2
 
@@ -810,7 +810,7 @@ def test_an_argument_is_made_once_also_between_scheduled_and_collecting_hooks(sc
     assert asks.seen[0] is collects.seen[0]
 
 
-def test_nothing_is_made_for_a_disabled_hook():
+def test_no_argument_is_computed_for_a_disabled_hook():
     class Watch(Hook):
         def on_step_end(self, step):
             pass
@@ -825,7 +825,7 @@ def test_nothing_is_made_for_a_disabled_hook():
     assert source.made == ["step"]
 
 
-def test_nothing_is_made_for_a_hook_that_is_not_due():
+def test_no_argument_is_computed_for_a_hook_that_is_not_due():
     class Costly(Hook):
         def on_step_end(self, state):
             pass

@@ -185,7 +185,7 @@ def test_a_hook_that_could_not_be_registered_says_why(tmp_path: Path) -> None:
     )
     done = hookline("hooks", "show", "mine.Mine", cwd=tmp_path)
     assert done.returncode == 1
-    assert "Mine.on_step_edn is no event. Did you mean 'on_step_end'?" in done.stderr
+    assert "Mine.on_step_edn is not an event. Did you mean 'on_step_end'?" in done.stderr
 
 
 # -- hookline events ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What events carry: numbers that are read when looked at, metrics, state, the step."""
+"""Values of event arguments: lazy numbers, metrics, state, the step."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from hookline.context import State
 
 
 class Number:
-    """Something that can be turned into a float, and counts how often it was."""
+    """Counts how often it was converted to a float."""
 
     def __init__(self, value=0.5):
         self.value = value
@@ -31,7 +31,7 @@ class Number:
 
 
 class CountingTensor(torch.Tensor):
-    """A real tensor that counts how often its value was asked for."""
+    """A tensor that counts how often its value was read."""
 
     reads = 0
 
@@ -51,7 +51,7 @@ def tensor():
 
 
 def same(one, other):
-    """Equal, with NaN equal to NaN, and of the same type."""
+    """Return whether both are equal, or NaN, and of the same type."""
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
@@ -63,7 +63,7 @@ def same(one, other):
 
 
 def outcome(function, *arguments):
-    """What a call returns, or the type of what it raises."""
+    """Return the result of a call, or the type of its exception."""
     try:
         return function(*arguments)
     except (ArithmeticError, ValueError, TypeError) as error:
@@ -73,7 +73,7 @@ def outcome(function, *arguments):
 # -- LazyFloat: when it is read --------------------------------------------------------------------
 
 
-def test_a_lazy_number_reads_nothing_until_it_is_looked_at():
+def test_a_lazy_number_is_not_read_before_it_is_used():
     number = Number()
     lazy = LazyFloat(number)
     assert isinstance(lazy, LazyFloat)
@@ -90,7 +90,7 @@ def test_a_lazy_number_is_read_once():
     assert number.reads == 1
 
 
-def test_a_lazy_tensor_is_read_once_and_then_let_go(tensor):
+def test_a_lazy_tensor_is_read_once_and_then_released(tensor):
     lazy = LazyFloat(tensor)
     assert CountingTensor.reads == 0
     assert [lazy * 2, lazy * 3] == [1.0, 1.5]
@@ -106,11 +106,11 @@ def test_a_lazy_number_may_be_computed_by_a_function():
     assert calls == [1]
 
 
-def test_a_lazy_number_gives_its_value_as_a_tensor_would():
+def test_a_lazy_number_has_item_like_a_tensor():
     assert same(LazyFloat(torch.tensor(0.5)).item(), 0.5)
 
 
-# -- LazyFloat: it behaves as a float --------------------------------------------------------------
+# -- LazyFloat: it behaves like a float ------------------------------------------------------------
 
 floats = st.floats() | st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf])
 small = st.floats(-50, 50) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -154,7 +154,7 @@ UNARY = [
 
 
 @given(floats, floats, st.sampled_from(BINARY + COMPARE))
-def test_a_lazy_number_computes_and_compares_as_the_float_it_stands_for(a, b, function):
+def test_a_lazy_number_computes_and_compares_like_its_float(a, b, function):
     expected = outcome(function, a, b)
     assert same(outcome(function, LazyFloat(Number(a)), b), expected)
     assert same(outcome(function, a, LazyFloat(Number(b))), expected)
@@ -162,20 +162,20 @@ def test_a_lazy_number_computes_and_compares_as_the_float_it_stands_for(a, b, fu
 
 
 @given(small, small)
-def test_a_lazy_number_takes_powers_as_the_float_it_stands_for(a, b):
+def test_a_lazy_number_takes_powers_like_its_float(a, b):
     expected = outcome(pow, a, b)
     assert same(outcome(pow, LazyFloat(a), b), expected)
     assert same(outcome(pow, a, LazyFloat(b)), expected)
 
 
 @given(floats, st.integers() | st.booleans(), st.sampled_from(BINARY + COMPARE))
-def test_a_lazy_number_mixes_with_integers_as_the_float_it_stands_for(a, b, function):
+def test_a_lazy_number_mixes_with_integers_like_its_float(a, b, function):
     assert same(outcome(function, LazyFloat(a), b), outcome(function, a, b))
     assert same(outcome(function, b, LazyFloat(a)), outcome(function, b, a))
 
 
 @given(floats, st.sampled_from(UNARY))
-def test_a_lazy_number_converts_and_formats_as_the_float_it_stands_for(a, function):
+def test_a_lazy_number_converts_and_formats_like_its_float(a, function):
     assert same(outcome(function, LazyFloat(Number(a))), outcome(function, a))
 
 
@@ -206,7 +206,7 @@ def test_lazy_numbers_have_a_mean():
     assert statistics.fmean([LazyFloat(1.0), LazyFloat(2.0)]) == 1.5
 
 
-def test_lazy_numbers_sort_and_have_a_least_one():
+def test_lazy_numbers_sort_and_have_a_minimum():
     lazies = [LazyFloat(3.0), LazyFloat(1.0), LazyFloat(2.0)]
     assert sorted(lazies) == [1.0, 2.0, 3.0]
     assert (min(lazies), max(lazies)) == (1.0, 3.0)
@@ -264,7 +264,7 @@ PLAIN = {"loss": 0.5, "accuracy": 0.75, "n": 3}
 
 
 def plain(mapping):
-    """Whether all values are numbers of Python's own."""
+    """Return whether all values are Python numbers."""
     return all(type(value) in (float, int) for value in dict.values(mapping))
 
 
@@ -278,7 +278,7 @@ def test_keys_membership_and_length_read_nothing(metrics, number):
     assert number.reads == 0
 
 
-def test_putting_a_value_in_reads_nothing(number):
+def test_setting_a_value_reads_nothing(number):
     metrics = Metrics()
     metrics["loss"] = LazyFloat(number)
     metrics.update(again=LazyFloat(number))
@@ -322,7 +322,7 @@ READINGS = {
 
 
 @pytest.mark.parametrize("how", READINGS)
-def test_whoever_looks_at_metrics_gets_plain_numbers_read_once(how, metrics, number):
+def test_all_access_to_metrics_gives_plain_numbers_read_once(how, metrics, number):
     seen = READINGS[how](metrics)
     assert plain(seen)
     assert dict(seen) == PLAIN
@@ -353,7 +353,7 @@ def test_metrics_are_equal_to_a_dictionary_of_their_numbers(metrics):
     assert metrics != 3
 
 
-def test_metrics_change_as_a_dictionary_does(metrics):
+def test_metrics_can_be_changed_like_a_dictionary(metrics):
     metrics["extra"] = 1.0
     metrics |= {"n": 4}
     assert metrics | {"loss": 9.0} == {**PLAIN, "n": 4, "extra": 1.0, "loss": 9.0}
@@ -366,12 +366,12 @@ def test_metrics_change_as_a_dictionary_does(metrics):
     assert metrics.get("nothing", 3) == 3
 
 
-def test_what_one_hook_puts_in_the_next_one_sees(metrics):
+def test_a_value_set_by_one_hook_is_seen_by_the_next(metrics):
     metrics["score"] = torch.tensor(0.25)
     assert same(metrics["score"], 0.25)
 
 
-def test_a_value_that_is_no_number_stays_as_it_is():
+def test_a_value_that_is_not_a_number_is_unchanged():
     weights = torch.ones(3)
     metrics = Metrics(weights=weights, note="text", nothing=None)
     assert metrics["weights"] is weights
@@ -417,7 +417,7 @@ def test_an_eval_name_without_a_val_is_missing():
         metrics["eval/accuracy"]
 
 
-def test_a_value_put_in_under_eval_is_found_under_val():
+def test_a_value_set_under_eval_is_found_under_val():
     metrics = Metrics()
     metrics["eval/f1"] = 0.9
     assert metrics["eval/f1"] == 0.9
@@ -436,7 +436,7 @@ def test_pop_under_the_other_name_takes_the_value():
     assert "val/loss" not in metrics
 
 
-def test_perplexity_comes_from_the_loss(number):
+def test_perplexity_is_derived_from_the_loss(number):
     metrics = Metrics({"val/loss": LazyFloat(number)})
     assert "eval/perplexity" in metrics
     assert number.reads == 0
@@ -467,7 +467,7 @@ def test_membership_and_value_of_a_perplexity_agree():
 # -- State -----------------------------------------------------------------------------------------
 
 
-def test_state_gives_what_the_loop_knows(number):
+def test_state_has_the_values_that_the_loop_provides(number):
     state = State({"latest_loss": LazyFloat(number), "status": "training"})
     assert state["status"] == "training"
     assert number.reads == 0
@@ -475,7 +475,7 @@ def test_state_gives_what_the_loop_knows(number):
     assert json.loads(json.dumps(state)) == {"latest_loss": 0.5, "status": "training"}
 
 
-def test_a_key_that_the_loop_cannot_tell_is_absent_and_says_how_to_supply_it():
+def test_the_error_for_a_key_that_the_loop_does_not_provide_says_what_to_call():
     state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
     assert "avg_loss" not in state
     assert state.get("avg_loss") is None
@@ -490,7 +490,7 @@ def test_a_key_that_no_state_has_is_a_key_error():
         State({}, {"avg_loss": "…"})["nonsense"]
 
 
-def test_a_pickled_or_copied_state_still_says_how_to_supply_what_is_absent():
+def test_a_pickled_or_copied_state_has_the_same_error_for_absent_keys():
     state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
     for again in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
         assert again == {"status": "training"}
@@ -517,7 +517,7 @@ def context(**changes):
     return StepContext(**{**given, **changes})
 
 
-def test_a_step_context_is_made_with_seven_fields_in_this_order():
+def test_a_step_context_is_created_with_seven_fields_in_this_order():
     model, optimizer = torch.nn.Linear(1, 1), object()
     ctx = StepContext(3, 0.5, 2.0, 0.1, 96, model, optimizer)
     assert (ctx.step, ctx.loss, ctx.grad_norm, ctx.lr, ctx.tokens_seen) == (3, 0.5, 2.0, 0.1, 96)
@@ -559,13 +559,13 @@ def test_a_field_can_be_replaced_and_set():
     assert same(ctx.loss, 0.75)
 
 
-def test_a_step_context_reads_nothing_until_a_field_is_looked_at(tensor):
+def test_a_step_context_reads_nothing_before_a_field_is_accessed(tensor):
     ctx = context(loss=tensor, grad_norm=tensor)
     assert ctx.step == 3
     assert CountingTensor.reads == 0
     assert same(ctx.loss, 0.5)
     assert ctx.loss + ctx.loss == 1.0
-    assert CountingTensor.reads == 1  # once, and nothing for the norm
+    assert CountingTensor.reads == 1  # once, and the norm is not read
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm", "lr"])

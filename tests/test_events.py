@@ -1,4 +1,4 @@
-"""The event table, compared with the design's table, which is spelled out here once more."""
+"""The event table, compared with the design's table, which is repeated here."""
 
 import importlib.util
 import os
@@ -73,7 +73,7 @@ def test_an_event_has_the_aliases_and_arguments_of_the_design(name, aliases, own
 
 
 @pytest.mark.parametrize(("name", "aliases", "own"), ROWS, ids=lambda row: str(row)[:40])
-def test_a_hook_may_ask_an_event_for_its_own_and_for_the_common_arguments(name, aliases, own):
+def test_an_event_has_its_own_and_the_common_arguments(name, aliases, own):
     names = {*own, *EVERYWHERE}
     also = {alias for group in own.values() for alias in group}
     assert set(EVENTS[name].arguments) == names
@@ -81,7 +81,7 @@ def test_a_hook_may_ask_an_event_for_its_own_and_for_the_common_arguments(name, 
     assert all(EVENTS[name].parameters[real] == real for real in names)
 
 
-def test_an_alias_of_an_argument_leads_to_its_real_name():
+def test_an_alias_of_an_argument_maps_to_its_name():
     assert EVENTS["on_checkpoint_save"].parameters["path"] == "checkpoint_path"
     assert EVENTS["on_train_batch_end"].parameters["loader_name"] == ("dataloader_name")
 
@@ -107,7 +107,7 @@ def test_the_base_class_has_no_other_on_methods():
     assert {name for name in vars(hookline.Hook) if name.startswith("on_")} == set(NAMES)
 
 
-def test_schedules_thin_out_what_happens_in_every_step_and_nothing_else():
+def test_schedules_apply_to_per_step_events_only():
     always = {name for name, event in EVENTS.items() if not event.per_step}
     assert always == {
         "on_train_start",
@@ -138,20 +138,20 @@ def test_an_event_is_found_under_each_of_its_names():
         ("on_optimiser_step", "optimizer_step"),
     ],
 )
-def test_a_misspelled_event_is_answered_with_the_nearest_one(wrong, right):
+def test_the_error_for_a_misspelled_event_names_the_nearest_one(wrong, right):
     with pytest.raises(hookline.UnknownEventError, match=f"'{wrong}'.*Did you mean '.*{right}'"):
         find_event(wrong)
 
 
-def test_an_event_that_resembles_none_is_answered_with_the_list():
+def test_the_error_for_any_other_name_lists_the_events():
     with pytest.raises(hookline.UnknownEventError) as caught:
         find_event("zzz")
     assert "Did you mean" not in str(caught.value)
     assert all(name in str(caught.value) for name in EVENTS)
 
 
-# The map draws one training. Batches of validation stand there as "batches", a checkpoint as
-# "checkpoint" (saved or loaded, it is no fixed place in the loop).
+# The map shows one training run. It has "batches" for the batches of validation and "checkpoint"
+# for saving and loading, which have no fixed place in the loop.
 NOT_DRAWN = {
     "on_validation_batch_start",
     "on_validation_batch_end",
@@ -166,19 +166,19 @@ def test_the_loop_map_names_the_events_that_exist_and_only_those():
     assert len(drawn) == len(set(drawn))
 
 
-def test_the_loop_map_draws_the_events_in_the_order_of_the_table():
-    # Last line: on_train_end, and before it, where there is one, on_exception.
+def test_the_loop_map_has_the_events_in_the_order_of_the_table():
+    # The last line has on_train_end, and before it on_exception.
     drawn = re.findall(r"\bon_\w+", LOOP_MAP)
     in_table = [name for name in EVENTS if name not in NOT_DRAWN and name != "on_exception"]
     assert [name for name in drawn if name != "on_exception"] == in_table
 
 
-# -- files that are written from the table ---------------------------------------------------------
+# -- files that are generated from the table -------------------------------------------------------
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of what the generator reads and writes."""
+    """Copy the files that the generator reads and writes."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     (tmp_path / "docs").mkdir()
@@ -192,7 +192,7 @@ def project(tmp_path):
         "README.md",
     ):
         shutil.copy(ROOT / name, tmp_path / name)
-    generate(tmp_path)  # what others are writing just now shall not matter here
+    generate(tmp_path)  # independent of concurrent changes in the work tree
     return tmp_path
 
 
@@ -206,12 +206,12 @@ def generate(root, *options):
     )
 
 
-def test_the_files_that_are_written_from_the_table_are_up_to_date():
+def test_the_generated_files_are_up_to_date():
     done = generate(ROOT, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_changed_table_is_noticed_and_written_to_every_file(project):
+def test_a_changed_table_is_detected_and_written_to_every_file(project):
     assert generate(project, "--check").returncode == 0
     events = project / "src/hookline/events.py"
     text = events.read_text(encoding="utf-8")
@@ -237,7 +237,7 @@ def test_checking_changes_no_file(project):
     assert hook.read_text(encoding="utf-8") == before
 
 
-def test_only_what_stands_between_the_markers_is_rewritten(tmp_path, monkeypatch):
+def test_only_the_text_between_the_markers_is_rewritten(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     spec = importlib.util.spec_from_file_location("generate", ROOT / "tools" / "generate.py")
     tool = importlib.util.module_from_spec(spec)

@@ -17,7 +17,7 @@ from hookline import (
 
 
 class Failing(Hook):
-    """Fails in the steps it is told to fail in; without any, in all."""
+    """Fails in the given steps, or in all if none are given."""
 
     def __init__(self, *steps, error=None):
         self.fails = steps
@@ -97,7 +97,7 @@ def test_a_new_kind_of_failure_is_shown_however_many_there_were_before(caplog):
     assert caplog.records[0].exc_info
 
 
-def test_a_hook_that_was_let_back_shows_its_traceback_when_it_fails_again(caplog):
+def test_a_hook_that_was_enabled_again_shows_its_traceback_when_it_fails(caplog):
     manager = HookManager([Failing()])
     run(manager, range(1, 4))
     manager.enable_hook("failing")
@@ -106,7 +106,7 @@ def test_a_hook_that_was_let_back_shows_its_traceback_when_it_fails_again(caplog
     assert caplog.records[0].exc_info
 
 
-def test_failures_are_counted_and_the_last_one_is_told():
+def test_failures_are_counted_and_the_last_one_is_described():
     manager = HookManager([hook := Failing(2, 4)])
     run(manager, range(1, 4))
     hook.error = KeyError("other")
@@ -141,7 +141,7 @@ def test_failures_of_a_removed_hook_and_of_its_successor_are_all_listed():
 
 
 def test_a_failure_while_the_cost_is_sampled_is_isolated_too():
-    """The first firings are all timed, later ones rarely: both kinds are met here."""
+    """The first events are all timed, later ones rarely; this covers both."""
     manager = HookManager([Failing(*range(2, 400, 2)), sound := Sound()])
     run(manager, range(1, 400))
     assert info(manager, "failing").failures == 199
@@ -153,44 +153,43 @@ def test_a_scheduled_hook_that_fails_is_isolated_too():
     manager.add_hook(hook := Failing(), every=2)
     run(manager, range(1, 20))
     assert hook.called == [2, 4, 6]
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
 
 
-# -- quarantine ------------------------------------------------------------------------------------
+# -- disabled after repeated failures --------------------------------------------------------------
 
 
-def test_a_hook_that_fails_three_times_in_a_row_is_quarantined_loudly(caplog):
+def test_a_hook_that_fails_three_times_in_a_row_is_disabled_with_an_error_message(caplog):
     manager = HookManager([hook := Failing()])
     run(manager, range(1, 10))
     assert hook.called == [1, 2, 3]
-    assert info(manager, "failing").status == "quarantined"
-    assert info(manager, "failing").quarantined
+    assert info(manager, "failing").status == "failed"
     assert manager.dispatchers.on_step_end is None
-    (loud,) = [r for r in caplog.records if "QUARANTINED" in r.getMessage()]
-    assert "'failing'" in loud.getMessage()
-    assert "failed 3 times in a row" in loud.getMessage()
-    assert "enable_hook('failing')" in loud.getMessage()
-    assert loud.levelno == logging.ERROR
+    (record,) = [r for r in caplog.records if "DISABLED" in r.getMessage()]
+    assert "'failing'" in record.getMessage()
+    assert "failed 3 times in a row" in record.getMessage()
+    assert "enable_hook('failing')" in record.getMessage()
+    assert record.levelno == logging.ERROR
 
 
-def test_a_success_in_between_keeps_a_hook_out_of_quarantine():
+def test_a_success_in_between_keeps_a_hook_enabled():
     manager = HookManager([hook := Failing(1, 2, 4, 5, 7, 8)])
     run(manager, range(1, 10))
     assert hook.called == list(range(1, 10))
     assert info(manager, "failing").failures == 6
 
 
-def test_a_success_of_one_event_does_not_excuse_another_that_always_fails():
+def test_a_success_of_one_event_does_not_reset_the_failures_of_another():
     manager = HookManager([hook := Failing(99)])
     for epoch in range(3):
         run(manager, range(5))
         manager.fire("on_epoch_end", epoch=epoch)
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
     run(manager, [6])
-    assert hook.called == [*range(5)] * 3  # a quarantined hook is not called for anything
+    assert hook.called == [*range(5)] * 3  # not called for any event
 
 
-def test_failures_of_different_events_are_not_one_row():
+def test_failures_of_different_events_are_not_counted_together():
     manager = HookManager([Failing(1, 2)])
     manager.fire("on_epoch_end", epoch=0)
     manager.fire("on_epoch_end", epoch=1)
@@ -199,15 +198,15 @@ def test_failures_of_different_events_are_not_one_row():
     assert info(manager, "failing").status == "enabled"
 
 
-def test_changes_to_other_hooks_do_not_interrupt_a_row_of_failures():
+def test_changes_to_other_hooks_do_not_interrupt_failures_in_a_row():
     manager = HookManager([Failing()])
     for step in range(3):
         manager.fire("on_step_end", step=step)
         manager.add_hook(Sound())
-    assert info(manager, "failing").status == "quarantined"
+    assert info(manager, "failing").status == "failed"
 
 
-def test_a_row_of_failures_is_noticed_also_when_another_hook_changes_things_in_each_step():
+def test_failures_in_a_row_are_counted_also_when_another_hook_adds_hooks_in_each_step():
     manager = HookManager()
     busy, failing = Hook("busy"), Failing()
     busy.on_step_end = lambda step: manager.add_hook(Sound())
@@ -217,7 +216,7 @@ def test_a_row_of_failures_is_noticed_also_when_another_hook_changes_things_in_e
     assert failing.called == [2, 4, 6]
 
 
-def test_a_quarantined_hook_stays_registered_and_can_be_let_back():
+def test_a_hook_disabled_after_failures_stays_registered_and_can_be_enabled_again():
     manager = HookManager([hook := Failing(1, 2, 3)])
     run(manager, range(1, 6))
     assert manager.list_hooks() == ["failing"]
@@ -227,7 +226,18 @@ def test_a_quarantined_hook_stays_registered_and_can_be_let_back():
     assert hook.called == [1, 2, 3, 6]
 
 
-def test_a_hook_that_was_let_back_has_three_failures_again():
+def test_a_failed_hook_is_not_enabled_and_can_be_disabled_by_the_user():
+    manager = HookManager([Failing()])
+    run(manager, range(1, 4))
+    assert (info(manager, "failing").status, info(manager, "failing").enabled) == ("failed", False)
+    manager.disable_hook("failing")
+    assert info(manager, "failing").status == "disabled"
+    manager.remove_hook("failing")
+    (removed,) = manager.summary().hooks
+    assert (removed.status, removed.enabled, removed.failures) == ("removed", False, 3)
+
+
+def test_a_hook_that_was_enabled_again_may_fail_three_times_again():
     manager = HookManager([hook := Failing()])
     run(manager, range(1, 5))
     manager.enable_hook("failing")
@@ -237,19 +247,19 @@ def test_a_hook_that_was_let_back_has_three_failures_again():
 
 
 @pytest.mark.parametrize("limit", [1, 5])
-def test_how_many_failures_are_too_many_is_a_setting(limit):
+def test_the_number_of_failures_is_a_setting(limit):
     manager = HookManager([hook := Failing()], settings=HookSettings(max_failures=limit))
     run(manager, range(10))
     assert hook.called == list(range(limit))
 
 
-def test_the_other_hooks_still_run_in_the_step_of_a_quarantine_and_after_it():
+def test_the_other_hooks_still_run_in_the_step_in_which_a_hook_is_disabled_and_after_it():
     manager = HookManager([Failing(), sound := Sound()])
     run(manager, range(6))
     assert sound.called == list(range(6))
 
 
-# -- what training depends on ----------------------------------------------------------------------
+# -- hooks that training depends on ----------------------------------------------------------------
 
 
 def test_a_failing_critical_hook_stops_training_with_a_clear_error():
@@ -283,7 +293,7 @@ def test_the_other_hooks_run_before_training_is_stopped():
     assert (before.called, after.called) == ([1], [1])
 
 
-def test_a_critical_hook_is_never_quarantined():
+def test_a_critical_hook_is_never_disabled():
     manager = HookManager([hook := Critical()])
     for step in range(5):
         with pytest.raises(HookFailedError):
@@ -297,17 +307,17 @@ def test_a_harmless_failure_after_a_critical_one_does_not_hide_it():
         manager.fire("on_step_end", step=1)
 
 
-def test_when_two_critical_hooks_fail_both_are_told(caplog):
+def test_when_two_critical_hooks_fail_both_are_reported(caplog):
     first, second = Critical(error=ValueError("first")), Critical(error=ValueError("second"))
     with pytest.raises(HookFailedError) as caught:
         HookManager([first, second]).fire("on_step_end", step=1)
     notes = getattr(caught.value, "__notes__", [])
-    told = "\n".join([str(caught.value), *notes, caplog.text])
-    assert "ValueError: first" in told
-    assert "ValueError: second" in told
+    reported = "\n".join([str(caught.value), *notes, caplog.text])
+    assert "ValueError: first" in reported
+    assert "ValueError: second" in reported
 
 
-def test_an_error_of_hooklines_own_that_ends_training_is_raised_and_not_logged(caplog):
+def test_a_hookline_error_that_ends_training_is_raised_and_not_logged(caplog):
     with pytest.raises(HookFailedError, match="no luck"):
         HookManager([Critical(error=TrainingError("no luck"))]).fire("on_step_end", step=1)
     assert caplog.text == ""
@@ -373,7 +383,7 @@ def test_isolation_can_be_turned_off_for_debugging():
     assert caught.traceback[-1].name == "on_step_end"
 
 
-def test_a_missing_argument_is_the_loops_mistake_and_no_failure_of_the_hook():
+def test_a_missing_argument_does_not_count_as_a_failure_of_the_hook():
     manager = HookManager([Failing()])
     with pytest.raises(Exception, match="fired without 'step'"):
         manager.fire("on_step_end")
@@ -383,13 +393,13 @@ def test_a_missing_argument_is_the_loops_mistake_and_no_failure_of_the_hook():
 # -- a hint ----------------------------------------------------------------------------------------
 
 
-def test_a_failure_because_of_an_unread_number_comes_with_a_hint(caplog):
+def test_a_failure_caused_by_a_lazy_number_has_a_hint(caplog):
     hook = Hook("writer")
     hook.on_step_end = lambda loss: json.dumps({"loss": loss})
     HookManager([hook]).fire("on_step_end", loss=LazyFloat(1.0))
     assert "write float(…) around it" in caplog.records[0].getMessage()
 
 
-def test_other_failures_come_without_the_hint(caplog):
+def test_other_failures_do_not_have_the_hint(caplog):
     HookManager([Failing(error=TypeError("something else"))]).fire("on_step_end", step=1)
     assert "float(" not in caplog.records[0].getMessage()

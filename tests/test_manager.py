@@ -1,4 +1,4 @@
-"""The manager: who is registered, under which name, and what can be fired."""
+"""HookManager: registration, names, toggles, and firing by hand."""
 
 import gc
 import weakref
@@ -41,19 +41,19 @@ def test_a_registered_hook_is_called():
     assert hook.steps == [1]
 
 
-def test_registering_is_another_word_for_adding():
+def test_register_hook_is_another_name_for_add_hook():
     manager = HookManager()
     assert manager.register_hook(Watch(), "one", every=5) == "one"
     assert manager.register_hooks([Watch(), LRMonitorHook()]) == ["watch", "lr_monitor_hook"]
     assert manager.describe()[0].schedule == "every 5"
 
 
-def test_hooks_can_be_given_when_the_manager_is_made():
+def test_hooks_can_be_passed_to_the_constructor():
     assert HookManager([Watch("a"), Watch("b")]).list_hooks() == ["a", "b"]
     assert HookManager(None).list_hooks() == []
 
 
-def test_a_removed_hook_is_handed_back_and_not_called_any_more():
+def test_a_removed_hook_is_returned_and_not_called_any_more():
     manager = HookManager([hook := Watch()])
     assert manager.remove_hook("watch") is hook
     manager.fire("on_step_end", step=1)
@@ -68,7 +68,7 @@ def test_a_removed_hook_can_be_added_again():
     assert hook.steps == [1]
 
 
-def test_a_removed_hook_is_let_go():
+def test_a_removed_hook_can_be_garbage_collected():
     manager = HookManager([Watch(), Watch()])
     manager.fire("on_step_end", step=1)
     gone = weakref.ref(manager.get_hook("watch"))
@@ -95,7 +95,7 @@ def test_a_hook_is_found_by_its_name():
     assert list(manager) == ["watch"]
 
 
-def test_a_manager_without_hooks_is_still_a_manager():
+def test_a_manager_without_hooks_is_true():
     assert HookManager()
 
 
@@ -120,7 +120,7 @@ def test_a_disabled_hook_keeps_its_place():
     assert manager.list_hooks() == ["a", "b", "c"]
 
 
-def test_a_hook_can_be_registered_switched_off():
+def test_a_hook_can_be_registered_disabled():
     manager = HookManager()
     manager.add_hook(hook := Watch(), enabled=False)
     manager.fire("on_step_end", step=1)
@@ -153,7 +153,7 @@ def test_a_thousand_hooks_that_do_not_implement_an_event_leave_it_empty():
     assert manager.dispatchers.on_epoch_end is None
 
 
-def test_whoever_made_the_manager_hears_of_every_change():
+def test_on_change_is_called_after_every_change():
     changes = []
     manager = HookManager(on_change=lambda: changes.append(manager.list_hooks()))
     manager.add_hook(Watch())
@@ -163,19 +163,19 @@ def test_whoever_made_the_manager_hears_of_every_change():
     assert changes == [["watch"], ["watch"], ["watch"], []]
 
 
-def refusing_manager():
-    """A manager whose client says no when `no` is in the list."""
+def manager_with_failing_callback():
+    """Return a manager whose `on_change` raises when `no` is in the list."""
     no = []
 
-    def refuse():
+    def fail():
         if no:
             raise RuntimeError("not now")
 
-    return HookManager([Watch("a"), Watch("b")], on_change=refuse), no
+    return HookManager([Watch("a"), Watch("b")], on_change=fail), no
 
 
-def test_a_change_that_the_client_refuses_is_undone():
-    manager, no = refusing_manager()
+def test_a_change_is_undone_when_on_change_raises():
+    manager, no = manager_with_failing_callback()
     no.append("no")
     with pytest.raises(RuntimeError, match="not now"):
         manager.add_hook(new := Watch("c"))
@@ -189,8 +189,8 @@ def test_a_change_that_the_client_refuses_is_undone():
     assert manager.get_hook("a").steps == manager.get_hook("b").steps == [1]
 
 
-def test_a_toggle_that_the_client_refuses_is_undone():
-    manager, no = refusing_manager()
+def test_a_toggle_is_undone_when_on_change_raises():
+    manager, no = manager_with_failing_callback()
     manager.disable_hook("b")
     no.append("no")
     with pytest.raises(RuntimeError, match="not now"):
@@ -225,20 +225,20 @@ def test_more_hooks_of_one_class_are_numbered():
     assert HookManager([Watch(), Watch(), Watch()]).list_hooks() == ["watch", "watch_2", "watch_3"]
 
 
-def test_numbering_steps_around_names_that_were_given():
+def test_numbering_skips_names_that_were_given():
     manager = HookManager([Watch("watch_2"), Watch(), Watch()])
     assert manager.list_hooks() == ["watch_2", "watch", "watch_3"]
 
 
-def test_a_hook_is_registered_under_the_name_it_was_made_with():
+def test_a_hook_is_registered_under_the_name_it_was_created_with():
     assert HookManager([Watch("mine")]).list_hooks() == ["mine"]
 
 
-def test_a_name_given_at_registration_wins_over_the_hooks_own():
+def test_a_name_given_at_registration_overrides_the_hooks_own():
     assert HookManager().add_hook(Watch("mine"), "yours") == "yours"
 
 
-def test_a_given_name_that_is_taken_is_refused():
+def test_a_given_name_that_is_taken_raises_an_error():
     manager = HookManager([first := Watch("mine")])
     with pytest.raises(NameTakenError, match=r"'mine' is taken.*replace=True"):
         manager.add_hook(Watch(), "mine")
@@ -287,12 +287,12 @@ def test_one_hook_may_serve_two_managers():
 
 
 @pytest.mark.parametrize("name", ["", 3])
-def test_a_name_that_is_no_word_is_refused(name):
-    with pytest.raises(ValueError, match="name is a word"):
+def test_a_name_that_is_not_a_string_or_empty_raises_an_error(name):
+    with pytest.raises(ValueError, match="non-empty string"):
         HookManager().add_hook(Watch(), name)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thing", [None, 3, "watch", print, object(), [Watch()]])
@@ -303,7 +303,7 @@ def test_only_hooks_are_accepted_and_the_error_says_what_to_inherit_from(thing):
     assert manager.list_hooks() == []
 
 
-def test_something_that_merely_looks_like_a_hook_is_refused():
+def test_an_object_that_only_looks_like_a_hook_raises_an_error():
     class Lookalike:
         def on_step_end(self, step):
             pass
@@ -312,13 +312,13 @@ def test_something_that_merely_looks_like_a_hook_is_refused():
         HookManager([Lookalike()])
 
 
-def test_a_class_instead_of_an_instance_is_refused_with_the_way_to_write_it():
+def test_a_class_instead_of_an_instance_raises_an_error_that_shows_the_call():
     with pytest.raises(NotAHookError, match=r"Watch is a class.*Watch\(\)"):
         HookManager().add_hook(Watch)
 
 
 @pytest.mark.parametrize("action", ["get_hook", "remove_hook", "enable_hook", "disable_hook"])
-def test_an_unknown_name_is_answered_with_the_nearest_and_the_known_ones(action):
+def test_the_error_for_an_unknown_name_lists_the_nearest_and_the_known_ones(action):
     manager = HookManager([Watch(), LRMonitorHook()])
     with pytest.raises(UnknownHookError) as caught:
         getattr(manager, action)("watc")
@@ -333,7 +333,7 @@ def test_an_unknown_name_without_any_hooks_says_that_there_are_none():
         HookManager().get_hook("watch")
 
 
-def test_a_refused_hook_leaves_everything_as_it_was():
+def test_a_failed_registration_changes_nothing():
     class Wrong(Hook):
         def on_step_ending(self):
             pass
@@ -353,7 +353,7 @@ def test_a_refused_hook_leaves_everything_as_it_was():
 # -- describing ------------------------------------------------------------------------------------
 
 
-def test_describe_tells_each_hook_in_the_order_of_calling():
+def test_describe_lists_the_hooks_in_calling_order():
     manager = HookManager([Watch(), LRMonitorHook()])
     manager.add_hook(Watch(), "thin", every=10, sample_rate=0.5, from_epoch=2, before="watch")
     manager.disable_hook("watch")
@@ -378,21 +378,21 @@ def test_firing_an_unknown_event_names_the_nearest():
 
 
 @pytest.mark.parametrize("hooks", [[], [Watch()]])
-def test_firing_with_an_unknown_argument_names_the_nearest_also_when_nobody_listens(hooks):
+def test_firing_with_an_unknown_argument_names_the_nearest_also_when_no_hook_listens(hooks):
     with pytest.raises(UnknownEventError, match=r"on_step_end has no argument 'stepp'.*'step'"):
         HookManager(hooks).fire("on_step_end", stepp=1)
 
 
-def test_a_missing_argument_is_an_error_that_says_who_wants_it():
+def test_a_missing_argument_is_an_error_that_names_the_hook():
     with pytest.raises(NotSuppliedError, match=r"without 'step', which watch \(Watch\.on_step_end"):
         HookManager([Watch()]).fire("on_step_end", loss=1.0)
 
 
-def test_nothing_is_missing_when_nobody_listens():
+def test_nothing_is_missing_when_no_hook_listens():
     HookManager([LRMonitorHook()]).fire("on_step_end")
 
 
-def test_what_is_not_given_comes_from_the_source():
+def test_arguments_that_are_not_given_come_from_the_source():
     class Source:
         step = 41
 
@@ -412,7 +412,7 @@ def test_the_fields_of_a_given_context_are_arguments_too():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_manager_has_a_callable_for_each_event_and_alias(name):
+def test_the_manager_has_a_method_for_each_event_and_alias(name):
     hook = Hook()
     seen = []
     setattr(hook, name, lambda status: seen.append(status))
@@ -451,12 +451,12 @@ def test_fewer_positions_and_the_rest_by_name_work():
 @pytest.mark.parametrize(
     ("event", "values"), [("on_step_end", (1,)), ("on_train_begin", ("state", "more"))]
 )
-def test_positions_that_an_event_does_not_have_are_refused(event, values):
+def test_too_many_positional_arguments_raise_an_error(event, values):
     with pytest.raises(UnknownEventError, match=f"{event} takes its arguments by name"):
         getattr(HookManager(), event)(*values)
 
 
-def test_a_misspelled_callable_is_an_attribute_error():
+def test_a_misspelled_event_method_is_an_attribute_error():
     with pytest.raises(AttributeError, match="on_step_ends"):
         HookManager().on_step_ends  # noqa: B018
 

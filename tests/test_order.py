@@ -1,4 +1,4 @@
-"""In which order hooks are called."""
+"""The order in which hooks are called."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def ranked(rank):
 
 
 def called(manager):
-    """The names in the order in which they are really called."""
+    """Return the names in the order in which the hooks are called."""
     User.calls = []
     try:
         manager.fire("on_step_end")
@@ -36,7 +36,7 @@ def test_hooks_are_called_in_the_order_of_registration():
     assert called(manager) == manager.list_hooks() == ["c", "a", "b"]
 
 
-def test_built_ins_come_after_the_users_hooks_and_what_writes_comes_last():
+def test_built_ins_come_after_the_users_hooks_and_writers_come_last():
     manager = HookManager()
     for rank in (Rank.WRITER, Rank.CHECKPOINT, Rank.CONTROL, Rank.MONITOR):
         manager.add_hook(ranked(rank)(), rank.name.lower())
@@ -78,39 +78,39 @@ def test_before_and_after_together_place_a_hook_between_the_two():
     assert order.index("a") < order.index("new") < order.index("c")
 
 
-def test_a_users_hook_can_be_placed_behind_a_built_in():
+def test_a_users_hook_can_be_placed_after_a_built_in():
     manager = HookManager([ranked(Rank.MONITOR)("monitor"), ranked(Rank.WRITER)("writer")])
     manager.add_hook(User(), "user", after="monitor")
     assert called(manager) == ["monitor", "user", "writer"]
 
 
-def test_a_hook_can_be_placed_by_one_that_was_placed_itself():
+def test_a_hook_can_be_placed_next_to_one_that_was_placed_itself():
     manager = HookManager([User("a"), User("b")])
     manager.add_hook(User(), "x", before="a")
     manager.add_hook(User(), "y", before="x")
     assert called(manager) == ["y", "x", "a", "b"]
 
 
-def test_a_place_next_to_nobody_is_refused():
+def test_a_place_next_to_an_unknown_hook_raises_an_error():
     with pytest.raises(UnknownHookError, match="nobody"):
         HookManager().add_hook(User(), after="nobody")
 
 
-def test_a_contradiction_is_refused_and_named():
+def test_a_contradiction_raises_an_error_that_names_the_hooks():
     manager = HookManager([User("a"), User("b")])
     with pytest.raises(OrderError, match=r"'new' cannot come after 'b' and before 'a'"):
         manager.add_hook(User(), "new", after="b", before="a")
     assert called(manager) == ["a", "b"]
 
 
-def test_before_and_after_the_same_hook_is_refused():
+def test_before_and_after_the_same_hook_raises_an_error():
     manager = HookManager([User("a")])
     with pytest.raises(OrderError):
         manager.add_hook(User(), "new", after="a", before="a")
     assert called(manager) == ["a"]
 
 
-def test_a_cycle_is_refused_and_everything_stays_as_it_was():
+def test_a_cycle_raises_an_error_and_changes_nothing():
     manager = HookManager([User("a")])
     manager.add_hook(User(), "b", after="a")
     with pytest.raises(OrderError, match=r"'b', 'a' is a cycle|'a', 'b' is a cycle"):
@@ -118,14 +118,14 @@ def test_a_cycle_is_refused_and_everything_stays_as_it_was():
     assert called(manager) == manager.list_hooks() == ["a", "b"]
 
 
-def test_a_hook_placed_next_to_itself_is_refused():
+def test_a_hook_placed_next_to_itself_raises_an_error():
     manager = HookManager([old := User("a")])
     with pytest.raises(OrderError):
         manager.add_hook(User(), "a", before="a", replace=True)
     assert manager.get_hook("a") is old
 
 
-def test_a_hook_that_others_were_placed_by_can_be_removed():
+def test_a_hook_with_others_placed_next_to_it_can_be_removed():
     manager = HookManager([User("a")])
     manager.add_hook(User(), "x", before="a")
     manager.add_hook(User(), "b", after="x")
@@ -136,7 +136,7 @@ def test_a_hook_that_others_were_placed_by_can_be_removed():
     assert len(called(manager)) == 3
 
 
-def test_a_hook_that_another_was_placed_by_can_be_removed_and_come_back():
+def test_a_hook_with_another_placed_next_to_it_can_be_removed_and_added_again():
     manager = HookManager([first := User("a")])
     manager.add_hook(User(), "b", after="a")
     manager.remove_hook("a")
@@ -144,7 +144,7 @@ def test_a_hook_that_another_was_placed_by_can_be_removed_and_come_back():
     assert sorted(called(manager)) == ["a", "b"]
 
 
-def test_a_hook_that_comes_later_does_not_push_itself_between():
+def test_a_later_hook_does_not_separate_two_that_were_placed_together():
     manager = HookManager([ranked(Rank.WRITER)("writer")])
     manager.add_hook(User(), "placed", before="writer")
     manager.add_hook(User(), "later")
@@ -160,7 +160,7 @@ def test_a_placed_hook_follows_when_its_neighbour_is_replaced():
 
 @st.composite
 def registrations(draw):
-    """Hooks of any rank, some of them placed by ones that came before."""
+    """Draw hooks of any rank, some placed next to earlier ones."""
     count = draw(st.integers(1, 9))
     chosen = []
     for i in range(count):
@@ -170,7 +170,7 @@ def registrations(draw):
 
 
 @given(registrations())
-def test_every_accepted_wish_holds_and_a_refused_one_changes_nothing(chosen):
+def test_every_accepted_placement_holds_and_an_error_changes_nothing(chosen):
     manager = HookManager()
     wishes = []
     for i, (rank, before, after) in enumerate(chosen):
@@ -186,7 +186,7 @@ def test_every_accepted_wish_holds_and_a_refused_one_changes_nothing(chosen):
             continue
         wishes.append((f"h{i}", rank, before, after))
         rest = [name for name in manager.list_hooks() if name != f"h{i}"]
-        assert rest == known  # nobody else moves
+        assert rest == known  # no other hook moves
     order = manager.list_hooks()
     assert called(manager) == order
     for name, _, before, after in wishes:

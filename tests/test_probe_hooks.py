@@ -72,7 +72,7 @@ def test_training_is_bit_for_bit_the_same_with_a_probe():
     assert same(weights(plain[0]), weights(probed[0]))
 
 
-def test_a_failing_probe_is_isolated_and_quarantined(caplog):
+def test_a_failing_probe_is_isolated_and_disabled(caplog):
     class Fails(Probe):
         def after(self, call):
             raise ZeroDivisionError
@@ -83,7 +83,7 @@ def test_a_failing_probe_is_isolated_and_quarantined(caplog):
         trainer.fit(batches(5))
     assert (trainer.status, trainer.step) == ("completed", 5)
     assert trainer.hooks.summary().failures == {"fails": 3}
-    assert "QUARANTINED" in caplog.text
+    assert "DISABLED" in caplog.text
 
 
 def test_a_strict_probe_that_fails_stops_training():
@@ -310,7 +310,7 @@ def test_from_epoch_in_a_loop_without_epochs_is_said(caplog):
         for x, y in batches(4):
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    assert "'sees' is QUARANTINED" in caplog.text
+    assert "'sees' is DISABLED" in caplog.text
     assert "session.epoch()" in caplog.text
 
 
@@ -495,7 +495,7 @@ class FailsAfter(Sees):
 
 
 @pytest.mark.parametrize(("kind", "where"), [(FailsBefore, "began"), (FailsAfter, "ended")])
-def test_a_failure_around_a_forward_is_isolated_and_quarantines(kind, where, caplog):
+def test_a_failure_around_a_forward_is_isolated_and_disables_the_probe(kind, where, caplog):
     model, optimizer = make()
     probe = kind("first")
     trainer = Trainer(config(), model, optimizer, hooks=[probe])
@@ -506,7 +506,7 @@ def test_a_failure_around_a_forward_is_isolated_and_quarantines(kind, where, cap
     assert f"failed in {where}" in caplog.text
 
 
-def test_a_failing_probe_with_a_beginning_is_quarantined_after_three(caplog):
+def test_a_failing_probe_with_a_beginning_is_disabled_after_three(caplog):
     class Fails(Sees):
         def began(self):
             pass
@@ -518,7 +518,7 @@ def test_a_failing_probe_with_a_beginning_is_quarantined_after_three(caplog):
     trainer = Trainer(config(), model, optimizer, hooks=[Fails("first")])
     trainer.fit(batches(5))
     assert trainer.hooks.summary().failures == {"fails": 3}
-    assert "QUARANTINED" in caplog.text
+    assert "DISABLED" in caplog.text
 
 
 def test_an_edit_of_one_s_own_needs_the_permission():

@@ -49,7 +49,8 @@ def shown(stream: io.StringIO) -> str:
 
 def hook(name: str, failures: int = 0, enabled: bool = True) -> HookInfo:
     error = "ValueError: [/x] é" if failures else None
-    return HookInfo(name, "hook", "C", enabled, False, "", (), failures, error, 900, 0.12, 0.034)
+    status = "enabled" if enabled else "disabled"
+    return HookInfo(name, "hook", "C", status, "", (), failures, error, 900, 0.12, 0.034)
 
 
 def ascii_file() -> io.TextIOWrapper:

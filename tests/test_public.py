@@ -2,95 +2,54 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import hookline
 
-NAMES = {
-    "BaseTrainer",
-    "CheckpointError",
-    "ConfigError",
-    "RunError",
-    "GenericTrainer",
-    "HooksConfig",
-    "SimpleTrainer",
-    "Trainer",
-    "TrainerConfig",
-    "TrainingError",
-    "get_trainer",
-    "EVENTS",
-    "Hook",
-    "HookFailedError",
-    "HookInfo",
-    "HookManager",
-    "HookRunner",
-    "HookSettings",
-    "HookStateError",
-    "HooklineError",
-    "LazyFloat",
-    "LoopError",
-    "Metrics",
-    "NameTakenError",
-    "NotAHookError",
-    "NotSuppliedError",
-    "OrderError",
-    "RegistrationError",
-    "Schedule",
-    "Session",
-    "SignatureError",
-    "StateReport",
-    "StepContext",
-    "Summary",
-    "TrainerHooks",
-    "TrainingHook",
-    "UnknownEventError",
-    "UnknownHookError",
-    "__version__",
-    "attach",
-    "CheckpointHook",
-    "ConsoleLogHook",
-    "DebugHook",
-    "EMA",
-    "EarlyStopping",
-    "ForwardHook",
-    "GradientMonitor",
-    "Heartbeat",
-    "JSONLogHook",
-    "LRMonitor",
-    "LoggingHook",
-    "ModelCheckpoint",
-    "NotificationHook",
-    "ObserverError",
-    "ProbeError",
-    "RuntimeProfile",
-    "TimeLimit",
-    "TorchProfiler",
-    "UpdateHook",
-    "UploadHook",
-    "HookRegistry",
-    "open_run",
-    "probe",
-    "tap",
-    "ActivationStats",
-    "AGC",
-    "Centralize",
-    "ClipNorm",
-    "ClipValue",
-    "EMAFilter",
-    "Identity",
-    "Mask",
-    "Noise",
-    "Scale",
-    "SkipNonfinite",
-}
+PACKAGES = ["config_files", "probes", "runs", "trainer", "updates"]
 
 
-def test_the_public_names_are_these():
-    assert set(hookline.__all__) == set(dir(hookline)) == NAMES
-    assert all(getattr(hookline, name) is not None for name in NAMES)
+def names_for_type_checkers(package):
+    """Return the names that a package imports or assigns under `if TYPE_CHECKING:`."""
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    names = [alias.name for node in block.body for alias in getattr(node, "names", ())]
+    return names + [target.id for node in block.body for target in getattr(node, "targets", ())]
+
+
+def test_what_type_checkers_see_is_what_can_be_imported():
+    names = [*names_for_type_checkers(hookline), "__version__"]
+    assert sorted(hookline.__all__) == sorted(names)
+    assert all(getattr(hookline, name) is not None for name in names)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_offers_the_names_that_type_checkers_see(name):
+    package = importlib.import_module(f"hookline.{name}")
+    eager = {"RunError"} if name == "runs" else set()
+    assert set(package.__all__) == {*names_for_type_checkers(package), *eager}
+    assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+@pytest.mark.parametrize("name", ["hookline", *(f"hookline.{name}" for name in PACKAGES)])
+def test_dir_lists_the_public_names_before_they_are_used(name):
+    code = (
+        f"import {name} as package; import sys; sys.exit(dir(package) != sorted(package.__all__))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_name_that_a_package_does_not_have_is_an_attribute_error(name):
+    package = importlib.import_module(f"hookline.{name}")
+    with pytest.raises(AttributeError, match=f"'hookline.{name}' has no attribute 'Trainr'"):
+        _ = package.Trainr
 
 
 def test_names_of_other_systems_are_the_same_object():
@@ -125,5 +84,5 @@ def test_the_hooks_of_the_typing_file_run_as_well_as_they_check():
 
 
 def test_every_error_is_a_hookline_error():
-    errors = [getattr(hookline, name) for name in NAMES if name.endswith("Error")]
+    errors = [getattr(hookline, name) for name in hookline.__all__ if name.endswith("Error")]
     assert all(issubclass(error, hookline.HooklineError) for error in errors)

@@ -135,7 +135,7 @@ def test_accumulation_that_begins_later_does_not_stop_the_run():
         train(model, optimizer, batches(1))
     assert session.step == 3
     assert [arguments["step"] for _, arguments in hook.told] == [1]
-    assert [info.status for info in session.hooks.describe()] == ["quarantined", "enabled"]
+    assert [info.status for info in session.hooks.describe()] == ["failed", "enabled"]
 
 
 def test_a_backward_that_does_not_pass_through_the_model_is_refused():

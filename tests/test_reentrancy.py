@@ -9,7 +9,7 @@ from hookline import Hook, HookManager, HookSettings
 
 
 class Note(Hook):
-    """Writes its letter into a list that all share; does something else in its turn once."""
+    """Appends its letter to a shared list; at its first call it also runs an action."""
 
     def __init__(self, letter, notes, act=None):
         super().__init__(letter)
@@ -28,7 +28,7 @@ def notes():
 
 
 def managed(notes, letters="abc", act=None):
-    """Hooks a, b, c; b does `act(manager)` when it is called for the first time."""
+    """Return a manager with hooks a, b, c; b calls `act(manager)` at its first call."""
     manager = HookManager(settings=HookSettings(isolate=False))
     for letter in letters:
         mine = (lambda: act(manager)) if letter == "b" and act else None
@@ -46,19 +46,19 @@ def fire_twice(manager, notes):
 
 @pytest.mark.parametrize("action", ["disable_hook", "remove_hook"])
 class TestSwitchingOff:
-    def test_a_hook_can_switch_itself_off(self, notes, action):
+    def test_a_hook_can_turn_itself_off(self, notes, action):
         manager = managed(notes, act=lambda m: getattr(m, action)("b"))
         assert fire_twice(manager, notes) == ("abc", "ac")
 
-    def test_a_hook_can_switch_off_an_earlier_one(self, notes, action):
+    def test_a_hook_can_turn_off_an_earlier_one(self, notes, action):
         manager = managed(notes, act=lambda m: getattr(m, action)("a"))
         assert fire_twice(manager, notes) == ("abc", "bc")
 
-    def test_a_later_hook_that_is_switched_off_is_not_called_any_more(self, notes, action):
+    def test_a_later_hook_that_is_turned_off_is_not_called_any_more(self, notes, action):
         manager = managed(notes, act=lambda m: getattr(m, action)("c"))
         assert fire_twice(manager, notes) == ("ab", "ab")
 
-    def test_switching_all_off_ends_the_event(self, notes, action):
+    def test_turning_all_hooks_off_ends_the_event(self, notes, action):
         def all_off(manager):
             for name in manager.list_hooks():
                 getattr(manager, action)(name)
@@ -73,18 +73,18 @@ def test_clearing_from_inside_ends_the_event(notes):
     assert fire_twice(manager, notes) == ("ab", "")
 
 
-def test_a_hook_that_is_added_is_called_from_the_next_firing_on(notes):
+def test_a_hook_that_is_added_is_called_from_the_next_event_on(notes):
     manager = managed(notes, act=lambda m: m.add_hook(Note("d", notes)))
     assert fire_twice(manager, notes) == ("abc", "abcd")
 
 
-def test_a_hook_that_is_enabled_is_called_from_the_next_firing_on(notes):
+def test_a_hook_that_is_enabled_is_called_from_the_next_event_on(notes):
     manager = managed(notes, act=lambda m: m.enable_hook("c"))
     manager.disable_hook("c")
     assert fire_twice(manager, notes) == ("ab", "abc")
 
 
-def test_a_hook_that_is_switched_off_and_on_is_back_from_the_next_firing_on(notes):
+def test_a_hook_that_is_disabled_and_enabled_is_called_again_from_the_next_event_on(notes):
     def off_and_on(manager):
         manager.disable_hook("c")
         manager.enable_hook("c")
@@ -93,12 +93,12 @@ def test_a_hook_that_is_switched_off_and_on_is_back_from_the_next_firing_on(note
     assert fire_twice(manager, notes) == ("ab", "abc")
 
 
-def test_a_hook_that_is_replaced_from_inside_gives_way_from_the_next_firing_on(notes):
+def test_a_hook_that_is_replaced_from_inside_is_not_called_from_the_next_event_on(notes):
     manager = managed(notes, act=lambda m: m.add_hook(Note("D", notes), "c", replace=True))
     assert fire_twice(manager, notes) == ("ab", "abD")
 
 
-def test_a_scheduled_hook_that_is_switched_off_from_inside_is_not_called_any_more():
+def test_a_scheduled_hook_that_is_disabled_from_inside_is_not_called_any_more():
     manager = HookManager()
     seen = []
     first, second = Hook(), Hook()
@@ -110,7 +110,7 @@ def test_a_scheduled_hook_that_is_switched_off_from_inside_is_not_called_any_mor
     assert seen == []
 
 
-# -- a hook that fires -----------------------------------------------------------------------------
+# -- a hook that fires events ----------------------------------------------------------------------
 
 
 def test_a_hook_can_fire_another_event_which_runs_at_once():
@@ -155,7 +155,7 @@ def test_a_hook_can_fire_its_own_event_within_itself():
     assert {info.name: info.calls for info in manager.describe()} == {"countdown": 3, "other": 3}
 
 
-def test_a_hook_switched_off_in_an_inner_firing_is_not_called_in_the_outer_one_either():
+def test_a_hook_disabled_in_a_nested_event_is_not_called_in_the_outer_one_either():
     manager = HookManager(settings=HookSettings(isolate=False))
     seen = []
 
@@ -180,7 +180,7 @@ def test_a_hook_switched_off_in_an_inner_firing_is_not_called_in_the_outer_one_e
 
 @pytest.fixture
 def eager_threads():
-    """Let Python change threads as often as it can."""
+    """Make Python switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -188,7 +188,7 @@ def eager_threads():
 
 
 def in_threads(*jobs):
-    """Run the jobs at the same time and raise what they raise."""
+    """Run the jobs concurrently and raise their exceptions."""
     barrier = threading.Barrier(len(jobs))
     errors = []
 
@@ -196,7 +196,7 @@ def in_threads(*jobs):
         try:
             barrier.wait(10)
             job()
-        except BaseException as error:  # handed to the test below
+        except BaseException as error:  # raised below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
@@ -252,7 +252,7 @@ def test_toggling_in_one_thread_loses_no_call_of_other_hooks_in_another():
 
 
 @pytest.mark.usefixtures("eager_threads")
-def test_a_thread_that_switched_a_hook_off_does_not_have_it_called_any_more():
+def test_a_hook_is_not_called_any_more_after_a_thread_has_disabled_it():
     manager = HookManager()
 
     class Mine(Hook):
@@ -314,7 +314,7 @@ def test_a_hook_runs_on_the_thread_that_fires():
     assert seen == [thread]
 
 
-def test_a_hook_that_waits_does_not_keep_other_threads_from_firing_and_changing():
+def test_a_blocking_hook_does_not_block_other_threads():
     manager = HookManager()
     inside, go = threading.Event(), threading.Event()
     slow, other = Hook("slow"), Count()

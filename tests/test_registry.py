@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_said_with_its_place(config, message):
 def test_several_mistakes_are_said_at_once_and_nothing_is_registered():
     registry = HookRegistry({"loop": ["ema"]})
     registry.remove_hook("ema")
-    before = dict(registry._gone)
+    before = dict(registry._removed)
     bad = {"loop": ["lr_monitr", "ema", {"name": "json_log", "everry": 1}], "forward": ["ema"]}
     with pytest.raises(ConfigError) as error:
         registry.add_configured(bad)
@@ -263,7 +263,7 @@ def test_several_mistakes_are_said_at_once_and_nothing_is_registered():
         "hooks.forward[0]",
     ]
     assert registry.list_hooks() == []
-    assert registry._gone == before
+    assert registry._removed == before
 
 
 def test_more_hooks_can_be_added_from_a_configuration_later():

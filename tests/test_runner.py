@@ -1,4 +1,4 @@
-"""HookRunner: a loop that calls its hooks by hand, in five places."""
+"""HookRunner: a loop that fires five events by hand."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from hookline.hook import Rank
 
 
 class Five(TrainingHook):
-    """Listens to all five, in this dialect's own signatures."""
+    """Listens to all five events, with the signatures of document 003."""
 
     def __init__(self):
         self.seen = []
@@ -99,7 +99,7 @@ def test_the_fields_of_the_context_can_be_asked_for_by_name():
     assert seen == [(ctx.model, ctx.optimizer, 3, 0.5, 2.0, 0.1, 96)]
 
 
-def test_a_loss_that_a_hook_asks_for_by_name_is_not_read_before_it_is_looked_at():
+def test_a_loss_that_a_hook_asks_for_by_name_is_read_on_first_use():
     reads = []
     loss = LazyFloat(lambda: reads.append("read") or 0.5)
     hook = Hook()
@@ -121,7 +121,7 @@ def test_the_configuration_can_be_asked_for_in_every_later_event():
     assert seen == [("config", 3)]
 
 
-def test_a_second_training_has_its_own_configuration():
+def test_a_second_training_run_has_its_own_configuration():
     hook = Hook()
     seen = []
     hook.on_step_end = lambda config: seen.append(config)
@@ -231,7 +231,7 @@ def test_hooks_can_be_inserted_extended_popped_removed_and_cleared():
     assert runner.hooks == []
 
 
-def test_the_list_keeps_its_order_when_the_neighbour_of_an_inserted_hook_goes():
+def test_the_list_keeps_its_order_when_the_neighbour_of_an_inserted_hook_is_removed():
     a, b, new = named("a", "b", "new")
     runner = HookRunner([a, b])
     runner.hooks.insert(0, new)
@@ -239,7 +239,7 @@ def test_the_list_keeps_its_order_when_the_neighbour_of_an_inserted_hook_goes():
     assert runner.hooks == [new, b]
 
 
-def test_a_hook_can_be_put_in_the_place_of_another():
+def test_an_item_of_the_list_can_be_replaced():
     a, b, c, new = named("a", "b", "c", "new")
     runner = HookRunner([a, b, c])
     runner.hooks[1] = new
@@ -271,7 +271,7 @@ def test_a_list_can_be_reversed():
     assert runner.hooks == [c, b, a]
 
 
-def test_adding_to_the_list_leaves_the_others_as_they_were():
+def test_adding_to_the_list_does_not_change_the_others():
     runner = HookRunner()
     runner.add_hook(Five(), "mine", every=10)
     runner.disable_hook("mine")
@@ -282,7 +282,7 @@ def test_adding_to_the_list_leaves_the_others_as_they_were():
 
 
 @pytest.mark.parametrize("index", [0, slice(None), slice(0, 1)])
-def test_a_refused_assignment_loses_nothing(index):
+def test_an_assignment_that_raises_changes_nothing(index):
     a, b = named("a", "b")
     runner = HookRunner([a, b])
     with pytest.raises(NotAHookError):
@@ -290,7 +290,7 @@ def test_a_refused_assignment_loses_nothing(index):
     assert runner.hooks == [a, b]
 
 
-def test_the_same_hook_twice_in_an_assigned_list_is_refused():
+def test_the_same_hook_twice_in_an_assigned_list_raises_an_error():
     new, old = Five(), Five()
     runner = HookRunner([old])
     with pytest.raises(NameTakenError):
@@ -298,7 +298,7 @@ def test_the_same_hook_twice_in_an_assigned_list_is_refused():
     assert runner.hooks == [old]
 
 
-def test_a_hook_can_take_the_place_of_one_of_the_same_name():
+def test_a_hook_can_replace_one_of_the_same_name():
     old, new = Hook("a"), Hook("a")
     runner = HookRunner([old])
     runner.hooks = [new]
@@ -306,7 +306,7 @@ def test_a_hook_can_take_the_place_of_one_of_the_same_name():
     assert runner.list_hooks() == ["a"]
 
 
-def test_a_list_that_was_reordered_takes_further_hooks():
+def test_hooks_can_be_added_to_a_reordered_list():
     a, b, c = named("a", "b", "c")
     runner = HookRunner([a])
     runner.add_hook(b, after="a")
@@ -315,14 +315,14 @@ def test_a_list_that_was_reordered_takes_further_hooks():
     assert runner.hooks == [b, a, c]
 
 
-def test_a_hook_that_asks_for_what_a_runner_is_not_given_is_refused_when_registered():
+def test_registering_a_hook_that_asks_for_what_a_runner_does_not_provide_raises_an_error():
     hook = Hook()
     hook.on_train_end = lambda trainer: None
-    with pytest.raises(SignatureError, match=r"'trainer', which a HookRunner is not given"):
+    with pytest.raises(SignatureError, match=r"'trainer', which a HookRunner does not provide"):
         HookRunner([hook])
 
 
-def test_a_runner_with_a_source_has_what_the_source_has():
+def test_a_runner_with_a_source_provides_its_attributes():
     hook = Hook()
     seen = []
     hook.on_train_end = lambda trainer, step: seen.append((trainer, step))

@@ -1,4 +1,4 @@
-"""Schedules belong to the registration."""
+"""Schedules: in which steps a registered hook is called."""
 
 import random
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def test_a_hook_is_called_from_an_epoch_on():
 def test_sampling_chooses_about_its_share_of_the_steps():
     seen = steps_seen(10_000, sample_rate=0.1)
     assert 800 < len(seen) < 1200
-    assert len({step % 10 for step in seen}) == 10  # and not in lockstep
+    assert len({step % 10 for step in seen}) == 10  # not periodic
 
 
 def test_sampling_chooses_the_same_steps_in_every_run():
@@ -69,7 +69,7 @@ def test_a_resumed_run_samples_the_steps_it_would_have_sampled():
     assert hook.steps == [step for step in steps_seen(sample_rate=0.2) if step > 500]
 
 
-def test_a_higher_rate_sees_all_that_a_lower_one_sees():
+def test_a_higher_rate_includes_the_steps_of_a_lower_one():
     assert set(steps_seen(sample_rate=0.1)) < set(steps_seen(sample_rate=0.4))
 
 
@@ -79,7 +79,7 @@ def test_schedules_combine():
     assert seen
 
 
-def test_a_scheduled_hook_still_sees_what_does_not_happen_in_every_step():
+def test_a_scheduled_hook_gets_all_events_that_are_not_per_step():
     manager = HookManager()
     manager.add_hook(hook := Watch(), every=1000, sample_rate=0.01, from_epoch=50)
     for epoch in range(3):
@@ -87,8 +87,8 @@ def test_a_scheduled_hook_still_sees_what_does_not_happen_in_every_step():
     assert hook.others == [0, 1, 2]
 
 
-def test_a_hook_sees_a_step_whole_or_not_at_all():
-    """Two batches to a step; while a step is under way, `step` still counts the completed ones."""
+def test_a_hook_gets_all_events_of_a_step_or_none():
+    """With two batches per step; during a step, `step` still counts the completed ones."""
     loop = SimpleNamespace(step=0, step_in_progress=1, batch_idx=0, epoch=0)
     manager = HookManager(source=loop)
     manager.add_hook(every := Watch(), "every", every=3)
@@ -117,7 +117,7 @@ def test_a_scheduled_and_an_unscheduled_hook_get_the_same_arguments():
     assert (thin.steps, full.steps) == ([2, 4], [1, 2, 3, 4])
 
 
-def test_a_loop_that_does_not_tell_the_step_is_told_that_a_schedule_needs_it():
+def test_a_loop_that_does_not_provide_the_step_gets_an_error_that_names_the_schedule():
     manager = HookManager()
     hook = Hook()
     hook.on_step_end = lambda: None
@@ -126,7 +126,7 @@ def test_a_loop_that_does_not_tell_the_step_is_told_that_a_schedule_needs_it():
         manager.fire("on_step_end")
 
 
-def test_a_loop_that_does_not_tell_the_epoch_is_told_which_hook_needs_it():
+def test_a_loop_that_does_not_provide_the_epoch_gets_an_error_that_names_the_hook():
     manager = HookManager()
     manager.add_hook(Watch(), from_epoch=2)
     with pytest.raises(NotSuppliedError, match=r"'epoch', which watch \(its from_epoch\)"):

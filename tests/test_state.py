@@ -1,15 +1,16 @@
-"""The states of hooks, by name."""
+"""Saving and loading the states of hooks."""
 
 import json
 
 import pytest
 import torch
 
+import hookline
 from hookline import Hook, HookFailedError, HookManager, HookStateError
 
 
 class Mean(Hook):
-    """Keeps something that a resumed run needs."""
+    """Has a state that a resumed run needs."""
 
     def __init__(self, name=None):
         super().__init__(name)
@@ -38,7 +39,7 @@ class Broken(Mean):
         raise KeyError("total")
 
 
-def test_states_are_saved_and_given_back_by_name():
+def test_states_are_saved_and_loaded_by_name():
     saved = HookManager([Mean("a"), Mean("b")])
     saved.get_hook("a").total = 1.0
     saved.get_hook("b").total = 2.0
@@ -51,7 +52,7 @@ def test_states_are_saved_and_given_back_by_name():
     assert (report.missing, report.orphaned) == ((), ())
 
 
-def test_a_hook_saves_nothing_by_default_and_nobody_complains(caplog):
+def test_a_hook_saves_nothing_by_default_without_a_warning(caplog):
     manager = HookManager([Plain()])
     assert manager.state_dict() == {}
     report = manager.load_state_dict({})
@@ -91,7 +92,7 @@ def test_a_state_without_a_hook_is_reported(caplog):
     assert "gone" in record.getMessage()
 
 
-def test_a_state_of_a_hook_that_keeps_none_any_more_is_reported():
+def test_the_state_of_a_hook_that_has_no_state_any_more_is_reported():
     report = HookManager([Plain()]).load_state_dict({"plain": {"x": 1}})
     assert report.orphaned == ("plain",)
 
@@ -129,7 +130,7 @@ def test_a_critical_hook_that_cannot_save_stops_training():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_hook_that_cannot_take_its_state_back_is_named():
+def test_the_error_names_the_hook_that_cannot_load_its_state():
     manager = HookManager([Broken("resumer")])
     with pytest.raises(HookStateError, match=r"'resumer' \(Broken\).*KeyError: 'total'") as caught:
         manager.load_state_dict({"resumer": {}})
@@ -137,7 +138,7 @@ def test_a_hook_that_cannot_take_its_state_back_is_named():
 
 
 @pytest.mark.parametrize("states", [None, [], "state"])
-def test_something_that_is_no_state_is_refused(states):
+def test_an_invalid_state_raises_an_error(states):
     with pytest.raises(HookStateError, match="a mapping from hook names"):
         HookManager([Mean()]).load_state_dict(states)
 
@@ -149,3 +150,26 @@ def test_only_the_state_is_saved_and_not_the_registration():
     fresh = HookManager([Mean()])
     fresh.load_state_dict(manager.state_dict())
     assert (fresh.describe()[0].enabled, fresh.describe()[0].schedule) == (True, "always")
+
+
+def test_a_resumed_run_disables_what_the_user_disabled_but_tries_failed_hooks_again(tmp_path):
+    def trainer():
+        broken, idle = Hook("broken"), Hook("idle")
+        broken.on_step_end = lambda step: 1 / 0
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = {"runs": tmp_path, "progress": "off", "max_epochs": 1}
+        return hookline.Trainer(
+            config, model, optimizer, loss_fn=torch.nn.MSELoss(), hooks=[broken, idle]
+        )
+
+    def status(trainer):
+        return {info.name: info.status for info in trainer.hooks.describe()[:2]}
+
+    data = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
+    first, resumed = trainer(), trainer()
+    first.disable_hook("idle")
+    first.fit(data)
+    assert status(first) == {"broken": "failed", "idle": "disabled"}
+    resumed.fit(data, resume_from=first.save_checkpoint(tmp_path / "saved"))  # nothing is left
+    assert status(resumed) == {"broken": "enabled", "idle": "disabled"}

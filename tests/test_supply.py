@@ -1,4 +1,4 @@
-"""A running loop that cannot supply what a hook asks for."""
+"""A running loop that does not provide what a hook asks for."""
 
 import pytest
 
@@ -6,13 +6,13 @@ from hookline import Hook, HookFailedError, HookManager, HookSettings, NotSuppli
 
 
 class Loop:
-    """A loop that knows its step, and says what it does not know."""
+    """A loop that provides its step, but neither loss nor epoch."""
 
     step = step_in_progress = 2
 
     @property
     def loss(self):
-        raise NotSuppliedError("The loss is not known in this loop. Call session.backward(loss).")
+        raise NotSuppliedError("This loop does not provide the loss. Call session.backward(loss).")
 
     epoch = loss
 
@@ -36,20 +36,20 @@ def fire(manager, times=1):
             manager.dispatchers.on_step_end(Loop())
 
 
-def test_a_hook_that_cannot_be_supplied_is_quarantined_with_the_call_that_would_help(caplog):
+def test_a_hook_that_lacks_an_argument_is_disabled_and_the_message_says_what_to_call(caplog):
     manager = HookManager([WantsLoss()])
     fire(manager, times=3)
     (record,) = caplog.records
     assert "'wants_loss'" in record.getMessage()
-    assert "QUARANTINED" in record.getMessage()
+    assert "DISABLED" in record.getMessage()
     assert "session.backward(loss)" in record.getMessage()
-    assert manager.describe()[0].status == "quarantined"
+    assert manager.describe()[0].status == "failed"
     assert manager.summary().failures == {"wants_loss": 1}
 
 
 @pytest.mark.parametrize("schedule", [{}, {"every": 2}, {"from_epoch": 1}])
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_the_others_are_called_once_in_the_event_in_which_it_is_noticed(schedule, place):
+def test_the_other_hooks_are_called_once_in_the_event_that_lacks_an_argument(schedule, place):
     manager = HookManager([before := Note()])
     manager.add_hook(WantsLoss(), **schedule, before="note" if place == "first" else None)
     manager.add_hook(after := Note(), "after")
@@ -59,14 +59,14 @@ def test_the_others_are_called_once_in_the_event_in_which_it_is_noticed(schedule
     assert (before.seen, after.seen) == ([2, 2], [2, 2])
 
 
-def test_all_who_ask_for_it_are_quarantined_at_once():
+def test_all_hooks_that_lack_an_argument_are_disabled_at_once():
     manager = HookManager([WantsLoss(), WantsLoss(), note := Note()])
     fire(manager)
-    assert [info.status for info in manager.describe()] == ["quarantined", "quarantined", "enabled"]
+    assert [info.status for info in manager.describe()] == ["failed", "failed", "enabled"]
     assert note.seen == [2]
 
 
-def test_a_hook_that_is_not_due_is_not_asked_for_what_it_would_need():
+def test_a_hook_that_is_not_due_may_lack_an_argument():
     manager = HookManager([note := Note()])
     manager.add_hook(WantsLoss(), every=3)
     fire(manager)
@@ -74,7 +74,7 @@ def test_a_hook_that_is_not_due_is_not_asked_for_what_it_would_need():
     assert note.seen == [2]
 
 
-def test_a_hook_that_can_do_without_is_called_without():
+def test_a_hook_is_called_without_optional_arguments():
     hook = Hook("watch")
     seen = []
     hook.on_step_end = lambda step, loss=None, **rest: seen.append((step, loss))
@@ -89,29 +89,29 @@ class Sparse(Loop):
         raise NotSuppliedError(name)
 
 
-def test_a_hook_that_training_depends_on_stops_it():
+def test_a_strict_hook_that_lacks_an_argument_stops_training():
     manager = HookManager()
     manager.add_hook(WantsLoss(), strict=True)
     with pytest.raises(HookFailedError, match=r"'wants_loss'.*session\.backward\(loss\)"):
         fire(manager)
 
 
-def test_without_isolation_the_error_comes_out():
+def test_without_isolation_the_error_is_raised():
     manager = HookManager([WantsLoss()], settings=HookSettings(isolate=False))
     with pytest.raises(NotSuppliedError, match=r"session\.backward"):
         fire(manager)
 
 
-def test_a_loop_that_has_not_taken_its_first_step_is_told_at_once_and_nobody_is_quarantined():
+def test_a_loop_that_has_not_taken_its_first_step_gets_the_error_at_once_and_no_hook_is_disabled():
     manager = HookManager([WantsLoss()])
-    manager.refuses_what_is_not_supplied = True
+    manager.raise_on_missing_args = True
     with pytest.raises(NotSuppliedError, match=r"session\.backward") as caught:
         fire(manager)
     assert "wants_loss" in str(caught.value)
     assert manager.describe()[0].status == "enabled"
 
 
-def test_a_hook_can_be_let_back_once_the_loop_supplies_it():
+def test_a_hook_can_be_enabled_again_when_the_loop_provides_the_argument():
     hook = Hook("watch")
     seen = []
     hook.on_step_end = lambda loss: seen.append(loss)

@@ -9,16 +9,16 @@
     with hookline.attach(model, optimizer, hooks=[Watch()]):
         ...  # the loop as it was
 
-Every public name is here. They are loaded when first used, so importing this costs next to
-nothing.
+Every public name can be imported from here. Names are imported on first use, so that
+`import hookline` is fast.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hookline._version import __version__ as __version__
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.config import HookRegistry as HookRegistry
@@ -97,78 +97,51 @@ if TYPE_CHECKING:
     BaseTrainer = Trainer
     SimpleTrainer = Trainer
 
-_WHERE = {
-    "hookline.config.trainer_config": ("HooksConfig", "TrainerConfig"),
-    "hookline.context": ("LazyFloat", "Metrics", "StepContext"),
-    "hookline.dispatch": (
-        "HookInfo",
-        "HookManager",
-        "HookRunner",
-        "HookSettings",
-        "Schedule",
-        "StateReport",
-        "Summary",
+# A test compares these tables with the imports above, which type checkers and editors read.
+_MODULES = {
+    "config": ("HookRegistry",),
+    "config.trainer_config": ("HooksConfig", "TrainerConfig"),
+    "context": ("LazyFloat", "Metrics", "StepContext"),
+    "dispatch": (
+        *("HookInfo", "HookManager", "HookRunner", "HookSettings"),
+        *("Schedule", "StateReport", "Summary"),
     ),
-    "hookline.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "HookFailedError",
-        "HookStateError",
-        "HooklineError",
-        "LoopError",
-        "NameTakenError",
-        "NotAHookError",
-        "NotSuppliedError",
-        "ObserverError",
-        "ProbeError",
-        "OrderError",
-        "RegistrationError",
-        "RunError",
-        "SignatureError",
-        "TrainingError",
-        "UnknownEventError",
-        "UnknownHookError",
+    "errors": (
+        *("CheckpointError", "ConfigError", "HookFailedError", "HookStateError", "HooklineError"),
+        *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
+        *("OrderError", "ProbeError", "RegistrationError", "RunError", "SignatureError"),
+        *("TrainingError", "UnknownEventError", "UnknownHookError"),
     ),
-    "hookline.events": ("EVENTS",),
-    "hookline.hook": ("ForwardHook", "Hook", "UpdateHook"),
-    "hookline.hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
-    "hookline.hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
-    "hookline.hooks.checkpointing.upload": ("UploadHook",),
-    "hookline.hooks.debugging.debug_hook": ("DebugHook",),
-    "hookline.hooks.notification.heartbeat": ("Heartbeat",),
-    "hookline.hooks.notification.notification_hook": ("NotificationHook",),
-    "hookline.hooks.monitoring.console_log": ("ConsoleLogHook",),
-    "hookline.hooks.monitoring.gradient_monitor": ("GradientMonitor",),
-    "hookline.hooks.monitoring.json_log": ("JSONLogHook",),
-    "hookline.hooks.monitoring.lr_monitor": ("LRMonitor",),
-    "hookline.hooks.monitoring.logging_hook": ("LoggingHook",),
-    "hookline.hooks.monitoring.runtime_profile": ("RuntimeProfile",),
-    "hookline.hooks.monitoring.torch_profiler": ("TorchProfiler",),
-    "hookline.hooks.optimization.early_stopping": ("EarlyStopping",),
-    "hookline.hooks.optimization.ema": ("EMA",),
-    "hookline.hooks.optimization.time_limit": ("TimeLimit",),
-    "hookline.integrations.bare_loop": ("Session", "attach"),
-    "hookline.probes.probe_context": ("probe",),
-    "hookline.probes.taps": ("tap",),
-    "hookline.config": ("HookRegistry",),
-    "hookline.runs": ("open_run",),
-    "hookline.trainer.trainer": ("Trainer", "get_trainer"),
-    "hookline.updates": (
-        "AGC",
-        "Centralize",
-        "ClipNorm",
-        "ClipValue",
-        "EMAFilter",
-        "Identity",
-        "Mask",
-        "Noise",
-        "Scale",
-        "SkipNonfinite",
+    "events": ("EVENTS",),
+    "hook": ("ForwardHook", "Hook", "UpdateHook"),
+    "hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
+    "hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
+    "hooks.checkpointing.upload": ("UploadHook",),
+    "hooks.debugging.debug_hook": ("DebugHook",),
+    "hooks.monitoring.activation_stats": ("ActivationStats",),
+    "hooks.monitoring.console_log": ("ConsoleLogHook",),
+    "hooks.monitoring.gradient_monitor": ("GradientMonitor",),
+    "hooks.monitoring.json_log": ("JSONLogHook",),
+    "hooks.monitoring.logging_hook": ("LoggingHook",),
+    "hooks.monitoring.lr_monitor": ("LRMonitor",),
+    "hooks.monitoring.runtime_profile": ("RuntimeProfile",),
+    "hooks.monitoring.torch_profiler": ("TorchProfiler",),
+    "hooks.notification.heartbeat": ("Heartbeat",),
+    "hooks.notification.notification_hook": ("NotificationHook",),
+    "hooks.optimization.early_stopping": ("EarlyStopping",),
+    "hooks.optimization.ema": ("EMA",),
+    "hooks.optimization.time_limit": ("TimeLimit",),
+    "integrations.bare_loop": ("Session", "attach"),
+    "probes.probe_context": ("probe",),
+    "probes.taps": ("tap",),
+    "runs": ("open_run",),
+    "trainer.trainer": ("Trainer", "get_trainer"),
+    "updates": (
+        *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
+        *("Mask", "Noise", "Scale", "SkipNonfinite"),
     ),
-    "hookline.hooks.monitoring.activation_stats": ("ActivationStats",),
 }
-_MODULE = {name: module for module, names in _WHERE.items() for name in names}
-_SAME = {  # the same object under another name
+_ALIASES = {
     "TrainerHooks": "Hook",
     "TrainingHook": "Hook",
     "GenericTrainer": "Trainer",
@@ -176,19 +149,10 @@ _SAME = {  # the same object under another name
     "SimpleTrainer": "Trainer",
 }
 
-__all__ = sorted([*_MODULE, *_SAME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "__version__",
+    *_ALIASES,
+    *(name for names in _MODULES.values() for name in names),
+]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("probes", "updates"):  # folders with public names of their own
-        return import_module(f"hookline.{name}")
-    real = _SAME.get(name, name)
-    if real not in _MODULE:
-        raise AttributeError(f"module 'hookline' has no attribute {name!r}")
-    value = getattr(import_module(_MODULE[real]), real)
-    globals()[name] = value  # the next look-up is an ordinary one
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES, _ALIASES, ("probes", "updates"))

@@ -1,8 +1,8 @@
-"""What events carry: numbers that are read when looked at, metrics, state, the step.
+"""Values of event arguments: lazy numbers, metrics, the training state, the step.
 
-A loss lives on the device. Turning it into a Python number waits for the device, so a number is
-handed to hooks unread and read the first time somebody looks: prints it, compares it, computes
-with it, calls `float` on it.
+A loss lives on the device, and converting it to a Python number waits for the device. So hooks get
+lazy numbers, which are read on first use: when they are printed, compared, computed with, or
+converted with `float`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
 
 
 class LazyFloat(numbers.Real):
-    """A number that is read from the device the first time somebody looks at it.
+    """A number that is read from the device on first use.
 
-    It computes, compares, formats, hashes and pickles as the `float` it stands for. Where only a
-    real `float` will do (`json.dumps`), write `float(loss)`.
+    It computes, compares, formats, hashes and pickles like the `float` it represents. Where a real
+    `float` is required (`json.dumps`), write `float(loss)`.
     """
 
     __slots__ = ("_value",)
@@ -37,24 +37,24 @@ class LazyFloat(numbers.Real):
     def __float__(self) -> float:
         value: Any = self._value
         if type(value) is not float:
-            given: Any = value() if callable(value) else value
-            value = self._value = float(given)  # here a device waits, and its tensor is let go
+            number: Any = value() if callable(value) else value
+            value = self._value = float(number)  # waits for the device and releases the tensor
         return cast(float, value)
 
     def item(self) -> float:
-        """Return the number, as a tensor of one element would."""
+        """Return the number as a `float`, like `Tensor.item`."""
         return float(self)
 
     def as_integer_ratio(self) -> tuple[int, int]:
-        """Return the number as a fraction, as `float` does."""
+        """Return the number as a fraction, like `float.as_integer_ratio`."""
         return float(self).as_integer_ratio()
 
     def is_integer(self) -> bool:
-        """Whether it is a whole number."""
+        """Return whether the number is integral."""
         return float(self).is_integer()
 
     def hex(self) -> str:
-        """Return it in hexadecimal, as `float` does."""
+        """Return the number in hexadecimal, like `float.hex`."""
         return float(self).hex()
 
     @property
@@ -89,7 +89,7 @@ class LazyFloat(numbers.Real):
         return float(self) == other
 
     def __ne__(self, other: object) -> bool:
-        return float(self) != other  # not `not ==`: arrays compare element by element
+        return float(self) != other  # not negated `==`: arrays compare element by element
 
     def __lt__(self, other: Any) -> Any:
         return float(self) < other
@@ -167,8 +167,8 @@ class LazyFloat(numbers.Real):
         return other ** float(self)
 
 
-def look(value: Any) -> Any:
-    """Read what is lazy: a `LazyFloat`, or a tensor of one element, becomes a `float`."""
+def read_lazy(value: Any) -> Any:
+    """Return a `LazyFloat` or a tensor of one element as a Python number, others unchanged."""
     kind = type(value)
     if kind is float or kind is int or kind is str:
         return value
@@ -178,23 +178,23 @@ def look(value: Any) -> Any:
 
 
 def _is_scalar_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # without torch there are no tensors either
+    torch = sys.modules.get("torch")  # not imported: there are no tensors
     return torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 class LazyDict(dict[str, Any]):
-    """A dict whose lazy values are read, once, by whoever looks at them.
+    """A dict whose lazy values are read on first access, and then kept as numbers.
 
-    Everything that reads values gives plain numbers: indexing, `get`, `items`, `values`, `pop`,
-    `copy`, `|`, `dict(m)`, `{**m}`, `json.dumps(m)`, pickling. Keys, `in` and `len` read nothing.
+    All access to values returns plain numbers: indexing, `get`, `items`, `values`, `pop`, `copy`,
+    `|`, `dict(m)`, `{**m}`, `json.dumps(m)`, pickling. Keys, `in` and `len` do not read values.
     """
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        seen = look(value)
-        if seen is not value:
-            super().__setitem__(key, seen)
-        return seen
+        number = read_lazy(value)
+        if number is not value:
+            super().__setitem__(key, number)
+        return number
 
     def get(self, key: str, default: Any = None) -> Any:
         try:
@@ -202,42 +202,42 @@ class LazyDict(dict[str, Any]):
         except (KeyError, NotSuppliedError):
             return default
 
-    def __iter__(self) -> Iterator[str]:  # with this, dict(m) and {**m} go through __getitem__
+    def __iter__(self) -> Iterator[str]:  # makes dict(m) and {**m} use __getitem__
         return super().__iter__()
 
-    def _read(self) -> dict[str, Any]:
+    def _read_all(self) -> dict[str, Any]:
         return {key: self[key] for key in self}
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._read().items()
+        return self._read_all().items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._read().values()
+        return self._read_all().values()
 
     def copy(self) -> dict[str, Any]:
-        return self._read()
+        return self._read_all()
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self.keys():
-            return look(super().pop(key))
+            return read_lazy(super().pop(key))
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Any]:
         key, value = super().popitem()
-        return key, look(value)
+        return key, read_lazy(value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         super().setdefault(key, default)
         return self[key]
 
     def __or__(self, other: Any) -> Any:
-        return self._read() | dict(other)
+        return self._read_all() | dict(other)
 
     def __ror__(self, other: Any) -> Any:
-        return dict(other) | self._read()
+        return dict(other) | self._read_all()
 
     def __eq__(self, other: object) -> bool:
-        return self._read() == (other._read() if isinstance(other, LazyDict) else other)
+        return self._read_all() == (other._read_all() if isinstance(other, LazyDict) else other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -245,16 +245,16 @@ class LazyDict(dict[str, Any]):
     __hash__ = None
 
     def __repr__(self) -> str:
-        return repr(self._read())
+        return repr(self._read_all())
 
     def __reduce__(self) -> Any:
-        return type(self), (self._read(),)
+        return type(self), (self._read_all(),)
 
 
 class Metrics(LazyDict):
     """The `metrics` of an event. `eval/<name>` is another name for `val/<name>`.
 
-    `eval/perplexity` comes from `val/loss`. Hooks may put values in; hooks after them see these.
+    `eval/perplexity` is derived from `val/loss`. Hooks may add values; later hooks see them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +262,7 @@ class Metrics(LazyDict):
         self.update(*args, **kwargs)
 
     def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(_real_name(key))
+        return super().__getitem__(_canonical_name(key))
 
     def __missing__(self, key: str) -> Any:
         if key == "val/perplexity" and "val/loss" in self.keys():
@@ -271,21 +271,21 @@ class Metrics(LazyDict):
         raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
-        name = _real_name(key)
+        name = _canonical_name(key)
         derived = name == "val/perplexity" and super().__contains__("val/loss")
         return derived or super().__contains__(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(_real_name(key), value)
+        super().__setitem__(_canonical_name(key), value)
 
     def __delitem__(self, key: str) -> None:
-        super().__delitem__(_real_name(key))
+        super().__delitem__(_canonical_name(key))
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return super().setdefault(_real_name(key), default)
+        return super().setdefault(_canonical_name(key), default)
 
     def pop(self, key: str, *default: Any) -> Any:
-        return super().pop(_real_name(key), *default)
+        return super().pop(_canonical_name(key), *default)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
@@ -296,14 +296,17 @@ class Metrics(LazyDict):
         return self
 
 
-def _real_name(key: Any) -> Any:
+def _canonical_name(key: Any) -> Any:
     return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
 
 
 class State(LazyDict):
-    """The `state` of an event: where training stands, as small trainers tell it.
+    """The `state` of an event: the progress of training, as a mapping.
 
-    A key that this loop cannot tell is absent; asking for it says which call would supply it.
+    Args:
+        known: the values.
+        absent: keys that this loop does not provide, each with what to do about it; looking one
+            up raises `NotSuppliedError`.
     """
 
     def __init__(self, known: Mapping[str, Any], absent: Mapping[str, str] | None = None) -> None:
@@ -312,19 +315,21 @@ class State(LazyDict):
 
     def __missing__(self, key: str) -> Any:
         if key in self._absent:
-            raise NotSuppliedError(f"state['{key}'] is not known in this loop. {self._absent[key]}")
+            raise NotSuppliedError(
+                f"This loop does not provide state['{key}']. {self._absent[key]}"
+            )
         raise KeyError(key)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._read(), self._absent)
+        return type(self), (self._read_all(), self._absent)
 
 
 @dataclass
 class StepContext:
-    """A step, for `on_step_end`. Model and optimizer are the live objects.
+    """A step, as the `ctx` of `on_step_end`. Model and optimizer are not copies.
 
-    Hooks get one; whoever drives a `HookRunner` makes one. Numbers may be given as tensors: they
-    are read when somebody looks at them.
+    A loop that uses a `HookRunner` creates it. Numbers may be tensors or functions without
+    arguments; they are read on first access.
     """
 
     step: int
@@ -336,15 +341,15 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     skipped: bool = False
 
-    def unread(self, name: str) -> Any:
-        """Return a field as a hook's argument: a number that is on a device stays unread."""
+    def lazy_field(self, name: str) -> Any:
+        """Return a field without reading it: a number on a device as a `LazyFloat`."""
         value: Any = self.__dict__[name]
-        later = name in _NUMBERS and (callable(value) or _is_scalar_tensor(value))
-        return LazyFloat(cast(Any, value)) if later else value
+        is_lazy = name in _LAZY_FIELDS and (callable(value) or _is_scalar_tensor(value))
+        return LazyFloat(cast(Any, value)) if is_lazy else value
 
 
-class _Looked:
-    """Makes a field of `StepContext` lazy: what was stored is read at the first look."""
+class _LazyField:
+    """Descriptor of a field of `StepContext` that is read on first access."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -353,16 +358,16 @@ class _Looked:
         if ctx is None:
             return self
         value = ctx.__dict__[self.name]
-        seen = value() if callable(value) else look(value)
-        if seen is not value:
-            ctx.__dict__[self.name] = seen
-        return seen
+        number = value() if callable(value) else read_lazy(value)
+        if number is not value:
+            ctx.__dict__[self.name] = number
+        return number
 
     def __set__(self, ctx: StepContext, value: Any) -> None:
         ctx.__dict__[self.name] = value
 
 
-# After the decorator, so that dataclass and type checkers see plain fields.
-_NUMBERS = ("loss", "grad_norm", "lr", "tokens_seen", "skipped")
-for _name in _NUMBERS:
-    setattr(StepContext, _name, _Looked(_name))
+# Set after the decorator has run, so that dataclass and type checkers see plain fields.
+_LAZY_FIELDS = ("loss", "grad_norm", "lr", "tokens_seen", "skipped")
+for _name in _LAZY_FIELDS:
+    setattr(StepContext, _name, _LazyField(_name))

@@ -1,25 +1,25 @@
-"""Every error that Hookline raises.
+"""All errors that Hookline raises.
 
     HooklineError
-    ├── RegistrationError          a hook that cannot be registered as it is written
-    │   ├── NotAHookError          (also a TypeError) something that is no hook
-    │   ├── SignatureError         an unknown event or parameter, a coroutine, event and alias
-    │   └── OrderError             `before=` and `after=` that cannot both hold
-    ├── NameTakenError             (also a ValueError) a hook's name that is in use
-    ├── UnknownHookError           (also a KeyError) no hook of that name
-    ├── UnknownEventError          (also a ValueError) no event, or no argument, of that name
-    ├── NotSuppliedError           a hook asks for what this loop has not supplied
-    ├── LoopError                  a loop that cannot be followed without guessing
-    ├── ConfigError                (also a ValueError) a configuration that does not fit
-    ├── TrainingError              what the trainer was given cannot be trained
-    ├── CheckpointError            a checkpoint that cannot be saved, found or loaded
-    ├── RunError                   a run's folder that cannot be made, opened or used this way
-    ├── ProbeError                 a probe that cannot be attached, or may not do what it does
+    ├── RegistrationError          a hook cannot be registered
+    │   ├── NotAHookError          (also a TypeError) an object is not a hook
+    │   ├── SignatureError         unknown event or parameter, coroutine, event under two names
+    │   └── OrderError             contradicting `before=` and `after=`
+    ├── NameTakenError             (also a ValueError) a hook's name is in use
+    ├── UnknownHookError           (also a KeyError) no hook has the name
+    ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
+    ├── NotSuppliedError           the loop does not provide what a hook asks for
+    ├── LoopError                  a bare loop is ambiguous
+    ├── ConfigError                (also a ValueError) invalid configuration
+    ├── TrainingError              invalid model, optimizer, data or loss
+    ├── CheckpointError            a checkpoint cannot be saved, found or loaded
+    ├── RunError                   a run's folder cannot be created, opened or used
+    ├── ProbeError                 a probe cannot be attached, or does what it is not allowed to
     ├── HookFailedError            a hook that training depends on has failed
     │   └── ObserverError          a hook that only observes has changed training
-    └── HookStateError             a hook that could not take its saved state back
+    └── HookStateError             a hook could not load its saved state
 
-Messages say what was seen, what was expected and what to do.
+Messages say what was found, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ __all__ = [
 
 
 class HooklineError(Exception):
-    """The root: catch this to catch whatever Hookline itself raises."""
+    """The base class of all errors that Hookline raises."""
 
 
 class RegistrationError(HooklineError):
-    """A hook cannot be registered as it is written."""
+    """A hook cannot be registered."""
 
 
 class NotAHookError(RegistrationError, TypeError):
-    """Something was registered that does not inherit from `hookline.Hook`."""
+    """The object to register is not an instance of `hookline.Hook`."""
 
 
 class SignatureError(RegistrationError):
-    """A method or one of its parameters matches nothing that the event has."""
+    """A method matches no event, or a parameter no argument of its event."""
 
 
 class OrderError(RegistrationError):
-    """The wished order of hooks contradicts itself."""
+    """The requested order of hooks contradicts itself."""
 
 
 class NameTakenError(HooklineError, ValueError):
-    """Another hook of this run has the name."""
+    """Another hook of the run has this name."""
 
 
 class UnknownHookError(HooklineError, KeyError):
@@ -80,55 +80,55 @@ class UnknownHookError(HooklineError, KeyError):
 
 
 class UnknownEventError(HooklineError, ValueError):
-    """An event, or an argument of an event, was named that does not exist."""
+    """No event, or no argument of the event, has this name."""
 
 
 class NotSuppliedError(HooklineError):
-    """A hook asks for something that the loop has not supplied."""
+    """The loop does not provide something that a hook asks for."""
 
 
 class LoopError(HooklineError):
-    """The loop does something that cannot be followed without guessing."""
+    """A bare loop does something that cannot be interpreted without guessing."""
 
 
 class ConfigError(HooklineError, ValueError):
-    """A configuration does not fit: the message names each field, and the nearest one."""
+    """The configuration is invalid; the message names each field, and the nearest valid one."""
 
 
 class TrainingError(HooklineError):
-    """Model, optimizers, data or loss cannot be trained as they are."""
+    """The model, the optimizers, the data or the loss cannot be used for training."""
 
 
 class CheckpointError(HooklineError):
-    """A checkpoint cannot be saved, found or loaded; the message names the file and the way out."""
+    """A checkpoint cannot be saved, found or loaded; the message names the file and what to do."""
 
 
 class RunError(HooklineError):
-    """A run's folder cannot be made, opened or used this way."""
+    """A run's folder cannot be created, opened or used in this way."""
 
 
 class HookFailedError(HooklineError):
-    """A hook failed that training depends on; the hook's own error is the cause."""
+    """A hook that training depends on failed; its own exception is the `__cause__`."""
 
 
 class ObserverError(HookFailedError):
-    """A hook that only observes has changed what it observes, or drawn random numbers."""
+    """A hook that only observes has changed what it observes, or consumed random numbers."""
 
 
 class ProbeError(HooklineError):
-    """A probe cannot be attached, or may not do what it does."""
+    """A probe cannot be attached, or does something that it is not allowed to."""
 
 
 class HookStateError(HooklineError):
-    """A hook could not take back the state that was saved for it."""
+    """A hook could not load its saved state."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return " Did you mean …?" when a known word is close, else nothing."""
+    """Return " Did you mean …?" with the most similar known word, or "" if none is similar."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as they stand in a message: quoted, with commas; "none" when empty."""
+    """Return names for a message: quoted and separated by commas, or "none"."""
     return ", ".join(f"'{name}'" for name in names) or "none"

@@ -1,8 +1,8 @@
-"""The one list of events, their arguments and the loop map.
+"""The events, their arguments, and the order in which a loop fires them.
 
-The base class, the dispatch, the checks at registration and the reference page are derived from
-`EVENTS` (`make generate` writes what has to stand in a file). `LOOP_MAP` stands beside it; a test
-compares it with the order recorded in a real loop.
+The methods of `Hook`, dispatch, the checks at registration and the reference page are derived from
+`EVENTS` (`make generate` writes the parts that are files). A test compares `LOOP_MAP` with the
+order in a real loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["COMMON", "EVENTS", "FLOWS", "LOOP_MAP", "Argument", "Event", "find_e
 
 @dataclass(frozen=True)
 class Argument:
-    """Something an event carries; hooks ask for it by its name or an alias."""
+    """An argument of an event; hooks ask for it by its name or an alias."""
 
     name: str
     doc: str
@@ -28,11 +28,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of training that hooks are called at.
+    """A point in training at which hooks are called.
 
-    `per_step` events happen in every batch or step: schedules (`every=100`) thin them out. The
-    others (starts, ends, epochs, validation, checkpoints) always reach a hook, so that it can set
-    up and clean up.
+    Schedules (`every=100`) apply to `per_step` events, which happen in every batch or step. Hooks
+    always get the others (starts, ends, epochs, validation, checkpoints), so that they can set up
+    and clean up.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Event:
 
     @cached_property
     def arguments(self) -> Mapping[str, Argument]:
-        """What the event carries, its own arguments first, by their real names."""
-        every = {argument.name: argument for argument in (*COMMON, *self.own)}
-        own_first = {argument.name: argument for argument in self.own}
-        return MappingProxyType({**own_first, **every})
+        """The arguments by name, the event's own before those that all events have."""
+        own = {argument.name: argument for argument in self.own}
+        common = {a.name: a for a in COMMON if a.name not in own}
+        return MappingProxyType({**own, **common})
 
     @cached_property
     def parameters(self) -> Mapping[str, str]:
-        """Every name a hook's parameter may have, with the argument's real name."""
+        """Every name and alias that a hook's parameter may have, with the argument's name."""
         return MappingProxyType(
             {
                 name: argument.name
@@ -61,31 +61,31 @@ class Event:
 
 
 COMMON = (
-    Argument("trainer", "the trainer, or what stands in for it in somebody else's loop"),
+    Argument("trainer", "the trainer, or the session in another loop"),
     Argument("model", "the model"),
     Argument("optimizer", "the first optimizer"),
-    Argument("optimizers", "all optimizers, in a list"),
+    Argument("optimizers", "a list of all optimizers"),
     Argument("config", "the run's configuration"),
     Argument("state", "a mapping with the state of training"),
     Argument("epoch", "the epoch, from 0"),
     Argument("step", "completed optimizer steps"),
     Argument("tokens_seen", "tokens trained on so far"),
-    Argument("status", "how training stands, or how it ended"),
+    Argument("status", "`training`, or how training ended"),
     Argument("run", "the run and its folder"),
 )
 
 _BATCH = (
-    Argument("batch", "the batch as the loader gave it"),
-    Argument("batch_idx", "the batch's number within its loader and epoch, from 0"),
-    Argument("dataloader_idx", "the loader's number, from 0", ("loader_idx",)),
+    Argument("batch", "the batch from the data loader"),
+    Argument("batch_idx", "the index of the batch in its loader and epoch, from 0"),
+    Argument("dataloader_idx", "the index of the loader, from 0", ("loader_idx",)),
     Argument("dataloader_name", "the loader's name", ("loader_name",)),
 )
 _METRICS = Argument("metrics", "a mutable mapping from name to number")
 _LOSS = Argument("loss", "the batch's own loss, a number")
 _EPOCH = Argument("epoch", "the epoch, from 0")
-_OPTIMIZER = Argument("optimizer_idx", "the optimizer's number, from 0")
+_OPTIMIZER = Argument("optimizer_idx", "the index of the optimizer, from 0")
 _CHECKPOINT = (
-    Argument("checkpoint_path", "where the checkpoint is", ("path",)),
+    Argument("checkpoint_path", "the path of the checkpoint", ("path",)),
     Argument("step", "the checkpoint's step"),
 )
 
@@ -97,7 +97,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             Event("on_epoch_start", "An epoch begins.", (_EPOCH,), ("on_epoch_begin",)),
             Event(
                 "on_train_batch_start",
-                "A training batch was drawn.",
+                "A training batch was loaded.",
                 _BATCH,
                 ("on_batch_start", "on_batch_begin"),
                 per_step=True,
@@ -105,7 +105,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             Event(
                 "on_before_forward",
                 "The model is about to be called.",
-                (Argument("batch", "the batch as the loader gave it"),),
+                (Argument("batch", "the batch from the data loader"),),
                 per_step=True,
             ),
             Event(
@@ -116,26 +116,26 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             ),
             Event(
                 "on_before_backward",
-                "The loss is known and will be differentiated.",
-                (Argument("loss", "the loss, a tensor, as it will be differentiated"),),
+                "The loss is computed; backward is about to run.",
+                (Argument("loss", "the loss tensor on which backward is called"),),
                 per_step=True,
             ),
             Event("on_after_backward", "Backward has run.", per_step=True),
             Event(
                 "on_gradients_ready",
-                "Gradients are accumulated and unscaled; nothing has changed them yet.",
+                "Gradients are accumulated and unscaled, before updates and clipping.",
                 (_OPTIMIZER,),
                 per_step=True,
             ),
             Event(
                 "on_gradient_clip",
                 "Gradients were clipped.",
-                (Argument("grad_norm", "the norm before clipping, a number"), _OPTIMIZER),
+                (Argument("grad_norm", "the gradient norm before clipping, a number"), _OPTIMIZER),
                 per_step=True,
             ),
             Event(
                 "on_before_optimizer_step",
-                "The optimizer is about to use the gradients, exactly as they are now.",
+                "The optimizer is about to step with the current gradients.",
                 (_OPTIMIZER,),
                 ("on_pre_optimizer_step",),
                 per_step=True,
@@ -149,7 +149,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             Event(
                 "on_step_skipped",
                 "The optimizer did not step.",
-                (Argument("reason", "why, in words"), _OPTIMIZER),
+                (Argument("reason", "why the step was skipped"), _OPTIMIZER),
                 per_step=True,
             ),
             Event(
@@ -161,11 +161,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             ),
             Event(
                 "on_step_end",
-                "A step is done, completed or skipped; gradients are still there.",
+                "A step is done, completed or skipped; gradients are not zeroed yet.",
                 (
                     Argument("ctx", "the step as a `StepContext`"),
                     Argument("loss", "the mean loss of the step's batches, a number"),
-                    Argument("grad_norm", "the norm of the gradients, a number"),
+                    Argument("grad_norm", "the gradient norm, a number"),
                     Argument("lr", "the learning rate that this step used"),
                 ),
                 per_step=True,
@@ -178,7 +178,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             ),
             Event(
                 "on_validation_batch_start",
-                "A validation batch was drawn.",
+                "A validation batch was loaded.",
                 _BATCH,
                 ("on_eval_batch_start",),
             ),
@@ -196,15 +196,15 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             ),
             Event("on_epoch_end", "An epoch is done.", (_EPOCH, _METRICS)),
             Event("on_checkpoint_save", "A checkpoint is durable and complete.", _CHECKPOINT),
-            Event("on_checkpoint_load", "A checkpoint was restored, all of it.", _CHECKPOINT),
+            Event("on_checkpoint_load", "A checkpoint was restored completely.", _CHECKPOINT),
             Event(
                 "on_exception",
-                "Training failed; the exception goes on after all hooks have seen it.",
+                "Training failed; the exception is re-raised after all hooks were called.",
                 (Argument("exception", "the exception"),),
             ),
             Event(
                 "on_train_end",
-                "Training is over, however it ended.",
+                "Training has ended, also after an exception or a stop.",
                 aliases=("on_training_end",),
             ),
         )
@@ -217,35 +217,39 @@ FLOWS: Mapping[str, Event] = MappingProxyType(
         for event in (
             Event(
                 "forward",
-                "The model's outermost call has returned: forward hooks observe.",
+                "Forward hooks observe what the model's outermost call returned.",
                 (
                     Argument("activations", "what the model returned, detached"),
-                    Argument("observation", "carries the call: sees that nothing is changed"),
+                    Argument("observation", "calls the hook and checks that it changes nothing"),
                 ),
                 per_step=True,
             ),
             Event(
                 "update",
-                "Gradients are ready: updates transform them, for each optimizer that is due.",
+                "Updates transform the gradients of each optimizer that is due.",
                 (
-                    Argument("gradients", "gradients by parameter name; carries the call"),
-                    Argument("optimizer_idx", "which optimizer it is, from 0"),
+                    Argument("gradients", "gradients by parameter name; calls the hook"),
+                    Argument("optimizer_idx", "the index of the optimizer, from 0"),
                 ),
                 per_step=True,
             ),
         )
     }
 )
-"""What flows through the model: not events, but moments at which forward hooks and updates run."""
+"""The calls of forward hooks and updates, which are dispatched like events."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {name: event.name for event in EVENTS.values() for name in (event.name, *event.aliases)}
 )
-"""Every event name and alias, with the event's real name."""
+"""Every event name and alias, with the event's name."""
 
 
 def find_event(name: str) -> Event:
-    """Return the event of this name or alias; the error names the nearest one."""
+    """Return the event of this name or alias.
+
+    Raises:
+        UnknownEventError: with the nearest valid name.
+    """
     try:
         return EVENTS[NAMES[name]]
     except KeyError:
@@ -267,7 +271,7 @@ on_train_start
       (or on_step_skipped: non-finite gradients, AMP overflow, trainer.skip_optimizer_step)
     on_train_batch_end
     on_step_end              (also after a skipped step, with `ctx.skipped`)
-    zero_grad · then, at this boundary: validation · checkpoint · decisions (stop, toggles)
+    zero_grad · then, at this boundary: validation · checkpoint · requests (stop, toggles)
   validation: on_validation_start · batches · on_validation_end
   on_epoch_end
 on_train_end                 always, also after an exception or a stop; on_exception before it

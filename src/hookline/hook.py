@@ -1,8 +1,8 @@
-"""Hook: what a user subclasses.
+"""Hook: the base class of hooks.
 
-A method asks for what it wants: the parameters it declares are the arguments it gets. Toggles,
-schedules, order and accounts belong to the registration, so nothing here collides with a user's
-own attributes, and `super().__init__()` is never needed.
+The parameters that a method declares are the arguments it gets. Toggles, schedules, order and cost
+belong to the registration, so a hook has no attributes that could collide with a user's own, and
+`super().__init__()` is never needed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from hookline.errors import NotAHookError
+
 __all__ = ["ForwardHook", "Hook", "Rank", "UpdateHook", "as_hook"]
 
 
 class Rank(IntEnum):
-    """Where a hook stands among others when nobody says `before=` or `after=`.
+    """The order of hooks that are registered without `before=` or `after=`.
 
-    What observes comes before what decides, and both before what saves and writes, so that what
-    is saved and written is complete.
+    Monitors come before control, and both before what saves and writes, so that what is saved and
+    written is complete.
     """
 
     USER = 0
@@ -27,59 +29,59 @@ class Rank(IntEnum):
     CONTROL = 2
     CHECKPOINT = 3
     WRITER = 4
-    DEFAULT = 5  # what every trainer has
+    DEFAULT = 5  # hooks that every trainer has
 
 
 class Hook:
-    """Something that training calls. Subclass it and write the `on_…` methods you need.
+    """Base class of hooks. Subclass it and define the `on_…` methods you need.
 
-    Each method declares the arguments it wants, by name, in any order:
+    Each method declares the arguments it needs, by name, in any order:
 
         class Watch(hookline.Hook):
             def on_step_end(self, step, loss):
                 print(step, loss)
 
-    What can be asked for is listed with each method below, and on the events page. A misspelled
-    event or parameter is an error when the hook is registered.
+    The arguments of each event are listed in its method's docstring, and on the events page. A
+    misspelled event or parameter raises an error when the hook is registered.
 
     Args:
-        name: the hook's name in a run; without one, the class name in snake_case.
+        name: the hook's name in a run; by default the class name in snake_case.
     """
 
     critical: ClassVar[bool] = False
-    """Training depends on this hook: when it fails, training stops."""
+    """Whether training stops when this hook fails."""
 
     intervenes: ClassVar[bool] = False
-    """This hook means to change training; without it, a hook only observes."""
+    """Whether this hook changes training; by default hooks only observe."""
 
     hookline_kind: ClassVar[str] = "loop"
     hookline_function: Callable[..., Any] | None = None
     hookline_rank: ClassVar[Rank] = Rank.USER
     hookline_name: str | None = None
     hookline_options: Mapping[str, Any] = MappingProxyType({})
-    """What the hook was made with, where that is known: the manifest lists it."""
+    """The options the hook was created with, if known; recorded in the manifest."""
 
     hookline_no_op: ClassVar[bool] = False
-    """A forward hook or update that looks at nothing: nothing is made ready for it."""
+    """Whether a forward hook or update does nothing, so that its input need not be prepared."""
 
     hookline_optional_events: ClassVar[frozenset[str]] = frozenset()
-    """Events that it can do without: a loop that does not tell them is not asked for them."""
+    """Events that the hook does not require; a loop need not provide them."""
 
     hookline_cost: ClassVar[str] = ""
-    """What it costs, in one sentence: `describe()` shows it."""
+    """The hook's cost in one sentence, for `describe()`."""
 
     def __init__(self, name: str | None = None) -> None:
         if name is not None:
             self.hookline_name = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. By default a hook saves nothing."""
+        """Return the state to save in checkpoints; by default nothing is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
-    # -- events: written from events.py by `make generate`; edit there ----------------------------
+    # -- events: generated from events.py by `make generate`; edit there --------------------------
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
         """Training begins."""
@@ -97,7 +99,7 @@ class Hook:
         """Another name for `on_epoch_start`."""
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """A training batch was drawn.
+        """A training batch was loaded.
 
         Its own arguments: `batch`, `batch_idx`, `dataloader_idx` (`loader_idx`), `dataloader_name`
         (`loader_name`).
@@ -122,7 +124,7 @@ class Hook:
         """
 
     def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
-        """The loss is known and will be differentiated.
+        """The loss is computed; backward is about to run.
 
         Its own arguments: `loss`.
         """
@@ -131,7 +133,7 @@ class Hook:
         """Backward has run."""
 
     def on_gradients_ready(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients are accumulated and unscaled; nothing has changed them yet.
+        """Gradients are accumulated and unscaled, before updates and clipping.
 
         Its own arguments: `optimizer_idx`.
         """
@@ -143,7 +145,7 @@ class Hook:
         """
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer is about to use the gradients, exactly as they are now.
+        """The optimizer is about to step with the current gradients.
 
         Its own arguments: `optimizer_idx`.
         """
@@ -174,7 +176,7 @@ class Hook:
         """Another name for `on_train_batch_end`."""
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """A step is done, completed or skipped; gradients are still there.
+        """A step is done, completed or skipped; gradients are not zeroed yet.
 
         Its own arguments: `ctx`, `loss`, `grad_norm`, `lr`.
         """
@@ -192,7 +194,7 @@ class Hook:
         """Another name for `on_validation_start`."""
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """A validation batch was drawn.
+        """A validation batch was loaded.
 
         Its own arguments: `batch`, `batch_idx`, `dataloader_idx` (`loader_idx`), `dataloader_name`
         (`loader_name`).
@@ -233,19 +235,19 @@ class Hook:
         """
 
     def on_checkpoint_load(self, *args: Any, **kwargs: Any) -> None:
-        """A checkpoint was restored, all of it.
+        """A checkpoint was restored completely.
 
         Its own arguments: `checkpoint_path` (`path`), `step`.
         """
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Training failed; the exception goes on after all hooks have seen it.
+        """Training failed; the exception is re-raised after all hooks were called.
 
         Its own arguments: `exception`.
         """
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Training is over, however it ended."""
+        """Training has ended, also after an exception or a stop."""
 
     def on_training_end(self, *args: Any, **kwargs: Any) -> None:
         """Another name for `on_train_end`."""
@@ -254,21 +256,21 @@ class Hook:
 
 
 class ForwardHook(Hook):
-    """Observes what the model returns, for every batch, before the loss.
+    """Observes the model's outputs, for every batch, before the loss is computed.
 
         class Scale(hookline.ForwardHook):
             def __call__(self, activations):
                 print(activations.abs().mean())
 
-    `__call__` may also ask, by name, for what every event has, such as `step` or `trainer`. What it
-    gets is detached; to change it in place, or to draw from training's random numbers, is a fatal
-    error that names the hook.
+    `__call__` may also ask, by name, for the arguments that all events have, such as `step` or
+    `trainer`. The activations are detached. Changing them in place, or consuming random numbers of
+    training, is a fatal error that names the hook.
     """
 
     hookline_kind = "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Look at `activations`."""
+        """Observe `activations`."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__(self, activations).")
 
 
@@ -279,10 +281,10 @@ class UpdateHook(Hook):
             def __call__(self, gradients):
                 return {name: gradient / 2 for name, gradient in gradients.items()}
 
-    `gradients` maps names of parameters to their gradients, accumulated and unscaled, before
-    clipping, for each optimizer that is due. What is returned is used instead; a parameter that is
-    left out keeps its gradient, and None changes nothing. `__call__` may also ask, by name, for
-    `optimizer_idx` and for what every event has. When it fails, training stops.
+    `gradients` maps parameter names to gradients, accumulated and unscaled, before clipping. The
+    hook is called for each optimizer that is due. The returned gradients replace those of the same
+    name; returning None changes nothing. `__call__` may also ask, by name, for `optimizer_idx` and
+    for the arguments that all events have. When it fails, training stops.
     """
 
     hookline_kind = "update"
@@ -290,33 +292,45 @@ class UpdateHook(Hook):
     intervenes = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
-        """Return the gradients to use instead of `gradients`."""
+        """Return the gradients that replace `gradients`."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__(self, gradients).")
 
 
-class _OfFunction(Hook):
-    """Makes a hook of a function."""
-
+class _FunctionHook(Hook):
     def __init__(self, function: Callable[..., Any]) -> None:
         self.hookline_function = function
 
 
-class _ForwardFunction(_OfFunction, ForwardHook):
+class _ForwardFunction(_FunctionHook, ForwardHook):
     pass
 
 
-class _UpdateFunction(_OfFunction, UpdateHook):
+class _UpdateFunction(_FunctionHook, UpdateHook):
     pass
 
 
-_OF_FUNCTIONS: dict[str | None, Callable[[Any], Hook]] = {
+_FUNCTION_HOOKS: dict[str | None, Callable[[Any], Hook]] = {
     "forward": _ForwardFunction,
     "update": _UpdateFunction,
 }
 
 
-def as_hook(thing: Any, kind: str | None) -> Any:
-    """Return a function as a hook of this kind; anything else as it is."""
-    if kind not in _OF_FUNCTIONS or isinstance(thing, Hook | type) or not callable(thing):
-        return thing
-    return _OF_FUNCTIONS[kind](thing)
+def as_hook(hook: Any, kind: str | None = None) -> Hook:
+    """Return a hook unchanged, and a function as a hook of this kind.
+
+    Raises:
+        NotAHookError: it is neither.
+    """
+    if isinstance(hook, Hook):
+        return hook
+    if isinstance(hook, type) and issubclass(hook, Hook):
+        raise NotAHookError(
+            f"{hook.__name__} is a class; register an instance of it: {hook.__name__}()."
+        )
+    if kind in _FUNCTION_HOOKS and callable(hook) and not isinstance(hook, type):
+        return _FUNCTION_HOOKS[kind](hook)
+    raise NotAHookError(
+        f"{hook!r} is a {type(hook).__name__}, not a hook. A hook inherits from hookline.Hook "
+        "and has on_… methods: class MyHook(hookline.Hook). A function is registered with "
+        "kind='forward' or kind='update'."
+    )

@@ -1,4 +1,4 @@
-"""Public names that are loaded when they are first used."""
+"""Public names of a package that are imported on first use."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_getattr"]
+__all__ = ["lazy_exports"]
 
 
-def lazy_getattr(package: str, files: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`.
+def lazy_exports(
+    package: str,
+    modules: Mapping[str, Iterable[str]],
+    aliases: Mapping[str, str] | None = None,
+    subpackages: Iterable[str] = (),
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for a package.
 
     Args:
-        package: its name.
-        files: its public names, by the file that has them.
+        package: the package's name.
+        modules: the names to import, by module, relative to the package.
+        aliases: other names of the same objects.
+        subpackages: packages that are imported when accessed as attributes.
     """
-    where = {name: file for file, names in files.items() for name in names}
+    module_of = {name: module for module, names in modules.items() for name in names}
+    name_of = {**{name: name for name in module_of}, **(aliases or {})}
+    subpackages = frozenset(subpackages)
 
-    def get(name: str) -> Any:
-        if name not in where:
+    def get_name(name: str) -> Any:
+        if name in subpackages:
+            return import_module(f"{package}.{name}")
+        if name not in name_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{where[name]}"), name)
-        setattr(sys.modules[package], name, value)  # the next look-up is an ordinary one
+        value = getattr(import_module(f"{package}.{module_of[name_of[name]]}"), name_of[name])
+        setattr(sys.modules[package], name, value)  # the next access does not come here
         return value
 
-    return get
+    def list_names() -> list[str]:
+        return sorted(sys.modules[package].__all__)
+
+    return get_name, list_names

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.context import LazyDict, LazyFloat, look
+from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
 
 __all__ = ["Encoder", "decode"]
@@ -122,7 +122,7 @@ class Encoder:
         if self._numbers:
             if value.numel() != 1:
                 raise self._refused(path, f"is a tensor of shape {tuple(value.shape)}")
-            return self.encode(look(value), path)
+            return self.encode(read_lazy(value), path)
         name = self._names.get(id(value))
         if name is None:
             name = self._names[id(value)] = f"t{len(self.tensors)}"

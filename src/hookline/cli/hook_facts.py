@@ -134,7 +134,7 @@ def _events(kind: Any) -> list[dict[str, Any]]:
     except HooklineError as error:  # what registering it would say
         raise hookline.ConfigError(str(error)) from error
     return [
-        {"event": event, "asks": sorted(bindings[event].asks - _CARRIERS)}
+        {"event": event, "asks": sorted(bindings[event].required - _CARRIERS)}
         for event in (*EVENTS, *FLOWS)
         if event in bindings
     ]

@@ -10,7 +10,7 @@ from hookline.config.hook_items import SECTIONS, Item, items_of
 from hookline.config.hook_names import BUILT_INS, PROBES, make_from
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import HookManager, HookSettings
-from hookline.dispatch.arguments import Given
+from hookline.dispatch.arguments import EventArguments
 from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
 from hookline.events import FLOWS
 from hookline.hook import Hook
@@ -74,7 +74,7 @@ class HookRegistry(HookManager):
         """
         names: list[str] = []
         problems: list[str] = []
-        gone = dict(self._gone)
+        gone = dict(self._removed)
         for place, kind, item in list(items_of(config)):  # what is no list is said first
             try:
                 names.append(self._add_item(Item.read(item), kind))
@@ -83,7 +83,7 @@ class HookRegistry(HookManager):
         if problems:
             for name in names:
                 self.remove_hook(name)
-            self._gone = gone  # those were never there
+            self._removed = gone  # those were never there
             raise ConfigError("\n".join(problems))
         return names
 
@@ -109,7 +109,7 @@ class HookRegistry(HookManager):
     # -- toggles ----------------------------------------------------------------------------------
 
     def enable_hook(self, name: str, index: int | None = None) -> None:
-        """Switch a hook on, from the next event on; this also ends its quarantine.
+        """Switch a hook on, from the next event on; also one that was disabled after failures.
 
         Args:
             name: its name; with an index, its kind: "loop", "forward", "update" or "probe".
@@ -142,8 +142,8 @@ class HookRegistry(HookManager):
         kinds = None if kind is None else _kind(kind)
         return [
             entry.name
-            for entry in self._order
-            if entry.active and kinds in (None, entry.hook.hookline_kind)
+            for entry in self._entries
+            if entry.enabled and kinds in (None, entry.hook.hookline_kind)
         ]
 
     # -- by hand ----------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class HookRegistry(HookManager):
         if self.dispatchers.forward is not None:
             seen = Observation(activations, "the activations")
             given = {**given, "observation": seen, "activations": seen.activations}
-            self.dispatchers.forward(Given(self, FLOWS["forward"], given))
+            self.dispatchers.forward(EventArguments(self, FLOWS["forward"], given))
 
     def call_update_hooks(self, gradients: Mapping[str, Any], **given: Any) -> dict[str, Any]:
         """Let the updates that are enabled transform gradients, in order; return what they became.
@@ -178,7 +178,7 @@ class HookRegistry(HookManager):
             return dict(gradients)
         changed = GivenGradients(gradients)
         given = {"optimizer_idx": 0, **given, "gradients": changed}
-        self.dispatchers.update(Given(self, FLOWS["update"], given))
+        self.dispatchers.update(EventArguments(self, FLOWS["update"], given))
         return {**gradients, **changed}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.config_files.file_model import TrainingConfig
@@ -27,7 +27,7 @@ __all__ = [
     "training_schema",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "loading": ("Training", "load_training"),

@@ -122,7 +122,7 @@ def _others_add(hooks: HookRegistry) -> bool:
     asking = [
         one.rpartition(" (")[0]
         for event in ("on_validation_end", "on_epoch_end")
-        for one in hooks.wanted(event, optional=True).get("metrics", [])
+        for one in hooks.required_arguments(event, optional=True).get("metrics", [])
     ]
     return not all(isinstance(hooks.get_hook(name), BuiltIn) for name in asking)
 

@@ -1,26 +1,23 @@
-"""Dispatch: from a hook's methods to calls in a training loop.
+"""Dispatch: match hooks with events, order, fire, toggle, isolate and account for them.
 
-One idea per file: `binding` matches methods and parameters, `schedule` says when a hook is due,
-`order` in which order hooks come, `compiler` writes the text of a dispatcher, `dispatcher` makes it
-callable, `failures` keeps a failing hook from training, `accounting` knows what hooks cost,
-`states` saves and loads theirs, `source` is where hand-fired events get their arguments, `entry`
-is a hook as it is registered, `manager` the HookManager, `runner` the HookRunner, `holder`
-what trainers and sessions pass on to it.
+`binding` matches methods and parameters with events, `compiler` generates the source of an event's
+dispatcher, `dispatcher` runs it, `order` places hooks, `failures` isolates them, `accounting`
+measures their cost, `entry` is a registered hook, and `manager` brings these together.
 """
 
-from hookline.dispatch.accounting import HookInfo, Summary
-from hookline.dispatch.hook_settings import HookSettings
+from hookline.dispatch.accounting import HookInfo, HookStatus, Summary
 from hookline.dispatch.hook_states import StateReport
 from hookline.dispatch.hooks_mixin import HooksMixin
 from hookline.dispatch.manager import HookManager
 from hookline.dispatch.runner import HookRunner
-from hookline.dispatch.schedule import Schedule
+from hookline.dispatch.settings import HookSettings, Schedule
 
 __all__ = [
     "HookInfo",
     "HookManager",
     "HookRunner",
     "HookSettings",
+    "HookStatus",
     "HooksMixin",
     "Schedule",
     "StateReport",

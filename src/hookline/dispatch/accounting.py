@@ -1,8 +1,8 @@
 """What hooks cost: calls, time and share of the run, from sampled clocks.
 
-Reading a clock takes longer than a small hook does. So one firing in about 250 is timed, at
-uneven distances, and what lies between is estimated from it; a hook that turns out slow, or that
-a schedule calls rarely, gets a clock at every call, because there it is negligible.
+Reading a clock takes longer than a small hook does. So about one event in 250 is timed, at random
+intervals, and the time of the other calls is estimated from it. Slow hooks and hooks with a
+schedule are timed at every call, where the clock's own cost is negligible.
 """
 
 from __future__ import annotations
@@ -13,39 +13,42 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
-from hookline.dispatch.hook_settings import HookSettings
+from hookline.dispatch.settings import HookSettings
 
-__all__ = ["HookInfo", "RunClock", "Summary", "Tally", "make_gap"]
+__all__ = ["CallStats", "HookInfo", "HookStatus", "RunClock", "Summary", "make_timing_gaps"]
 
 log = logging.getLogger("hookline")
 
-SLOW_NS = 20_000  # from here on a clock at every call (about 80 ns) is below half a percent
-QUICK_NS = 2_000  # and up to here it would be above four
+SLOW_NS = 20_000  # above this, timing every call (about 80 ns) costs less than half a percent
+QUICK_NS = 2_000  # below this, it would cost more than four percent
 WINDOW = 512
 
+HookStatus = Literal["enabled", "disabled", "failed", "removed"]
+"""`failed`: disabled by the manager, after repeated failures or for lack of an argument."""
 
-def make_gap() -> Callable[[int], int]:
-    """Return a function that says in how many firings the next timed one comes.
 
-    The first firings are all timed, for events that happen a few times in a run. The generator is
-    our own: training's random numbers stay untouched.
+def make_timing_gaps() -> Callable[[int], int]:
+    """Return a function that returns after how many events the next one is timed.
+
+    The first eight are all timed, because some events happen only a few times in a run. It has a
+    random generator of its own, so that training's random numbers are not consumed.
     """
     rng = random.Random(0)
 
-    def gap(fired: int) -> int:
+    def next_gap(fired: int) -> int:
         return 1 if fired < 8 else rng.randint(128, 384)
 
-    return gap
+    return next_gap
 
 
 @dataclass
-class Tally:
+class CallStats:
     """The calls of one method of one hook, and the time of those that were timed.
 
-    `clocked` says whether each call is timed. A call that took long switches it on; it goes off
-    again when, over a while, just one call in the window was slow, as on a busy machine.
+    With `clocked`, every call is timed. A slow call turns it on; it is turned off again when at
+    most one call of a whole window was slow, as happens on a busy machine.
     """
 
     calls: int = 0
@@ -58,12 +61,12 @@ class Tally:
     _window: list[int] = field(default_factory=list[int])
 
     def add(self, ns: int) -> bool:
-        """Count one timed call; return True when `clocked` has changed."""
+        """Add one timed call; return whether `clocked` has changed."""
         if not self.clocked and ns < SLOW_NS:
             self.sampled_calls += 1
             self.sampled_ns += ns
             return False
-        self.timed_calls += 1  # kept out of the sample, which stands for the untimed calls
+        self.timed_calls += 1  # not part of the sample, which estimates the untimed calls
         self.timed_ns += ns
         if not self.clocked:
             self.clocked = True
@@ -78,22 +81,26 @@ class Tally:
         self.clocked = len(quick) < WINDOW - 1 or sum(quick) > QUICK_NS * len(quick)
         return not self.clocked
 
-    def seconds(self, calls: int) -> float:
-        """The estimated time of this many calls."""
-        untimed = max(0, calls - self.timed_calls - self.sampled_calls)
+    @property
+    def seconds(self) -> float:
+        """The estimated time of all calls."""
+        untimed = max(0, self.calls - self.timed_calls - self.sampled_calls)
         mean = self.sampled_ns / self.sampled_calls if self.sampled_calls else 0.0
         return (self.timed_ns + self.sampled_ns + untimed * mean) / 1e9
 
 
 @dataclass(frozen=True)
 class HookInfo:
-    """One registered hook, as `describe()` and `summary()` show it."""
+    """One registered hook, as `describe()` and `summary()` show it.
+
+    `status` is "enabled", "disabled", "failed" (disabled after repeated failures, or because the
+    loop does not provide an argument) or "removed".
+    """
 
     name: str
     kind: str
     cls: str
-    enabled: bool
-    quarantined: bool
+    status: HookStatus
     schedule: str
     events: tuple[str, ...]
     failures: int
@@ -101,20 +108,15 @@ class HookInfo:
     calls: int
     seconds: float
     share: float
-    removed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     purpose: str = ""
     cost: str = ""
     critical: bool = False
 
     @property
-    def status(self) -> str:
-        """Whether it is enabled, disabled, quarantined or removed."""
-        if self.removed:
-            return "removed"
-        if self.quarantined:
-            return "quarantined"
-        return "enabled" if self.enabled else "disabled"
+    def enabled(self) -> bool:
+        """Whether the hook is called."""
+        return self.status == "enabled"
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,12 @@ class Summary:
 
     @property
     def share(self) -> float:
-        """The share of the run that went into hooks."""
+        """The share of the run that was spent in hooks."""
         return sum(hook.share for hook in self.hooks)
 
     @property
     def failures(self) -> dict[str, int]:
-        """The failures by hook, only of those that failed."""
+        """The number of failures by hook name, only of hooks that failed."""
         failures: dict[str, int] = {}
         for hook in self.hooks:
             if hook.failures:
@@ -139,7 +141,7 @@ class Summary:
         return failures
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the summary as plain data."""
         return {"seconds": self.seconds, "hooks": [asdict(hook) for hook in self.hooks]}
 
     def __str__(self) -> str:
@@ -160,59 +162,59 @@ class Summary:
         lines += [
             f"{hook.name}: last error: {hook.last_error}"
             for hook in self.hooks
-            if hook.last_error and not hook.critical  # that was raised
+            if hook.last_error and not hook.critical  # a critical hook's error was raised
         ]
         return "\n".join(line.rstrip() for line in lines)
 
 
 class RunClock:
-    """How long the run has lasted, and whether hooks have taken more of it than their budget."""
+    """Measures how long the run takes, and warns when hooks exceed their budget."""
 
     def __init__(self, settings: HookSettings) -> None:
         self._settings = settings
         self._started: float | None = None
         self._ended: float | None = None
-        self._next_audit = math.inf
+        self._next_check = math.inf
 
     def start(self) -> None:
-        """The run begins now."""
+        """Start the clock at zero."""
         self._started, self._ended = perf_counter(), None
         if self._settings.budget is not None:
-            self._next_audit = self._started + self._settings.budget_after
+            self._next_check = self._started + self._settings.budget_after
 
     def start_unless_running(self) -> None:
-        """The run begins now, unless it has begun."""
+        """Start the clock, unless it was started before."""
         if self._started is None:
             self.start()
 
     def stop(self) -> None:
-        """The run ends now."""
+        """Stop the clock."""
         self._ended = perf_counter()
 
     def elapsed(self) -> float:
-        """The run's seconds so far."""
+        """Return the seconds from start until now, or until the stop."""
         if self._started is None:
             return 0.0
         return (perf_counter() if self._ended is None else self._ended) - self._started
 
-    def is_audit_due(self) -> bool:
-        """Whether it is time to look at the budget: once a second, after a while."""
-        return perf_counter() >= self._next_audit
+    def is_budget_check_due(self) -> bool:
+        """Return whether it is time to check the budget: once a second after `budget_after`."""
+        return perf_counter() >= self._next_check
 
-    def audit(self, summary: Summary) -> None:
-        """Name the costliest hook, once, if hooks have taken more than their budget."""
-        self._next_audit = perf_counter() + 1.0
+    def check_budget(self, summary: Summary) -> None:
+        """Warn once, naming the costliest hook, if hooks exceed their budget."""
+        self._next_check = perf_counter() + 1.0
         budget = self._settings.budget
         if budget is None or summary.share <= budget:
             return
-        self._next_audit = math.inf
-        costly = max(summary.hooks, key=lambda hook: hook.seconds)
+        self._next_check = math.inf
+        costliest = max(summary.hooks, key=lambda hook: hook.seconds)
         log.warning(
             "Hooks take %.1f%% of the run, over the budget of %.1f%%. The costliest is '%s' (%s) "
             "with %.1f%%: call it less often (every=…), or make it cheaper.",
             100 * summary.share,
             100 * budget,
-            costly.name,
-            costly.cls,
-            100 * costly.share,
+            costliest.name,
+            costliest.cls,
+            100 * costliest.share,
         )

@@ -1,4 +1,4 @@
-"""Where the arguments of an event come from when it is fired by hand."""
+"""The arguments of an event that is fired by hand, with `manager.fire(…)`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hookline.events import Event, find_event
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager
 
-__all__ = ["Given", "given_by_position"]
+__all__ = ["EventArguments", "name_positional_arguments"]
 
-# A small trainer's loop calls its manager by position; elsewhere arguments go by name.
+# Loops of small trainers call these events by position; all other arguments are named.
 _POSITIONS: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": ("state",),
     "on_epoch_begin": ("epoch", "state"),
@@ -24,8 +24,13 @@ _POSITIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Given:
-    """The arguments given to `fire`; asks the manager's source for the others."""
+class EventArguments:
+    """Has the given arguments as attributes; takes others from `ctx` or the manager's source.
+
+    Raises:
+        UnknownEventError: the event has no argument of a given name.
+        NotSuppliedError: at access, when neither the caller nor the source has the argument.
+    """
 
     def __init__(self, manager: HookManager, event: Event, given: Mapping[str, Any]) -> None:
         self._manager = manager
@@ -41,28 +46,28 @@ class Given:
     def __getattr__(self, name: str) -> Any:
         ctx = self.__dict__.get("ctx")
         if isinstance(ctx, StepContext) and name in ctx.__dict__:
-            return ctx.unread(name)
+            return ctx.lazy_field(name)
         for source in (ctx, self._manager.source):
             value = getattr(source, name, self)
             if value is not self:
                 return value
         if name == "step_in_progress":
             return self.step
-        asking = self._manager.wanted(self._event.name).get(name, ["a schedule"])
+        methods = self._manager.required_arguments(self._event.name).get(name, ["a schedule"])
         raise NotSuppliedError(
-            f"{self._event.name} was fired without '{name}', which {', '.join(asking)} asks for. "
+            f"{self._event.name} was fired without '{name}', which {', '.join(methods)} asks for. "
             f"Fire it with {name}=…, or give the parameter a default."
         )
 
 
-def given_by_position(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return positional arguments by name, for the events that take any."""
-    positions = _POSITIONS.get(name, ())
+def name_positional_arguments(event: str, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments by name, for the events that may be called by position."""
+    positions = _POSITIONS.get(event, ())
     if len(values) > len(positions):
-        event = find_event(name)
+        first_arguments = list(find_event(event).arguments)[:3]
         raise UnknownEventError(
-            f"{name} takes its arguments by name, such as "
-            f"{name}({', '.join(f'{argument}=…' for argument in list(event.arguments)[:3])})"
+            f"{event} takes its arguments by name, such as "
+            f"{event}({', '.join(f'{argument}=…' for argument in first_arguments)})"
             + (f", or by position {positions}." if positions else ".")
         )
     return dict(zip(positions, values, strict=False))

@@ -1,49 +1,55 @@
-"""One generated function per event: the calls unrolled, the arguments in place.
+"""Generate one function per event: the calls unrolled, the arguments in place.
 
 A loop over hooks that filters keyword arguments takes 742 ns per call on the machine where this
-was measured, a direct method call 27. Text that contains just the calls comes close to that:
+was measured, a direct method call 27 ns. Generated code that contains just the calls comes close
+to that:
 
-    def dispatch(src):                         # src: whoever knows the arguments, as attributes
-        global left
-        left = now_left = left - 1
-        if now_left <= 0: return timed(src)    # the same with a clock around each call
-        try: a_step = src.step                 # each argument once, only those somebody asked for
-        except NotSupplied as error: left += 1; return missing(src, error)
+    def dispatch(context):                     # has the arguments as attributes
+        global until_timed
+        until_timed = remaining = until_timed - 1
+        if remaining <= 0: return timed(context)
+        try: a_step = context.step             # each argument once, only those that hooks require
+        except NotSupplied as error: until_timed += 1; return skip_and_retry(context, error)
         try:
-            h0(a_step)
-            h1(a_step)
-        except Exception as error:             # which hook it was, the line says
-            at = error.__traceback__.tb_lineno - 8
-            fatal = failed(at, error)
+            hook0(a_step)
+            hook1(a_step)
+        except Exception as error:             # the line number identifies the hook
+            index = error.__traceback__.tb_lineno - 8
+            fatal = handle_failure(index, error)
         else: return
-        resume(src, at + 1, fatal, a_step)     # every other hook still has its turn
+        resume(context, index + 1, fatal, a_step)  # the remaining hooks are still called
 
-With a schedule or a clock among them, each call has a `try` of its own, as in `timed` and `resume`.
+When a hook has a schedule or is timed at each call, every call has its own `try`, as in `timed` and
+`resume`. `tests/golden/dispatchers.txt` shows complete examples.
 
-Everything the text names stands in the globals it is executed with, which belong to one
-dispatcher: `h0` can be blanked there while the dispatcher is running, and that is how a hook that
-is removed in the middle of an event is not called any more.
+All other names are globals that belong to one dispatcher. A hook that is removed while an event is
+being fired is replaced there (`hook0`), so that it is not called any more.
 """
 
 from __future__ import annotations
 
+import linecache
+import re
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from types import CodeType
 
 from hookline.dispatch.binding import Binding
-from hookline.dispatch.schedule import Schedule
+from hookline.dispatch.settings import Schedule
 
-__all__ = ["Shape", "dispatcher_code", "shape_of"]
+__all__ = ["CallSignature", "Source", "make_signature", "make_source", "register_source"]
 
 
 @dataclass(frozen=True)
-class Shape:
-    """All that the text of one call depends on; dispatchers of equal shapes share their code."""
+class CallSignature:
+    """All that the source of one call depends on; equal signatures share their compiled code."""
 
     positional: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
-    collects: bool
+    has_optional: bool
     every: bool
     samples: bool
     from_epoch: bool
@@ -51,165 +57,210 @@ class Shape:
 
     @property
     def scheduled(self) -> bool:
-        """Whether it is called only when due."""
+        """Whether the hook is called only in some steps."""
         return self.every or self.samples or self.from_epoch
 
     @property
-    def asks(self) -> tuple[str, ...]:
-        """The arguments of the call."""
+    def required(self) -> tuple[str, ...]:
+        """The arguments of the call, without optional ones."""
         return (*self.positional, *(argument for _, argument in self.keywords))
 
 
-def shape_of(binding: Binding, schedule: Schedule, *, clocked: bool) -> Shape:
-    """Return the shape of a binding's call. Schedules thin out only what happens in every step."""
-    thinned = binding.event.per_step
-    return Shape(
+def make_signature(binding: Binding, schedule: Schedule, *, clocked: bool) -> CallSignature:
+    """Return the signature of a binding's call. Schedules apply only to per-step events."""
+    per_step = binding.event.per_step
+    return CallSignature(
         binding.positional,
         binding.keywords,
-        bool(binding.collected),
-        thinned and schedule.every > 1,
-        thinned and schedule.sample_rate < 1,
-        thinned and schedule.from_epoch > 0,
+        bool(binding.optional),
+        per_step and schedule.every > 1,
+        per_step and schedule.sample_rate < 1,
+        per_step and schedule.from_epoch > 0,
         clocked,
     )
 
 
-@lru_cache(maxsize=512)  # compiling takes about a millisecond; toggling must not
-def dispatcher_code(event: str, shapes: tuple[Shape, ...]) -> CodeType:
-    """Return the code that defines `dispatch` and what it calls, for hooks of these shapes."""
-    text = Text(shapes)
-    if any(shape.scheduled or shape.clocked for shape in shapes):
-        lines = [*text.careful("dispatch"), *text.careful("timed")]
+@dataclass(frozen=True)
+class Source:
+    """Generated source; `calls` has the lines that call a hook, with the hook's index."""
+
+    lines: tuple[str, ...]
+    calls: tuple[tuple[int, int], ...]
+    code: CodeType
+
+
+@lru_cache(maxsize=512)  # compiling takes about a millisecond, too long for a toggle
+def make_source(signatures: tuple[CallSignature, ...]) -> Source:
+    """Return the source that defines `dispatch` and the functions it calls."""
+    writer = SourceWriter(signatures)
+    if any(signature.scheduled or signature.clocked for signature in signatures):
+        lines = [*writer.guarded("dispatch"), "", *writer.guarded("timed")]
     else:
-        lines = [*text.quick(), *text.resume(), *text.careful("timed")]
-    return compile("\n".join(lines), f"<hookline dispatcher of {event}>", "exec")
+        lines = [*writer.unguarded(), "", *writer.resume(), "", *writer.guarded("timed")]
+    calls = [(i, re.match(r" +(?:try: )?hook(\d+)\(", line)) for i, line in enumerate(lines)]
+    return Source(
+        tuple(line + "\n" for line in lines),
+        tuple((i, int(call[1])) for i, call in calls if call is not None),
+        compile("\n".join(lines), "<hookline dispatcher>", "exec"),
+    )
 
 
-class Text:
-    """The text of the functions of one dispatcher."""
+_numbers = count(1)
 
-    def __init__(self, shapes: tuple[Shape, ...]) -> None:
-        self.shapes = shapes
-        self.always = list(
-            dict.fromkeys(a for shape in shapes if not shape.scheduled for a in shape.asks)
+
+def register_source(source: Source, event: str, labels: Sequence[str], owner: object) -> CodeType:
+    """Register a dispatcher's source with `linecache`; return its code under that file name.
+
+    Tracebacks and debuggers then show the generated lines, each call with its hook's label. The
+    entry is removed when the owner is garbage collected.
+    """
+    filename = f"<hookline dispatcher {next(_numbers)}: {event}>"
+    lines = list(source.lines)
+    for i, hook in source.calls:
+        lines[i] = f"{lines[i][:-1]}  # {labels[hook]}\n"
+    size = sum(map(len, lines))
+    linecache.cache[filename] = (size, None, lines, filename)  # None: never out of date
+    weakref.finalize(owner, linecache.cache.pop, filename, None).atexit = False
+    return _rename_code(source.code, filename)
+
+
+def _rename_code(code: CodeType, filename: str) -> CodeType:
+    constants = tuple(
+        _rename_code(constant, filename) if isinstance(constant, CodeType) else constant
+        for constant in code.co_consts
+    )
+    return code.replace(co_filename=filename, co_consts=constants)
+
+
+class SourceWriter:
+    """Writes the functions of one dispatcher."""
+
+    def __init__(self, signatures: tuple[CallSignature, ...]) -> None:
+        self.signatures = signatures
+        self.always_loaded = list(
+            dict.fromkeys(a for call in signatures if not call.scheduled for a in call.required)
         )
-        self.sometimes = [
+        self.loaded_when_due = [
             argument
-            for argument in dict.fromkeys(a for shape in shapes for a in shape.asks)
-            if argument not in self.always
+            for argument in dict.fromkeys(a for call in signatures for a in call.required)
+            if argument not in self.always_loaded
         ]
-        self.collects = any(shape.collects for shape in shapes)
+        self.has_optional = any(signature.has_optional for signature in signatures)
 
-    def quick(self) -> list[str]:
-        """`dispatch` for hooks that are all called each time: one `try` around them all."""
-        lines = ["def dispatch(src):", *self._count(), *self._loads(), "    try:"]
-        first = len(lines) + 1
-        lines += [f"        {self._call(i)}" for i in range(len(self.shapes))]
-        passed = ", ".join(
-            ["src", "at + 1", "fatal", *(f"a_{a}" for a in self.always), *self._made()]
-        )
+    def unguarded(self) -> list[str]:
+        """Write `dispatch` for hooks that are called each time: one `try` around all calls."""
+        lines = ["def dispatch(context):", *self._count_event(), *self._load_arguments()]
+        lines.append("    try:")
+        first_call = len(lines) + 1
+        lines += [f"        {self._call(i)}" for i in range(len(self.signatures))]
         return [
             *lines,
             "    except Exception as error:",
-            f"        at = error.__traceback__.tb_lineno - {first}",
-            "        fatal = failed(at, error)",
+            f"        index = error.__traceback__.tb_lineno - {first_call}",
+            "        fatal = handle_failure(index, error)",
             "    else: return",
-            f"    resume({passed})",
+            f"    resume({self._shared('context', 'index + 1', 'fatal')})",
         ]
 
     def resume(self) -> list[str]:
-        """`resume`: the hooks from `start` on, after one before them has failed."""
-        passed = ", ".join(
-            ["src", "start", "fatal", *(f"a_{a}" for a in self.always), *self._made()]
-        )
-        lines = [f"def resume({passed}):"]
-        for i in range(len(self.shapes)):
+        """Write `resume`: call the hooks from `start` on, after the one before has failed."""
+        lines = [f"def resume({self._shared('context', 'start', 'fatal')}):"]
+        for i in range(len(self.signatures)):
             lines.append(f"    if start <= {i}:")
-            lines += self._try(i, "        ", clocked=False)
+            lines += self._guarded_call(i, "        ", clocked=False)
         return [*lines, "    if fatal is not None: raise fatal"]
 
-    def careful(self, name: str) -> list[str]:
-        """`timed`, or a `dispatch` in which hooks are scheduled or clocked."""
+    def guarded(self, name: str) -> list[str]:
+        """Write `timed`, or a `dispatch` with scheduled or clocked hooks: a `try` per call."""
         timed = name == "timed"
-        counters = [f"n{i}" for i, shape in enumerate(self.shapes) if shape.scheduled]
-        lines = [f"def {name}(src):", "    global " + ", ".join(["left", *counters])]
-        # added, not set, and after the call: other threads may have counted on meanwhile
-        lines += ["    more = gap()", "    left += more"] if timed else self._count()[1:]
-        lines += [*self._loads(), "    fatal = None"]
-        for i, shape in enumerate(self.shapes):
-            lines += self._due(i, clocked=timed or shape.clocked)
+        counters = [f"calls{i}" for i, call in enumerate(self.signatures) if call.scheduled]
+        lines = [f"def {name}(context):", "    global " + ", ".join(["until_timed", *counters])]
+        if timed:  # added after the call instead of set: other threads may have counted meanwhile
+            lines += ["    gap = next_gap()", "    until_timed += gap"]
+        else:
+            lines += self._count_event()[1:]
+        lines += [*self._load_arguments(), "    fatal = None"]
+        for i, signature in enumerate(self.signatures):
+            lines += self._call_when_due(i, clocked=timed or signature.clocked)
         return [*lines, "    if fatal is not None: raise fatal"]
 
-    def _count(self) -> list[str]:
+    def _count_event(self) -> list[str]:
         return [
-            "    global left",
-            "    left = now_left = left - 1",
-            "    if now_left <= 0: return timed(src)",
+            "    global until_timed",
+            "    until_timed = remaining = until_timed - 1",
+            "    if remaining <= 0: return timed(context)",
         ]
 
-    def _made(self) -> list[str]:
-        return ["made"] if self.collects else []
+    def _shared(self, *names: str) -> str:
+        """Return the arguments that `dispatch` passes to `resume`."""
+        loaded = [f"a_{argument}" for argument in self.always_loaded]
+        return ", ".join([*names, *loaded, *(["values"] if self.has_optional else [])])
 
-    def _loads(self) -> list[str]:
-        loads = [f"a_{argument} = src.{argument}" for argument in self.always]
-        loads += [f"a_{argument} = UNSET" for argument in self.sometimes]
-        if any(shape.every or shape.samples for shape in self.shapes):
-            loads.append("now = src.step_in_progress")
-        if any(shape.from_epoch for shape in self.shapes):
-            loads.append("epoch = src.epoch")
-        lines = []
+    def _load_arguments(self) -> list[str]:
+        loads = [f"a_{argument} = context.{argument}" for argument in self.always_loaded]
+        loads += [f"a_{argument} = UNSET" for argument in self.loaded_when_due]
+        if any(signature.every or signature.samples for signature in self.signatures):
+            loads.append("step = context.step_in_progress")
+        if any(signature.from_epoch for signature in self.signatures):
+            loads.append("epoch = context.epoch")
+        lines: list[str] = []
         if loads:
+            retry = "until_timed += 1; return skip_and_retry(context, error)"
             lines.append(f"    try: {'; '.join(loads)}")
-            lines.append("    except NotSupplied as error: left += 1; return missing(src, error)")
-        if self.collects:  # what is made for one is there for the others
-            lines.append(f"    made = {{{', '.join(f'{a!r}: a_{a}' for a in self.always)}}}")
+            lines.append(f"    except NotSupplied as error: {retry}")
+        if self.has_optional:  # shared, so that each argument is computed once per event
+            loaded = ", ".join(f"{a!r}: a_{a}" for a in self.always_loaded)
+            lines.append(f"    values = {{{loaded}}}")
         return lines
 
-    def _due(self, i: int, *, clocked: bool) -> list[str]:
-        """The i-th call with what decides whether it is due, and what only it asks for."""
-        shape = self.shapes[i]
-        if not shape.scheduled:
-            return self._try(i, "    ", clocked=clocked)
-        lines = [f"    if {_condition(i, shape)}:", f"        n{i} += 1"]
-        loads = [line for a in shape.asks if a in self.sometimes for line in self._late_load(a)]
+    def _call_when_due(self, i: int, *, clocked: bool) -> list[str]:
+        """Write the i-th call, with its schedule and the arguments that only it requires."""
+        signature = self.signatures[i]
+        if not signature.scheduled:
+            return self._guarded_call(i, "    ", clocked=clocked)
+        lines = [f"    if {_condition(i, signature)}:", f"        calls{i} += 1"]
+        loads = [self._late_load(a) for a in signature.required if a in self.loaded_when_due]
         if not loads:
-            return [*lines, *self._try(i, "        ", clocked=clocked)]
+            return [*lines, *self._guarded_call(i, "        ", clocked=clocked)]
         return [
             *lines,
             "        try:",
             *loads,
             "        except NotSupplied as error:",
-            f"            n{i} -= 1",
-            f"            fatal = first(fatal, misses({i}, src, error))",
+            f"            calls{i} -= 1",
+            f"            fatal = first_error(fatal, handle_missing_args({i}, context, error))",
             "        else:",
-            *self._try(i, "            ", clocked=clocked),
+            *self._guarded_call(i, "            ", clocked=clocked),
         ]
 
-    def _late_load(self, argument: str) -> list[str]:
+    def _late_load(self, argument: str) -> str:
         key = repr(argument)
-        shared = f"made[{key}] = made[{key}] if {key} in made else src.{argument}"
-        value = shared if self.collects else f"src.{argument}"
-        return [f"            if a_{argument} is UNSET: a_{argument} = {value}"]
+        shared = f"values[{key}] = values[{key}] if {key} in values else context.{argument}"
+        value = shared if self.has_optional else f"context.{argument}"
+        return f"            if a_{argument} is UNSET: a_{argument} = {value}"
 
-    def _try(self, i: int, indent: str, *, clocked: bool) -> list[str]:
+    def _guarded_call(self, i: int, indent: str, *, clocked: bool) -> list[str]:
+        failure = f"fatal = first_error(fatal, handle_failure({i}, error))"
         lines = [
             f"{indent}try: {self._call(i)}",
-            f"{indent}except Exception as error: fatal = first(fatal, failed({i}, error))",
+            f"{indent}except Exception as error: {failure}",
         ]
         if clocked:
-            lines = [f"{indent}t = clock()", *lines, f"{indent}spent({i}, clock() - t)"]
+            end = f"{indent}add_time({i}, clock() - started)"
+            lines = [f"{indent}started = clock()", *lines, end]
         return lines
 
     def _call(self, i: int) -> str:
-        shape = self.shapes[i]
-        arguments = [f"a_{argument}" for argument in shape.positional]
-        arguments += [f"{name}=a_{argument}" for name, argument in shape.keywords]
-        arguments += [f"**collect(src, c{i}, made)"] if shape.collects else []
-        return f"h{i}({', '.join(arguments)})"
+        signature = self.signatures[i]
+        arguments = [f"a_{argument}" for argument in signature.positional]
+        arguments += [f"{name}=a_{argument}" for name, argument in signature.keywords]
+        if signature.has_optional:
+            arguments.append(f"**load_optional(context, optional{i}, values)")
+        return f"hook{i}({', '.join(arguments)})"
 
 
-def _condition(i: int, shape: Shape) -> str:
-    parts = [f"not now % every{i}"] if shape.every else []
-    parts += [f"epoch >= from_epoch{i}"] if shape.from_epoch else []
-    parts += [f"samples{i}(now)"] if shape.samples else []
+def _condition(i: int, signature: CallSignature) -> str:
+    parts = [f"not step % every{i}"] if signature.every else []
+    parts += [f"epoch >= from_epoch{i}"] if signature.from_epoch else []
+    parts += [f"samples{i}(step)"] if signature.samples else []
     return " and ".join(parts)

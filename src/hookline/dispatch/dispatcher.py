@@ -1,159 +1,241 @@
-"""The compiled dispatcher of one event: the generated function and the names it stands on."""
+"""The compiled dispatchers of a manager's events."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from hookline.dispatch.compiler import dispatcher_code, shape_of
+from hookline.dispatch.compiler import make_signature, make_source, register_source
 from hookline.dispatch.entry import Entry
 from hookline.errors import NotSuppliedError
+from hookline.events import EVENTS, FLOWS
 
-__all__ = ["Dispatcher"]
+if TYPE_CHECKING:
+    from hookline.dispatch.manager import HookManager
+
+__all__ = ["Dispatcher", "DispatcherTable", "Dispatchers"]
 
 
-class Owner(Protocol):
-    """What a dispatcher needs of the manager."""
+class Dispatchers:
+    """For each event, the function to call with the event context; None if no hook listens."""
 
-    def hook_failed(
-        self, entry: Entry, event: str, call: int, error: Exception
-    ) -> Exception | None: ...
-    def calls_of(self, entry: Entry, event: str) -> int: ...
-    def hook_misses(
-        self, entries: Sequence[Entry], event: str, src: object, error: NotSuppliedError
-    ) -> Exception | None: ...
-    def resume_dispatch(self, event: str, src: object) -> None: ...
-    def next_sample(self, fired: int) -> int: ...
-    def needs_clock(self, event: str) -> None: ...
+    __slots__ = (*EVENTS, *FLOWS)
+
+    def __init__(self) -> None:
+        for event in self.__slots__:
+            setattr(self, event, None)
+
+
+class DispatcherTable:
+    """Compiles dispatchers when their events are first fired, and counts calls.
+
+    Args:
+        manager: the manager of the hooks.
+        lock: the manager's lock.
+        on_first_fire: called when an event is fired for the first time since its hooks changed.
+    """
+
+    def __init__(
+        self, manager: HookManager, lock: threading.RLock, on_first_fire: Callable[[], None]
+    ) -> None:
+        self.manager = manager
+        self.dispatchers: Any = Dispatchers()
+        self._lock = lock
+        self._on_first_fire = on_first_fire
+        self._compiled: dict[str, Dispatcher] = {}
+        self._in_use: dict[str, WeakSet[Dispatcher]] = {
+            event: WeakSet() for event in Dispatchers.__slots__
+        }
+        self._fired = dict.fromkeys(Dispatchers.__slots__, 0)
+
+    def invalidate(self, event: str) -> None:
+        """Replace an event's dispatcher by a stub that compiles a new one when fired.
+
+        Compiling late keeps registering n hooks from compiling n dispatchers of up to n calls.
+        """
+        with self._lock:
+            old = self._compiled.pop(event, None)
+            if old is not None:
+                old.update_counts()
+                self._fired[event] += old.fired
+            stub = partial(self._compile_and_fire, event) if self.manager.listening(event) else None
+            setattr(self.dispatchers, event, stub)
+
+    def deactivate(self, entry: Entry) -> None:
+        """Stop calling a hook at once, also in events that are being fired."""
+        for event in entry.bindings:
+            for dispatcher in self._in_use[event]:
+                dispatcher.deactivate(entry)
+
+    def resume_dispatch(self, event: str, context: object) -> None:
+        """Fire an event again in which no hook was called because an argument was missing."""
+        dispatch = getattr(self.dispatchers, event)
+        if dispatch is not None:
+            dispatch(context)
+
+    def update_counts(self) -> None:
+        """Add the calls counted by all dispatchers to the hooks' stats."""
+        for dispatchers in self._in_use.values():
+            for dispatcher in dispatchers:
+                dispatcher.update_counts()
+
+    def count_calls(self, entry: Entry, event: str) -> int:
+        """Return how often a hook was called for an event."""
+        with self._lock:
+            for dispatcher in self._in_use[event]:
+                dispatcher.update_counts()
+            return entry.call_stats[event].calls
+
+    def _compile_and_fire(self, event: str, context: object) -> None:
+        with self._lock:
+            if event not in self._compiled:
+                entries = self.manager.listening(event)
+                if not entries:
+                    return  # another thread removed the last one after the stub was looked up
+                dispatcher = Dispatcher(self, event, entries, self._fired[event])
+                self._compiled[event] = dispatcher
+                self._in_use[event].add(dispatcher)
+                setattr(self.dispatchers, event, dispatcher.function)
+            self._on_first_fire()
+            function = self._compiled[event].function
+        function(context)
 
 
 class Dispatcher:
-    """Calls the given hooks for one event; `function(src)` fires it."""
+    """Calls hooks for one event; `function(context)` fires it."""
 
-    def __init__(self, owner: Owner, event: str, entries: Sequence[Entry], fired: int) -> None:
-        self.owner = owner
+    def __init__(
+        self, table: DispatcherTable, event: str, entries: Sequence[Entry], fired: int
+    ) -> None:
+        self.table = table
         self.event = event
         self.entries = tuple(entries)
         self.fired_before = fired
-        self._folded = [0] * len(self.entries)
+        self._counted = [0] * len(self.entries)
         self._scheduled: list[bool] = []
-        self._names: dict[str, Any] = {
-            "left": 0,  # firings until the next timed one
-            "gap": self._gap,
-            "failed": self._failed,
-            "spent": self._spent,
+        self._globals: dict[str, Any] = {
+            "until_timed": 0,  # events until the next timed one
+            "next_gap": self._next_gap,
+            "handle_failure": self._handle_failure,
+            "add_time": self._add_time,
             "clock": perf_counter_ns,
-            "collect": _collect,
+            "load_optional": _load_optional,
             "UNSET": object(),
             "NotSupplied": NotSuppliedError,
-            "missing": self._missing,
-            "misses": self._misses,
-            "first": _first,
+            "skip_and_retry": self._skip_and_retry,
+            "handle_missing_args": self._handle_missing_args,
+            "first_error": _first_error,
         }
-        self._armed = 0  # firings up to the next timed one
-        self._names["left"] = self._gap()
-        self.function: FunctionType = self._build()
+        self._next_timed = 0  # the number of the next timed event
+        self._globals["until_timed"] = self._next_gap()
+        self.function: FunctionType = self._compile()
 
-    def _build(self) -> Any:
-        shapes = []
+    def _compile(self) -> Any:
+        signatures = []
         for i, entry in enumerate(self.entries):
             binding, schedule = entry.bindings[self.event], entry.schedule
-            shape = shape_of(binding, schedule, clocked=entry.is_clocked(self.event))
-            shapes.append(shape)
-            self._scheduled.append(shape.scheduled)
-            self._names |= {
-                f"h{i}": binding.method,
-                f"c{i}": binding.collected,
-                f"n{i}": 0,
+            signature = make_signature(binding, schedule, clocked=entry.is_clocked(self.event))
+            signatures.append(signature)
+            self._scheduled.append(signature.scheduled)
+            self._globals |= {
+                f"hook{i}": binding.method,
+                f"optional{i}": binding.optional,
+                f"calls{i}": 0,
                 f"every{i}": schedule.every,
                 f"from_epoch{i}": schedule.from_epoch,
-                f"samples{i}": _sampler(entry),
+                f"samples{i}": partial(schedule.samples, entry.name),
             }
-        exec(dispatcher_code(self.event, tuple(shapes)), self._names)
-        return self._names["dispatch"]
+        labels = [f"{entry.name!r} ({entry.bindings[self.event].label})" for entry in self.entries]
+        source = make_source(tuple(signatures))
+        exec(register_source(source, self.event, labels, owner=self), self._globals)
+        return self._globals["dispatch"]
 
     @property
     def fired(self) -> int:
-        """How often the event was fired while this dispatcher was there."""
-        return self._armed - int(self._names["left"])
+        """How often this dispatcher was called."""
+        return self._next_timed - int(self._globals["until_timed"])
 
-    def blank(self, entry: Entry) -> None:
-        """Do not call this hook any more, not even in a firing that has begun."""
+    def deactivate(self, entry: Entry) -> None:
+        """Stop calling this hook, also in an event that is being fired."""
         if entry not in self.entries:
             return
-        i = self.entries.index(entry)
-        tally = entry.tallies[self.event]
+        stats = entry.call_stats[self.event]
 
-        def nothing(*args: Any, **kwargs: Any) -> None:
-            """Stand where the hook was; its call in the firing that has begun was counted."""
-            tally.calls -= 1
+        def skip(*args: Any, **kwargs: Any) -> None:
+            """Take back the count of the call that this replaces."""
+            stats.calls -= 1
 
-        self._names[f"h{i}"] = nothing
+        self._globals[f"hook{self.entries.index(entry)}"] = skip
 
-    def calls(self, i: int) -> int:
-        """How often this dispatcher called its i-th hook."""
-        return int(self._names[f"n{i}"]) if self._scheduled[i] else self.fired
+    def count_calls(self, i: int) -> int:
+        """Return how often this dispatcher called its i-th hook."""
+        return int(self._globals[f"calls{i}"]) if self._scheduled[i] else self.fired
 
     def __del__(self) -> None:
-        self.fold()  # a firing may have gone on after the last look
+        self.update_counts()  # an event may have been in progress at the last update
 
-    def fold(self) -> None:
-        """Move the calls counted here into the hooks' accounts."""
+    def update_counts(self) -> None:
+        """Add the calls since the last update to the hooks' stats."""
         for i, entry in enumerate(self.entries):
-            calls = self.calls(i)
-            entry.tallies[self.event].calls += calls - self._folded[i]
-            self._folded[i] = calls
+            calls = self.count_calls(i)
+            entry.call_stats[self.event].calls += calls - self._counted[i]
+            self._counted[i] = calls
 
-    def _gap(self) -> int:
-        """Say in how many firings the next timed one comes; called in the timed ones."""
-        gap = self.owner.next_sample(self.fired_before + self._armed)
-        self._armed += gap
+    def _next_gap(self) -> int:
+        """Return after how many events the next one is timed; called by the timed ones."""
+        gap = self.table.manager.next_timing_gap(self.fired_before + self._next_timed)
+        self._next_timed += gap
         return gap
 
-    def _failed(self, i: int, error: Exception) -> Exception | None:
+    def _handle_failure(self, i: int, error: Exception) -> Exception | None:
         entry = self.entries[i]
-        call = self.owner.calls_of(entry, self.event)
-        return self.owner.hook_failed(entry, self.event, call, error)
+        call = self.table.count_calls(entry, self.event)
+        return self.table.manager.handle_failure(entry, self.event, call, error)
 
-    def _missing(self, src: object, error: NotSuppliedError) -> None:
-        """Nobody has been called yet: go on with those that have what they ask for."""
-        fatal = self.owner.hook_misses(self.entries, self.event, src, error)
-        self.owner.resume_dispatch(self.event, src)
+    def _skip_and_retry(self, context: object, error: NotSuppliedError) -> None:
+        """Disable the hooks that lack an argument, then call the others: none was called yet."""
+        manager = self.table.manager
+        fatal = manager.handle_missing_args(self.entries, self.event, context, error)
+        self.table.resume_dispatch(self.event, context)
         if fatal is not None:
             raise fatal
 
-    def _misses(self, i: int, src: object, error: NotSuppliedError) -> Exception | None:
-        return self.owner.hook_misses([self.entries[i]], self.event, src, error)
+    def _handle_missing_args(
+        self, i: int, context: object, error: NotSuppliedError
+    ) -> Exception | None:
+        manager = self.table.manager
+        return manager.handle_missing_args([self.entries[i]], self.event, context, error)
 
-    def _spent(self, i: int, ns: int) -> None:
-        if self.entries[i].tallies[self.event].add(ns):
-            self.owner.needs_clock(self.event)
-
-
-def _sampler(entry: Entry) -> Callable[[int], bool]:
-    def samples(step: int) -> bool:
-        return entry.schedule.samples(entry.name, step)
-
-    return samples
+    def _add_time(self, i: int, ns: int) -> None:
+        if self.entries[i].call_stats[self.event].add(ns):
+            self.table.invalidate(self.event)  # compile it again, with or without a clock
 
 
-def _collect(src: Any, wanted: tuple[tuple[str, str], ...], made: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that go in by keyword, where the loop has them; each is made once an event."""
-    collected = {}
-    for parameter, argument in wanted:
+def _load_optional(
+    context: Any, optional: tuple[tuple[str, str], ...], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the optional arguments that the loop provides, by parameter.
+
+    `values` has the arguments that were loaded for this event, so that each is computed once.
+    """
+    loaded = {}
+    for parameter, argument in optional:
         try:
-            if argument not in made:
-                made[argument] = getattr(src, argument)
-        except NotSuppliedError:  # a default takes its place, and `**kwargs` does without
-            continue
-        collected[parameter] = made[argument]
-    return collected
+            if argument not in values:
+                values[argument] = getattr(context, argument)
+        except NotSuppliedError:
+            continue  # the parameter keeps its default, and `**kwargs` does not contain it
+        loaded[parameter] = values[argument]
+    return loaded
 
 
-def _first(one: Exception | None, other: Exception | None) -> Exception | None:
-    """The error to raise, with a note of a second one."""
-    if one is not None and other is not None:
-        one.add_note(str(other))
-    return other if one is None else one
+def _first_error(first: Exception | None, second: Exception | None) -> Exception | None:
+    """Return the error to raise, with the second one as a note."""
+    if first is not None and second is not None:
+        first.add_note(str(second))
+    return second if first is None else first

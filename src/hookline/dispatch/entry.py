@@ -1,4 +1,4 @@
-"""One hook as it is registered: its name, place, schedule, toggle, failures and account."""
+"""One registered hook: its name, place, schedule, status, failures and cost."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hookline.dispatch.accounting import HookInfo, Tally
+from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
 from hookline.dispatch.binding import Binding
-from hookline.dispatch.schedule import Schedule
+from hookline.dispatch.settings import Schedule
 from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
 
-__all__ = ["Entry", "RemovedEntry", "free_name"]
+__all__ = ["Entry", "RemovedEntry", "choose_name"]
 
 
 @dataclass(eq=False)
 class Entry:
-    """What the manager knows of a hook. The hook itself knows nothing of it."""
+    """What the manager keeps for a hook. Nothing of it is stored on the hook itself."""
 
     name: str
     hook: Hook
@@ -26,78 +26,76 @@ class Entry:
     schedule: Schedule = field(default_factory=Schedule)
     before: str | None = None
     after: str | None = None
-    enabled: bool = True
+    status: HookStatus = "enabled"
     strict: bool = False
-    quarantined: bool = False
     failures: int = 0
     last_error: str | None = None
-    tallies: dict[str, Tally] = field(default_factory=dict)
-    streaks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    call_stats: dict[str, CallStats] = field(default_factory=dict)
+    failure_streaks: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tallies = {event: Tally() for event in self.bindings}
+        self.call_stats = {event: CallStats() for event in self.bindings}
 
     def is_clocked(self, event: str) -> bool:
-        """Whether each call is timed: a scheduled hook is called rarely, a slow one is slow."""
-        tally = self.tallies[event]
-        tally.rare = self.bindings[event].event.per_step and self.schedule != Schedule()
-        tally.clocked |= tally.rare
-        return tally.clocked
+        """Return whether each call is timed, because the hook is slow or has a schedule."""
+        stats = self.call_stats[event]
+        stats.rare = self.bindings[event].event.per_step and self.schedule != Schedule()
+        stats.clocked |= stats.rare
+        return stats.clocked
 
     @property
     def rank(self) -> int:
-        """Users' hooks come before built-ins; what is in a flow, in the order it was added."""
+        """The hook's rank in the order; forward hooks and updates stay in registration order."""
         rank = type(self.hook).hookline_rank
         in_flow = self.hook.hookline_kind in FLOWS and rank is not Rank.DEFAULT
         return Rank.USER if in_flow else rank
 
     @property
-    def active(self) -> bool:
-        """Whether it is called."""
-        return self.enabled and not self.quarantined
+    def enabled(self) -> bool:
+        """Whether the hook is called."""
+        return self.status == "enabled"
 
     @property
     def critical(self) -> bool:
-        """Whether training depends on it."""
+        """Whether a failure of the hook stops training."""
         return self.strict or bool(self.hook.critical)
 
     @property
-    def saves(self) -> bool:
-        """Whether the hook keeps a state of its own."""
+    def has_state(self) -> bool:
+        """Whether the hook overrides `state_dict`."""
         return type(self.hook).state_dict is not Hook.state_dict
 
-    def asks(self, event: str) -> list[str]:
-        """What this hook needs of the loop when the event is fired, for its schedule too."""
+    def required_arguments(self, event: str) -> list[str]:
+        """Return the arguments that the hook's method and its schedule require of an event."""
         binding, schedule = self.bindings[event], self.schedule
-        asks = sorted(binding.asks)
+        required = sorted(binding.required)
         if binding.event.per_step and (schedule.every > 1 or schedule.sample_rate < 1):
-            asks.append("step_in_progress")
+            required.append("step_in_progress")
         if binding.event.per_step and schedule.from_epoch:
-            asks.append("epoch")
-        return asks
+            required.append("epoch")
+        return required
 
     def count_failure(self, event: str, call: int) -> int:
         """Count a failure of this call; return how many calls of this event failed in a row."""
-        last, streak = self.streaks.get(event, (-1, 0))
+        last, streak = self.failure_streaks.get(event, (-1, 0))
         streak = streak + 1 if call == last + 1 else 1
-        self.streaks[event] = (call, streak)
+        self.failure_streaks[event] = (call, streak)
         self.failures += 1
         return streak
 
     def info(self, elapsed: float) -> HookInfo:
-        """Return it as `describe()` shows it; `elapsed` are the run's seconds."""
-        seconds = sum(tally.seconds(tally.calls) for tally in self.tallies.values())
+        """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds."""
+        seconds = sum(stats.seconds for stats in self.call_stats.values())
         return HookInfo(
             name=self.name,
             kind=self.hook.hookline_kind,
-            cls=_origin(self.hook),
-            enabled=self.enabled,
-            quarantined=self.quarantined,
+            cls=_qualified_name(self.hook),
+            status=self.status,
             schedule=str(self.schedule),
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,
-            calls=sum(tally.calls for tally in self.tallies.values()),
+            calls=sum(stats.calls for stats in self.call_stats.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
             options=dict(self.hook.hookline_options),
@@ -106,34 +104,34 @@ class Entry:
             critical=self.critical,
         )
 
-    def gone(self, before: RemovedEntry | None) -> RemovedEntry:
-        """Return what remains of it when it is removed; `before` had its name and went earlier."""
+    def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
+        """Return what to keep after removal; `previous` is an earlier removed hook of this name."""
         return RemovedEntry(
-            self.info(0.0), self.tallies, before.info(0.0) if before is not None else None
+            self.info(0.0), self.call_stats, previous.info(0.0) if previous is not None else None
         )
 
 
 @dataclass(frozen=True)
 class RemovedEntry:
-    """The account of a removed hook, without the hook. A firing that has begun still counts."""
+    """The stats of a removed hook, without the hook. Events in progress may still add to them."""
 
     last: HookInfo
-    tallies: dict[str, Tally]
-    before: HookInfo | None
+    call_stats: dict[str, CallStats]
+    previous: HookInfo | None
 
     def info(self, elapsed: float) -> HookInfo:
-        """Return it as `summary()` shows it, with what hooks of this name did before it."""
-        calls = sum(tally.calls for tally in self.tallies.values())
-        seconds = sum(tally.seconds(tally.calls) for tally in self.tallies.values())
+        """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
+        calls = sum(stats.calls for stats in self.call_stats.values())
+        seconds = sum(stats.seconds for stats in self.call_stats.values())
         failures, last_error = self.last.failures, self.last.last_error
-        if self.before is not None:
-            calls += self.before.calls
-            seconds += self.before.seconds
-            failures += self.before.failures
-            last_error = last_error or self.before.last_error
+        if self.previous is not None:
+            calls += self.previous.calls
+            seconds += self.previous.seconds
+            failures += self.previous.failures
+            last_error = last_error or self.previous.last_error
         return replace(
             self.last,
-            removed=True,
+            status="removed",
             calls=calls,
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
@@ -142,18 +140,22 @@ class RemovedEntry:
         )
 
 
-def free_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
-    """Return the name for a new hook: the given one, if it is free, or one from its class."""
+def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
+    """Return the name of a new hook: the given one, the hook's own, or one from its class.
+
+    Raises:
+        NameTakenError: the given name is taken, without `replace`.
+    """
     given = name if name is not None else hook.hookline_name
     if given is not None:
         if not (isinstance(given, str) and given):
-            raise ValueError(f"A hook's name is a word, not {given!r}.")
+            raise ValueError(f"A hook's name must be a non-empty string, not {given!r}.")
         if given in taken and not replace:
             raise NameTakenError(
-                f"The name '{given}' is taken. Give another with name=…, or say replace=True."
+                f"The name '{given}' is taken. Choose another with name=…, or pass replace=True."
             )
         return given
-    automatic = snake_case(_origin(hook).rpartition(".")[2].strip("<>"))
+    automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_rank:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")
     if replace or automatic not in taken:
@@ -161,14 +163,14 @@ def free_name(hook: Hook, name: str | None, taken: set[str], replace: bool = Fal
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
 
 
-def _origin(hook: Hook) -> str:
-    """Where a hook was written: the path of its class, or of its function."""
-    what: Any = type(hook) if hook.hookline_function is None else hook.hookline_function
-    what = what if hasattr(what, "__qualname__") else type(what)
-    return f"{what.__module__}.{what.__qualname__}"
+def _qualified_name(hook: Hook) -> str:
+    """Return the path of the hook's class, or of its function."""
+    definition: Any = type(hook) if hook.hookline_function is None else hook.hookline_function
+    definition = definition if hasattr(definition, "__qualname__") else type(definition)
+    return f"{definition.__module__}.{definition.__qualname__}"
 
 
 def snake_case(name: str) -> str:
-    """Return a class name as a hook's name: `LRMonitorHook` becomes `lr_monitor_hook`."""
+    """Return a class name in snake_case: `LRMonitorHook` becomes `lr_monitor_hook`."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return words.strip("_").lower()

@@ -1,4 +1,4 @@
-"""What happens when a hook fails: training goes on without it, unless it depends on it."""
+"""Handling of failing hooks: training continues without them, unless it depends on them."""
 
 from __future__ import annotations
 
@@ -7,38 +7,55 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hookline.dispatch.entry import Entry
-from hookline.dispatch.hook_settings import HookSettings
+from hookline.dispatch.settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError
 
-__all__ = ["Failures"]
+__all__ = ["FailureHandler"]
 
 log = logging.getLogger("hookline")
 
 
-class Failures:
-    """Logs, counts, isolates and quarantines; `quarantined` is told who is not called any more."""
+class FailureHandler:
+    """Logs and counts failures, and disables hooks that fail repeatedly.
 
-    def __init__(self, settings: HookSettings, quarantined: Callable[[Entry], None]) -> None:
+    Args:
+        settings: the manager's settings.
+        on_disabled: called with the entry of a hook that was disabled.
+    """
+
+    def __init__(self, settings: HookSettings, on_disabled: Callable[[Entry], None]) -> None:
         self._settings = settings
-        self._quarantined = quarantined
+        self._on_disabled = on_disabled
 
-    def failed(self, entry: Entry, where: str, call: int, error: Exception) -> Exception | None:
-        """Treat a hook's exception; return what is to be raised once the others had their turn."""
+    def handle_failure(
+        self, entry: Entry, method: str, call: int, error: Exception
+    ) -> Exception | None:
+        """Log and count a hook's exception, and disable the hook after repeated failures.
+
+        Return the error to raise after the other hooks were called, if training depends on the
+        hook. Without isolation, the exception is raised at once.
+
+        Args:
+            entry: the hook.
+            method: the event, or the name of another method that failed.
+            call: the number of the call; consecutive numbers are failures in a row.
+            error: the exception.
+        """
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
-            raise error  # debugging: as it is, at once
+            raise error
         if isinstance(error, HookFailedError):
-            return error  # of an event that this hook fired: no less fatal for that
-        label = entry.bindings[where].label if where in entry.bindings else where
-        streak = entry.count_failure(where, call)
+            return error  # raised by an event that this hook fired: still fatal
+        label = entry.bindings[method].label if method in entry.bindings else method
+        streak = entry.count_failure(method, call)
         entry.last_error = f"{type(error).__name__}: {error}"
-        told = entry.critical and isinstance(error, HooklineError)  # raised, it says everything
-        if self._settings.log_errors and not told:
+        is_explained = entry.critical and isinstance(error, HooklineError)  # it will be raised
+        if self._settings.log_errors and not is_explained:
             log.error(
                 "The hook '%s' failed in %s (%s)%s%s",
                 entry.name,
                 label,
                 entry.last_error,
-                ", and training depends on it." if entry.critical else "; training goes on.",
+                ", and training depends on it." if entry.critical else "; training continues.",
                 _hint(error),
                 exc_info=error,
             )
@@ -49,68 +66,67 @@ class Failures:
             )
             fatal.__cause__ = error
             return fatal
-        if streak >= self._settings.max_failures and entry.active:
-            self._quarantine(entry, f"It failed {streak} times in a row.")
+        if streak >= self._settings.max_failures and entry.enabled:
+            self._disable(entry, f"It failed {streak} times in a row.")
         return None
 
-    def misses(
-        self, entries: Iterable[Entry], event: str, src: object, *, refuse: bool
+    def handle_missing_args(
+        self, entries: Iterable[Entry], event: str, context: object, *, raise_error: bool
     ) -> Exception | None:
-        """Treat hooks that ask for what the source does not have.
+        """Disable the hooks that require an argument which the event context does not have.
 
-        They are quarantined; what is returned is to be raised, for one that training depends on.
-        `refuse` raises at once instead.
+        Return the error to raise, if training depends on one of them. With `raise_error`, or
+        without isolation, raise at once and disable none.
         """
-        without = _misses(entries, event, src)
-        if refuse or not self._settings.isolate:
+        errors = _find_missing_args(entries, event, context)
+        if raise_error or not self._settings.isolate:
             raise NotSuppliedError(
                 "\n".join(
-                    f"{entry.name} ({entry.bindings[event].label}): {miss}"
-                    for entry, miss in without.items()
+                    f"{entry.name} ({entry.bindings[event].label}): {error}"
+                    for entry, error in errors.items()
                 )
             )
         fatal: Exception | None = None
-        for entry, miss in without.items():
+        for entry, error in errors.items():
             entry.failures += 1
-            entry.last_error = str(miss)
+            entry.last_error = str(error)
             if entry.critical and fatal is None:
                 fatal = HookFailedError(
-                    f"Training depends on the hook '{entry.name}', which was not supplied with "
-                    f"what it asks for. {miss}"
+                    f"Training depends on the hook '{entry.name}', but the loop does not provide "
+                    f"an argument that it asks for. {error}"
                 )
-                fatal.__cause__ = miss
-            self._quarantine(entry, str(miss))
+                fatal.__cause__ = error
+            self._disable(entry, str(error))
         return fatal
 
-    def _quarantine(self, entry: Entry, why: str) -> None:
-        entry.quarantined = True
-        self._quarantined(entry)
+    def _disable(self, entry: Entry, reason: str) -> None:
+        entry.status = "failed"
+        self._on_disabled(entry)
         log.error(
-            "The hook '%s' is QUARANTINED and not called any more. %s enable_hook('%s') lets it "
-            "back.",
+            "The hook '%s' is DISABLED and not called any more. %s enable_hook('%s') enables it "
+            "again.",
             entry.name,
-            why,
+            reason,
             entry.name,
         )
 
 
-def _misses(entries: Iterable[Entry], event: str, src: object) -> dict[Entry, NotSuppliedError]:
-    """The hooks that ask for what the source does not have, each with the first such thing."""
-    misses = {entry: _first_miss(entry, event, src) for entry in entries}
-    return {entry: miss for entry, miss in misses.items() if miss is not None}
-
-
-def _first_miss(entry: Entry, event: str, src: object) -> NotSuppliedError | None:
-    """The error for the first thing that this hook asks for and the source does not have."""
-    for argument in entry.asks(event):
-        try:
-            getattr(src, argument)
-        except NotSuppliedError as miss:
-            return miss
-    return None
+def _find_missing_args(
+    entries: Iterable[Entry], event: str, context: object
+) -> dict[Entry, NotSuppliedError]:
+    """Return the hooks that lack an argument, each with the error for the first one."""
+    errors: dict[Entry, NotSuppliedError] = {}
+    for entry in entries:
+        for argument in entry.required_arguments(event):
+            try:
+                getattr(context, argument)
+            except NotSuppliedError as error:
+                errors[entry] = error
+                break
+    return errors
 
 
 def _hint(error: Exception) -> str:
     if isinstance(error, TypeError) and "LazyFloat" in str(error):
-        return " A number is read from the device when looked at: write float(…) around it."
+        return " This number is read from the device on first use: write float(…) around it."
     return ""

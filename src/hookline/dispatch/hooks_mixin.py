@@ -1,4 +1,4 @@
-"""What has hooks: the calls that trainers and sessions pass on to their manager."""
+"""HooksMixin: the methods that trainers and sessions pass on to their manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Manager = TypeVar("Manager", bound=HookManager)
 
 
 class HooksMixin(Generic[Manager]):
-    """Something with hooks."""
+    """Base of classes that have hooks."""
 
     hooks: Manager
 
@@ -27,17 +27,17 @@ class HooksMixin(Generic[Manager]):
     def add_hook(
         self, hook: Hook | Callable[..., Any], name: str | None = None, **options: Any
     ) -> str:
-        """Register a hook; see `HookManager.add_hook`."""
+        """Register a hook and return its name; see `HookManager.add_hook`."""
         return self.hooks.add_hook(hook, name, **options)
 
     def remove_hook(self, name: str) -> Hook:
-        """Take a hook out."""
+        """Remove a hook and return it."""
         return self.hooks.remove_hook(name)
 
     def enable_hook(self, name: str) -> None:
-        """Switch a hook on."""
+        """Enable a hook."""
         self.hooks.enable_hook(name)
 
     def disable_hook(self, name: str) -> None:
-        """Switch a hook off."""
+        """Disable a hook."""
         self.hooks.disable_hook(name)

@@ -1,67 +1,60 @@
-"""In which order hooks are called: where a new one takes its place."""
+"""The order in which hooks are called."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from hookline.dispatch.entry import Entry
 from hookline.errors import OrderError
 
-__all__ = ["check_wishes", "place_of"]
+__all__ = ["check_order", "find_place"]
 
 
-class Placed(Protocol):
-    """What placing needs to know of a hook."""
+def find_place(new: Entry, entries: Sequence[Entry], *, by_rank: bool = True) -> int:
+    """Return the index at which to insert a new hook.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def before(self) -> str | None: ...
-    @property
-    def after(self) -> str | None: ...
+    Users' hooks come before built-ins, and hooks of the same rank are in registration order.
+    `before=` places a hook directly before another; `after=` directly after it and after those
+    already placed there. The named hooks must be among the entries.
 
-
-def place_of(new: Placed, order: Sequence[Placed], *, by_rank: bool = True) -> int:
-    """Return the index at which a new hook goes into the order.
-
-    Users' hooks come before built-ins, and within a rank the order is that of registration.
-    `before=` puts a hook directly before another; `after=` directly after it, behind those that
-    were put there already. The names must be in the order.
+    Raises:
+        OrderError: `before=` and `after=` contradict each other.
     """
     if new.name in (new.before, new.after):
         raise OrderError(f"'{new.name}' cannot be placed next to itself. Name another hook.")
-    index = {entry.name: i for i, entry in enumerate(order)}
+    index = {entry.name: i for i, entry in enumerate(entries)}
     if new.before is not None:
         place = index[new.before]
         if new.after is not None and index[new.after] >= place:
             raise OrderError(
-                f"'{new.name}' cannot come after '{new.after}' and before '{new.before}': that is "
-                f"a cycle, for '{new.after}' does not come before '{new.before}'. Drop one of them."
+                f"'{new.name}' cannot come after '{new.after}' and before '{new.before}', because "
+                f"'{new.after}' does not come before '{new.before}'. Remove one of them."
             )
         return place
     if new.after is not None:
         place = index[new.after] + 1
-        while place < len(order) and order[place].after == new.after:
+        while place < len(entries) and entries[place].after == new.after:
             place += 1
         return place
     if not by_rank:
-        return len(order)
-    unplaced = (i for i, entry in enumerate(order) if entry.before is entry.after is None)
-    place = next((i for i in unplaced if order[i].rank > new.rank), len(order))
-    while 0 < place < len(order) and order[place - 1].before == order[place].name:
-        place -= 1  # who was put directly before it stays there
+        return len(entries)
+    unplaced = (i for i, entry in enumerate(entries) if entry.before is entry.after is None)
+    place = next((i for i in unplaced if entries[i].rank > new.rank), len(entries))
+    while 0 < place < len(entries) and entries[place - 1].before == entries[place].name:
+        place -= 1  # hooks placed directly before another stay there
     return place
 
 
-def check_wishes(order: Sequence[Placed]) -> None:
-    """Raise `OrderError` when a hook took another's place and broke a wish that named it."""
-    index = {entry.name: i for i, entry in enumerate(order)}
-    for i, entry in enumerate(order):
+def check_order(entries: Sequence[Entry]) -> None:
+    """Raise `OrderError` if a hook is on the wrong side of the one its `before` or `after` names.
+
+    This happens when a hook is replaced by one that is placed elsewhere.
+    """
+    index = {entry.name: i for i, entry in enumerate(entries)}
+    for i, entry in enumerate(entries):
         if index.get(entry.before or "", i) < i or index.get(entry.after or "", i) > i:
             other = entry.before or entry.after
             raise OrderError(
                 f"The order of '{entry.name}', '{other}' is a cycle: each would have to come "
-                "before the other. Drop one `before=` or `after=`."
+                "before the other. Remove one `before=` or `after=`."
             )

@@ -1,4 +1,4 @@
-"""HookRunner: a HookManager for a loop that calls its hooks by hand, in five places."""
+"""HookRunner: a HookManager for a loop that fires five events by hand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hookline.dispatch.binding import Binding
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
 from hookline.errors import NameTakenError, SignatureError
-from hookline.hook import Hook
+from hookline.hook import Hook, as_hook
 
 __all__ = ["HookRunner"]
 
 
 class HookRunner(HookManager):
-    """Calls hooks in the order of the list; with an empty list each call costs one branch.
+    """Calls hooks in the order of a list; with an empty list each call costs one branch.
 
         runner = HookRunner([MyHook()])
         runner.on_train_begin(config)
@@ -26,10 +26,10 @@ class HookRunner(HookManager):
         runner.on_train_end(step, tokens_seen)
 
     Args:
-        hooks: the hooks; None is an empty list.
+        hooks: the hooks; None for an empty list.
     """
 
-    _by_rank = False  # the list's order is the order
+    _by_rank = False  # the order of the list
 
     def _make_entry(
         self,
@@ -41,39 +41,39 @@ class HookRunner(HookManager):
         entry = super()._make_entry(hook, name, replace, taken)
         if self.source is None or isinstance(self.source, _Config):
             for event, binding in entry.bindings.items():
-                _refuse_what_is_not_given(event, binding)
+                _check_arguments(event, binding)
         return entry
 
     @property
     def hooks(self) -> HookList:
-        """The hooks as a list: what is appended is registered, what is deleted is removed."""
+        """The hooks as a list: appending registers a hook, deleting removes it."""
         return HookList(self)
 
     @hooks.setter
     def hooks(self, hooks: Iterable[Hook]) -> None:
-        self.become(hooks)
+        self.set_hooks(hooks)
 
-    def become(self, hooks: Iterable[Hook]) -> None:
-        """Make these the hooks, in this order; who stays keeps its name, schedule and account."""
+    def set_hooks(self, hooks: Iterable[Hook]) -> None:
+        """Replace the hooks by these; hooks that stay keep their name, schedule and stats."""
         with self._lock:
-            wanted = list(hooks)
-            if len({id(hook) for hook in wanted}) < len(wanted):
-                raise NameTakenError("A hook is in the list twice. Make another instance of it.")
-            here = {id(entry.hook): entry for entry in self._order}
-            taken = {here[id(hook)].name for hook in wanted if id(hook) in here}
-            order: list[Entry] = []
-            for hook in wanted:
-                entry = here.get(id(hook))
+            hooks = list(hooks)
+            if len({id(hook) for hook in hooks}) < len(hooks):
+                raise NameTakenError("A hook is in the list twice. Create another instance of it.")
+            registered = {id(entry.hook): entry for entry in self._entries}
+            taken = {registered[id(hook)].name for hook in hooks if id(hook) in registered}
+            entries: list[Entry] = []
+            for hook in hooks:
+                entry = registered.get(id(hook))
                 if entry is None:
-                    entry = self._make_entry(hook, taken=taken)
+                    entry = self._make_entry(as_hook(hook), taken=taken)
                     taken.add(entry.name)
-                order.append(entry)
-            self._take(order, changed={*order, *self._order})
-            for entry in order:
-                entry.before = entry.after = None  # the list's order is the only wish
+                entries.append(entry)
+            self._apply(entries, changed={*entries, *self._entries})
+            for entry in entries:
+                entry.before = entry.after = None  # the list alone determines the order
 
     def on_train_begin(self, config: Any) -> None:
-        """Training begins. Hooks may ask for `config` in every later event too."""
+        """Fire `on_train_start`. Hooks may ask for `config` in every later event too."""
         self.run_started()
         if self.source is None or isinstance(self.source, _Config):
             self.source = _Config(config)
@@ -81,28 +81,28 @@ class HookRunner(HookManager):
             self.fire("on_train_start", config=config)
 
     def on_step_end(self, ctx: StepContext) -> None:
-        """A step is done. Hooks may ask for `ctx`, or for its fields by name."""
+        """Fire `on_step_end`. Hooks may ask for `ctx`, or for its fields by name."""
         if self.dispatchers.on_step_end is not None:
             self.fire("on_step_end", ctx=ctx)
 
     def on_eval_end(self, metrics: Mapping[str, float], step: int) -> None:
-        """Evaluation is done."""
+        """Fire `on_validation_end`."""
         if self.dispatchers.on_validation_end is not None:
             self.fire("on_validation_end", metrics=metrics, step=step)
 
     def on_checkpoint_save(self, step: int, path: str) -> None:
-        """A checkpoint was written."""
+        """Fire `on_checkpoint_save`."""
         if self.dispatchers.on_checkpoint_save is not None:
             self.fire("on_checkpoint_save", step=step, path=path)
 
     def on_train_end(self, step: int, tokens_seen: int) -> None:
-        """The loop is over."""
+        """Fire `on_train_end`."""
         if self.dispatchers.on_train_end is not None:
             self.fire("on_train_end", step=step, tokens_seen=tokens_seen)
         self.run_ended()
 
 
-_GIVEN = {
+_PROVIDED = {
     "on_train_start": {"config"},
     "on_step_end": {"config", "ctx", *(field.name for field in fields(StepContext))},
     "on_validation_end": {"config", "metrics", "step"},
@@ -111,26 +111,26 @@ _GIVEN = {
 }
 
 
-def _refuse_what_is_not_given(event: str, binding: Binding) -> None:
-    """Refuse at registration what an entry point of a runner will not have at the end of a run."""
-    given = _GIVEN.get(event, binding.asks)
-    for argument in sorted(binding.asks - given):
+def _check_arguments(event: str, binding: Binding) -> None:
+    """Raise if a method requires an argument that a runner's event never has."""
+    provided = _PROVIDED.get(event, binding.required)
+    for argument in sorted(binding.required - provided):
         raise SignatureError(
-            f"{binding.label} asks for '{argument}', which a HookRunner is not given. In {event} "
-            f"it has: {', '.join(sorted(given))}. Give the parameter a default, or make the runner "
-            "with `source=`, an object that has it as an attribute."
+            f"{binding.label} asks for '{argument}', which a HookRunner does not provide. In "
+            f"{event} it has: {', '.join(sorted(provided))}. Give the parameter a default, or "
+            "create the runner with `source=`, an object that has it as an attribute."
         )
 
 
 @dataclass
 class _Config:
-    """What a runner knows by itself: the configuration it was told at the beginning."""
+    """The source of a runner that was given none: the configuration from `on_train_begin`."""
 
     config: Any
 
 
 class HookList(MutableSequence[Hook]):
-    """The hooks of a runner as a list: changing it registers and removes them."""
+    """The hooks of a runner as a list; changing it registers and removes them."""
 
     def __init__(self, runner: HookRunner) -> None:
         self._runner = runner
@@ -151,22 +151,22 @@ class HookList(MutableSequence[Hook]):
     def __setitem__(self, index: Any, value: Any) -> None:
         hooks = self._hooks()
         hooks[index] = value
-        self._runner.become(hooks)
+        self._runner.set_hooks(hooks)
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
         hooks = self._hooks()
         del hooks[index]
-        self._runner.become(hooks)
+        self._runner.set_hooks(hooks)
 
     def insert(self, index: SupportsIndex, value: Hook) -> None:
-        """Register a hook at this place."""
+        """Register a hook at this index."""
         hooks = self._hooks()
         hooks.insert(index, value)
-        self._runner.become(hooks)
+        self._runner.set_hooks(hooks)
 
     def reverse(self) -> None:
-        """Turn the order around."""
-        self._runner.become(self._hooks()[::-1])
+        """Reverse the order."""
+        self._runner.set_hooks(self._hooks()[::-1])
 
     def __eq__(self, other: object) -> bool:
         return self._hooks() == (other._hooks() if isinstance(other, HookList) else other)

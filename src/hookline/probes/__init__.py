@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.probes.attachment import Call
@@ -48,7 +48,7 @@ __all__ = [
     "tap",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "attachment": ("Call",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hookline.errors import RunError
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint
@@ -27,7 +27,7 @@ __all__ = [
     "read_records",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "diff": ("diff_runs",),

@@ -11,7 +11,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hookline.context import LazyFloat, look
+from hookline.context import LazyFloat, read_lazy
 
 __all__ = ["number", "plain", "shown"]
 
@@ -72,7 +72,7 @@ def _read(value: Any) -> Any:
     try:
         if isinstance(value, LazyFloat):
             return float(value)
-        value = look(value)
+        value = read_lazy(value)
         if hasattr(type(value), "__array_interface__") and value.size == 1:
             value = value.item()
     except Exception:  # a lazy number whose source fails, an odd array

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer, get_trainer
 
 __all__ = ["Trainer", "get_trainer"]
 
-__getattr__ = lazy_getattr(__name__, {"trainer": ("Trainer", "get_trainer")})
+__getattr__, __dir__ = lazy_exports(__name__, {"trainer": ("Trainer", "get_trainer")})

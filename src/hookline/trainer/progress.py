@@ -304,7 +304,7 @@ class BarProgress(_Display):
 
         # The table in rich's colours, with what needs attention in red.
         lines = str(summary).splitlines()
-        troubled = [bool(h.failures) or h.status == "quarantined" for h in summary.hooks]
+        troubled = [bool(h.failures) or h.status == "failed" for h in summary.hooks]
         styles = ["bold", *("red" if trouble else "" for trouble in troubled)]
         for line, style in zip(lines, styles + ["red"] * len(lines), strict=False):
             self._console.print(Text(_encodable(line, self._stream), style))

@@ -31,7 +31,7 @@ def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
         "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
         "hooks": trainer.hooks.state_dict(),
-        "disabled": [info.name for info in trainer.hooks.describe() if not info.enabled],
+        "disabled": [info.name for info in trainer.hooks.describe() if info.status == "disabled"],
         "position": position,
         "means": context.means.state_dict(),
         "step": context.step,

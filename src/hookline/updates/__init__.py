@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.updates.gradients import Gradients, NamedParameters
@@ -40,7 +40,7 @@ __all__ = [
     "SkipNonfinite",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gradients": ("Gradients", "NamedParameters"),

@@ -72,7 +72,7 @@ def refusals(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
             yield f"{', '.join(listeners)} needs {event}. {CALLS[need]}"
             continue
         known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
-        for argument, asking in hooks.wanted(event).items():
+        for argument, asking in hooks.required_arguments(event).items():
             need = _ARGUMENTS.get(argument)
             if need is not None and need not in supplied | known:
                 yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"

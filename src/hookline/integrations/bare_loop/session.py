@@ -77,7 +77,7 @@ class Session(HooksMixin[HookManager]):
         self.started = self._ended = False
         self._told_late_log = False
         self.hooks = HookManager(source=self._context, settings=settings)
-        self.hooks.refuses_what_is_not_supplied = True  # until the first step
+        self.hooks.raise_on_missing_args = True  # until the first step
         self.hooks.register_hooks(hooks)
         self._steps = steps(self, self._context, scaler)
         self._probes: ProbeSync | None = None
@@ -133,7 +133,7 @@ class Session(HooksMixin[HookManager]):
         if error is None or self._ended:
             self.detach()
             return
-        self.hooks.refuses_what_is_not_supplied = False  # once is enough
+        self.hooks.raise_on_missing_args = False  # once is enough
         context = self._context
         context.exception = error
         context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"

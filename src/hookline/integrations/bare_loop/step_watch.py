@@ -103,14 +103,14 @@ class StepWatch:
     def hooks_changed(self) -> None:
         """Watch of the model what the hooks need now, and no more."""
         hooks = self.session.hooks
-        wanted = {event: hooks.wanted(event, optional=True) for event in EVENTS}
+        wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
         told = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
         self._losses.wanted = any({"loss", "ctx", "metrics"} & asked.keys() for asked in told)
         self._losses.wanted |= any("state" in asked for asked in wanted.values())
         self._asks_for_loss = [
             label
             for event in ("on_step_end", "on_train_batch_end")
-            for label in hooks.wanted(event).get("loss", ())
+            for label in hooks.required_arguments(event).get("loss", ())
         ]
         fire = self.dispatchers
         backward = (
@@ -428,7 +428,7 @@ class StepWatch:
             for problem in problems:
                 self._warn_once(problem, problem)
             self._verified = True
-            self.session.hooks.refuses_what_is_not_supplied = False
+            self.session.hooks.raise_on_missing_args = False
             self.session.say_what_waits()
         changed = self.dispatchers.on_gradients_ready is not None and (
             i in self._versions and self._versions[i] != self._version_of(i)
@@ -512,7 +512,7 @@ class StepWatch:
             for event in ("on_gradients_ready", "on_before_optimizer_step")
             for label in self.session.hooks.listeners(event)
         ]
-        asked += self.session.hooks.wanted("on_step_end").get("grad_norm", [])
+        asked += self.session.hooks.required_arguments("on_step_end").get("grad_norm", [])
         asked += self.session.hooks.listeners("update")
         if isinstance(optimizer, torch.optim.LBFGS) and asked:
             raise LoopError(

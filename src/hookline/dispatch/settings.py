@@ -1,0 +1,74 @@
+"""HookSettings and Schedule: how a manager treats its hooks, and when a hook is due."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["HookSettings", "Schedule"]
+
+
+@dataclass(frozen=True)
+class HookSettings:
+    """How a manager treats failing and costly hooks.
+
+    Args:
+        isolate: log and count a hook's exception and continue; False re-raises it, for debugging.
+        max_failures: disable a hook after this many failures in a row.
+        budget: share of the run that hooks may take before a warning names the costliest one,
+            once; None disables the warning.
+        budget_after: seconds of training before the budget is checked.
+        log_errors: log each failure with its traceback; the summary counts them in any case.
+    """
+
+    isolate: bool = True
+    max_failures: int = 3
+    budget: float | None = 0.05
+    budget_after: float = 5.0
+    log_errors: bool = True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps in which a hook is called. In such a step it gets all events, in others none.
+
+    The schedule belongs to the registration, not to the hook.
+
+    Args:
+        every: call the hook in steps N, 2N, 3N, …
+        sample_rate: of these, call it in this share. The choice depends on the step and the hook's
+            name only, so it is the same on every rank and after resuming.
+        from_epoch: call it from this epoch on, counted from 0.
+    """
+
+    every: int = 1
+    sample_rate: float = 1.0
+    from_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("every", self.every, 1)
+        _check_int("from_epoch", self.from_epoch, 0)
+        rate = self.sample_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
+            raise ValueError(
+                f"sample_rate is {rate!r}; expected a share above 0 and up to 1, such as 0.1. "
+                "To disable a hook, use enabled=False."
+            )
+
+    def __str__(self) -> str:
+        parts = [f"every {self.every}"] if self.every > 1 else []
+        parts += [f"sample {self.sample_rate:g}"] if self.sample_rate < 1 else []
+        parts += [f"from epoch {self.from_epoch}"] if self.from_epoch else []
+        return ", ".join(parts) or "always"
+
+    def samples(self, name: str, step: int) -> bool:
+        """Return whether `sample_rate` selects this step for the hook of this name."""
+        return zlib.crc32(f"{name}:{step}".encode()) < self.sample_rate * 2**32
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        shown = "nan" if isinstance(value, float) and math.isnan(value) else repr(value)
+        raise ValueError(f"{name} is {shown}; expected a whole number of at least {minimum}.")
