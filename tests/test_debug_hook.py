@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
 from hookline.hooks.debugging.debug_hook import DebugHook
-from hookline.hooks.debugging.finite import all_finite, first_bad
+from hookline.tensors.finiteness import all_finite, first_nonfinite
 
 NAN, INF = float("nan"), float("inf")
 
@@ -93,7 +93,7 @@ def test_the_computation_is_blamed_when_all_else_is_finite(caplog):
     model, optimizer = make()
     model.register_forward_hook(lambda module, args, out: out / 0)
     train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
-    assert "so it comes from the computation in between" in warnings(caplog)[0]
+    assert "so it comes from the computation: an overflow in the model" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -366,5 +366,5 @@ def test_mixed_kinds_of_tensors_are_looked_at():
     ):
         assert not all_finite([*fine, bad])
         named = [(str(i), one) for i, one in enumerate([*fine, bad])]
-        assert first_bad(named).startswith("'6' (")
-    assert first_bad([("fine", torch.ones(1))]) is None
+        assert first_nonfinite(named).startswith("'6' (")
+    assert first_nonfinite([("fine", torch.ones(1))]) is None

@@ -22,10 +22,11 @@ import hookline
 from hookline.errors import ConfigError, ObserverError, ProbeError
 from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture
-from hookline.probes.conditions import extremes, read
 from hookline.probes.debug_probe import Debug, DebugProbe, Finding
 from hookline.probes.flow import GradientFlow, gradient_flow
 from hookline.probes.taps import tap
+from hookline.tensors.finiteness import extremes
+from hookline.tensors.reading import read_tensors
 
 
 class Layer(nn.Module):
@@ -160,7 +161,7 @@ def test_values_of_all_precisions_are_measured(dtype: torch.dtype) -> None:
     good = torch.tensor([-3.0, 2.0]).to(dtype)
     bad = torch.tensor([1.0, math.inf]).to(dtype)
     measured = [one for tensor in (good, bad) for one in extremes(tensor) or ()]
-    low, high, _, infinite = read(measured)
+    low, high, _, infinite = read_tensors(measured)
     assert low == -3
     assert high == 2
     assert not math.isfinite(infinite)
@@ -174,19 +175,19 @@ def test_what_cannot_be_compared_is_passed_over() -> None:
 def test_tensors_of_several_dtypes_are_read_together() -> None:
     scalars = [torch.tensor(1.5, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32)]
     scalars.append(torch.tensor(1e300, dtype=torch.float64))
-    assert read(scalars) == [1.5, 1.5, 1.5, 1e300]
-    assert read([]) == []
+    assert read_tensors(scalars) == [1.5, 1.5, 1.5, 1e300]
+    assert read_tensors([]) == []
 
 
 @pytest.mark.parametrize(
     ("conditions", "message"),
     [
-        ("nonfinit", "no condition 'nonfinit'. Did you mean 'nonfinite'"),
+        ("nonfinit", "Unknown condition 'nonfinit'. Did you mean 'nonfinite'"),
         ({"magnitude": -1}, "'magnitude' needs a positive number"),
         ("magnitude", "'magnitude' needs a positive number"),
-        ({"dead": 3}, "'dead' takes no value"),
-        (3, "3 is no condition"),
-        ([], "no condition to look for"),
+        ({"dead": 3}, "'dead' is True or False; got 3"),
+        (3, "3 is not a condition"),
+        ([], "contains no condition"),
     ],
 )
 def test_a_wrong_condition_is_an_error_when_the_probe_is_made(

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotCopied", "describe_structure", "map_tensors", "tensors_in"]
+__all__ = ["NotCopied", "describe_structure", "map_tensors", "named_tensors", "tensors_in"]
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 _WHOLE = (
@@ -47,6 +47,24 @@ class NotCopied:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value; each collection and object is looked into once."""
     return _leaves(value, Tensor)
+
+
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value, each with an expression for it, such as `batch['x'][0]`."""
+    pending, seen = [(name, value)], dict[int, Any]()
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, Tensor):
+            yield name, value
+        elif type(value) not in _ATOMS and id(value) not in seen:
+            seen[id(value)] = value
+            if isinstance(value, _COLLECTIONS):
+                parts = [(f"{name}[{i}]", part) for i, part in enumerate(cast("Any", value))]
+            elif isinstance(value, Mapping):
+                parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+            else:
+                parts = [(f"{name}.{key}", part) for key, part in _attributes(value).items()]
+            pending.extend(reversed(parts))
 
 
 def _leaves(value: Any, leaf: type) -> Iterator[Any]:

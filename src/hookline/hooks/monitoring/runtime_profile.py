@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import PositiveInt
@@ -16,6 +16,7 @@ from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.loop.evaluation import samples_in
 from hookline.loop.event_context import device_of
+from hookline.tensors.timing import Mark, elapsed_ms, is_over, mark, timed_device
 
 __all__ = ["RuntimeProfile"]
 
@@ -54,7 +55,7 @@ class RuntimeProfile(BuiltIn):
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
         self.log_frequency = log_frequency
         self._device = torch.device("cpu")
-        self._clock: Clock = HostClock()
+        self._clock = _PhaseClock(self._device)
         self._reported = self._step = 0
         self._tokens_then = 0  # when the last batch that it has seen ended
         # Since when the next batch is waited for, and counts; unknown before the first it has seen.
@@ -69,7 +70,7 @@ class RuntimeProfile(BuiltIn):
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
         """Start the clock."""
         self._device = device_of(model)
-        self._clock = clock_for(self._device)
+        self._clock = _PhaseClock(self._device)
         self._reported = self._step = step
         self._tokens_then = tokens_seen
         self._loaders = {}
@@ -86,7 +87,7 @@ class RuntimeProfile(BuiltIn):
             times = self._loaders[dataloader_name] = _Times()
         self._times = times
         if self._idle_since is not None:
-            times.add("data", perf_counter() - self._idle_since)
+            times.add("data", elapsed_ms(self._idle_since, perf_counter()))
         self._has_turn = False
         self._clock.start()
 
@@ -145,7 +146,7 @@ class RuntimeProfile(BuiltIn):
         self._clock.settle()
         for loader, times in self._loaders.items():
             for phase, mean in times.means():
-                yield f"profile/train/dl_{loader}/time_{phase}_ms", mean * 1e3
+                yield f"profile/train/dl_{loader}/time_{phase}_ms", mean
         if self._seconds:
             yield "profile/train/samples_per_second", self._samples / self._seconds
             if self._tokens:
@@ -154,104 +155,50 @@ class RuntimeProfile(BuiltIn):
 
 
 class _Times:
-    """Seconds by phase, and how often each was."""
+    """The total milliseconds of each phase, and how often it occurred."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.counts: dict[str, int] = dict.fromkeys(PHASES, 0)
 
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] += seconds
+    def add(self, phase: str, milliseconds: float) -> None:
+        self.totals[phase] += milliseconds
         self.counts[phase] += 1
 
     def means(self) -> Iterator[tuple[str, float]]:
         for phase in PHASES:
             if self.counts[phase]:
-                yield phase, self.seconds[phase] / self.counts[phase]
+                yield phase, self.totals[phase] / self.counts[phase]
 
 
-# -- clocks ---------------------------------------------------------------------------------------
-
-
-class Clock(Protocol):
-    """Times what follows one another."""
-
-    def start(self) -> None:
-        """Begin."""
-        ...
-
-    def lap(self, times: _Times, phase: str) -> None:
-        """End a phase, and begin the next."""
-        ...
-
-    def settle(self) -> None:
-        """Count the phases whose times are known by now."""
-        ...
-
-
-class HostClock:
-    """A wall clock: on a CPU, what was called is done when it returns."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def start(self) -> None:
-        """Begin."""
-        self._last = perf_counter()
-
-    def lap(self, times: _Times, phase: str) -> None:
-        """End a phase, and begin the next."""
-        now = perf_counter()
-        times.add(phase, now - self._last)
-        self._last = now
-
-    def settle(self) -> None:
-        """Nothing is open."""
-
-
-class DeviceClock:
-    """Events in the device's own queue, which it stamps as it gets there. Nobody waits for them."""
+class _PhaseClock:
+    """Times consecutive phases: with events of the device if it has them, else by wall clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: Any = None
-        self._open: deque[tuple[_Times, str, Any, Any]] = deque()
+        self._device = timed_device(device)
+        self._last: Mark = 0.0
+        self._open: deque[tuple[_Times, str, Mark, Mark]] = deque()
 
     def start(self) -> None:
-        """Begin."""
-        self._last = self._stamp()
+        """Begin the first phase."""
+        self._last = mark(self._device)
 
     def lap(self, times: _Times, phase: str) -> None:
-        """End a phase, and begin the next."""
-        stamp = self._stamp()
-        self._open.append((times, phase, self._last, stamp))
-        self._last = stamp
+        """End a phase, and begin the next one."""
+        now = mark(self._device)
+        self._open.append((times, phase, self._last, now))
+        self._last = now
+        if self._device is None:
+            self.settle()
 
     def settle(self) -> None:
-        """Count the phases that the device has come to the end of."""
-        while self._open and self._open[0][3].query():
+        """Add the phases that the device has finished, without waiting for the others."""
+        while self._open and is_over(self._open[0][3]):
             times, phase, begin, end = self._open.popleft()
-            times.add(phase, begin.elapsed_time(end) / 1e3)
-
-    def _stamp(self) -> Any:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Return the clock that tells the truth about this device."""
-    if device.type == "cpu":
-        return HostClock()
-    try:
-        clock = DeviceClock(device)
-        clock.start()
-    except (RuntimeError, NotImplementedError, TypeError):  # a device without timed events
-        return HostClock()
-    return clock
+            times.add(phase, elapsed_ms(begin, end))
 
 
 # -- memory ---------------------------------------------------------------------------------------
