@@ -113,7 +113,7 @@ def test_it_checks_at_the_end_of_epochs_when_asked_for(tmp_path):
 def test_what_is_missing_is_an_error_that_lists_what_there_is(tmp_path):
     with pytest.raises(HookFailedError) as error:
         fit(tmp_path, EarlyStopping("val/los"))
-    assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
+    assert "'val/los', which is missing. Did you mean 'val/loss'?" in str(error.value)
     assert str(error.value).endswith("The metrics are: 'val/loss'.")
 
 
@@ -313,6 +313,6 @@ def test_a_bare_loop_is_told_which_call_supplies_the_metric(caplog):
         with session.validation():
             pass
     assert str(error.value).endswith(
-        "Supply it: `session.log('loss', value)` within `with session.validation():`."
+        "Log it with `session.log('loss', value)` within `with session.validation():`."
     )
     assert caplog.text == ""  # it is raised, and that is enough

@@ -196,12 +196,12 @@ def test_what_users_saved_themselves_is_never_removed(tmp_path):
 def test_a_metric_that_is_missing_stops_training_and_lists_those_there_are(tmp_path):
     with pytest.raises(HookFailedError) as error:
         fit(tmp_path, ModelCheckpoint(monitor="val/los"))
-    assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
+    assert "'val/los', which is missing. Did you mean 'val/loss'?" in str(error.value)
     assert "The metrics are: 'val/loss'" in str(error.value)
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path):
-    with pytest.raises(HookFailedError, match="'val/score', which is 'good' and not a number"):
+    with pytest.raises(HookFailedError, match="'val/score', which is 'good' not a number"):
         fit(tmp_path, Scores("good"), ModelCheckpoint(monitor="val/score"))
 
 
@@ -295,7 +295,7 @@ def test_every_n_steps_saves_a_skipped_step_only_once(tmp_path):
 
 def test_every_n_steps_and_a_metric_that_never_comes_is_an_error_after_an_epoch(tmp_path):
     hook = ModelCheckpoint(monitor="val/nothing", every_n_steps=2)
-    with pytest.raises(HookFailedError, match="'val/nothing', which is not there"):
+    with pytest.raises(HookFailedError, match="'val/nothing', which is missing"):
         fit(tmp_path, hook)
 
 
@@ -355,7 +355,7 @@ def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
 
 
 def test_a_metric_in_the_filename_that_is_missing_is_named(tmp_path):
-    with pytest.raises(HookFailedError, match="'val/x', which is not there"):
+    with pytest.raises(HookFailedError, match="'val/x', which is missing"):
         fit(tmp_path, ModelCheckpoint(filename="{val/x}"))
 
 

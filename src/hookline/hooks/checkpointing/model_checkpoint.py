@@ -15,14 +15,14 @@ from hookline.context import Metrics
 from hookline.errors import ConfigError
 from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
 from hookline.hooks.checkpointing.filename import Filename
-from hookline.hooks.metric_lookup import Monitors, monitored
+from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 
 __all__ = ["ModelCheckpoint"]
 
 log = logging.getLogger("hookline")
 
 
-class ModelCheckpoint(SavingHook, Monitors):
+class ModelCheckpoint(SavingHook, RequiresMetrics):
     """Saves checkpoints, ranks them by a metric, and keeps the best and the last.
 
     It saves after validation, at the end of epochs or every N steps, and only what would be kept.
@@ -151,7 +151,7 @@ class ModelCheckpoint(SavingHook, Monitors):
         self._trains = False
         self._release()
 
-    def monitors(self, trainer: Any) -> tuple[str, list[str]]:
+    def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
         """Return when it looks, and at what."""
         late = self._every_steps is not None or self._saves_at_epoch_end(trainer)
         names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
@@ -183,7 +183,7 @@ class ModelCheckpoint(SavingHook, Monitors):
         early = self._every_steps is not None and not self._epochs_seen
         if name not in metrics and (early or not self._trains):
             return math.nan
-        return monitored(metrics, name, type(self).__name__)
+        return metric_value(metrics, name, type(self).__name__)
 
     def _keep(self, metrics: Any) -> None:
         for name, value in dict.items(metrics):  # unread

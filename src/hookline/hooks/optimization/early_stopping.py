@@ -11,14 +11,14 @@ from pydantic import Field, PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.hooks.metric_lookup import Monitors, monitored
+from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 
 __all__ = ["EarlyStopping"]
 
 log = logging.getLogger("hookline")
 
 
-class EarlyStopping(BuiltIn, Monitors):
+class EarlyStopping(BuiltIn, RequiresMetrics):
     """Ends training when a metric has not improved for a number of checks.
 
     It checks after each validation, or at the end of each epoch. A validation before training is
@@ -100,7 +100,7 @@ class EarlyStopping(BuiltIn, Monitors):
 
     # -- the check --------------------------------------------------------------------------------
 
-    def monitors(self, trainer: Any) -> tuple[str, list[str]]:
+    def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
         """Return when it looks, and at what; at nothing it needs, where it can do without."""
         event = "on_epoch_end" if self.on_validation_end is None else "on_validation_end"
         return event, [self._monitor] if self.critical else []
@@ -111,7 +111,7 @@ class EarlyStopping(BuiltIn, Monitors):
                 log.warning("EarlyStopping: '%s' is not among the metrics.", self._monitor)
             self._told_missing = True
             return
-        value = monitored(metrics, self._monitor, "EarlyStopping", trainer)
+        value = metric_value(metrics, self._monitor, "EarlyStopping", trainer)
         self._checked_at = step
         reason = self._judge(value)
         if self._verbose:
