@@ -210,7 +210,7 @@ def test_a_condition_that_does_more_than_to_look_is_an_error() -> None:
 
     with pytest.raises(ObserverError, match=r"zero changed the output of 'layers\.0\.linear'"):
         found(Model(), Debug(conditions=zero))
-    with pytest.raises(ObserverError, match="draw drew from training's random numbers"):
+    with pytest.raises(ObserverError, match="draw used a global random number generator"):
         found(Model(), Debug(conditions=draw))
     with pytest.raises(TypeError, match="'odd' returned a str"):
         found(Model(), Debug(conditions=odd))

@@ -449,7 +449,7 @@ def test_a_function_that_draws_random_numbers_is_fatal_and_named():
     def draws(x):
         return torch.rand(1)
 
-    with pytest.raises(ObserverError, match=r"draws drew from training's random numbers"):
+    with pytest.raises(ObserverError, match=r"draws used a global random number generator"):
         report_of(torch.ones(2), functions={"own": draws})
 
 

@@ -376,7 +376,7 @@ def test_without_a_folder_and_a_run_there_is_a_clear_error(
 ) -> None:
     trainer = trained(None, TorchProfiler())
     assert trainer.status == "completed"
-    assert "nowhere to write: this training has no run folder" in caplog.text
+    assert "no folder to write to, because this training run has no run folder" in caplog.text
     assert "TorchProfiler(folder='…')" in caplog.text
 
 
@@ -385,7 +385,7 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     trained(None, TorchProfiler(folder=tmp_path / "file" / "traces"))
-    assert "TorchProfiler cannot write into" in caplog.text
+    assert "TorchProfiler cannot write to" in caplog.text
 
 
 def test_a_trace_that_cannot_be_written_does_not_stop_profiling(

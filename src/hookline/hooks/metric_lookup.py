@@ -1,4 +1,4 @@
-"""Looking up the metric that a hook monitors, with an error that lists the available ones."""
+"""Metrics in hooks: looking one up, with an error that lists the others, and showing them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from hookline.errors import TrainingError, listed, nearest
 
-__all__ = ["RequiresMetrics", "metric_value", "require_metric"]
+__all__ = ["RequiresMetrics", "metric_value", "metrics_text", "number_text", "require_metric"]
 
 
 class RequiresMetrics:
@@ -54,3 +54,18 @@ def _supply(name: str, trainer: Any) -> str:
     if where in ("val", "eval"):
         return f" Log it with `session.log('{short}', value)` within `with session.validation():`."
     return f" Log it with `session.log('{short if where == 'train' else name}', value)`."
+
+
+def number_text(value: Any) -> str:
+    """Return a number with few digits; a value on a device is read, other values use `str`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor with many elements
+        return str(value)
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return names and numbers: `train/loss 0.1234, val/loss 0.2345`."""
+    parts = [f"{name} {number_text(value)}" for name, value in metrics.items()]
+    return ", ".join(parts) or "no metrics"

@@ -79,8 +79,9 @@ def check_like(name: str, gradient: Any, expected: Any) -> None:
     for attribute in ("shape", "dtype", "device"):
         found, wanted = getattr(gradient, attribute, None), getattr(expected, attribute)
         if found != wanted:
-            if attribute == "shape":
-                found, wanted = list(found), list(wanted)
+            shown, expected = (
+                list(value) if isinstance(value, tuple) else value for value in (found, wanted)
+            )
             raise ValueError(
-                f"The gradient of '{name}' has {attribute} {found}; expected {wanted}."
+                f"The gradient of '{name}' has {attribute} {shown}; expected {expected}."
             )
