@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
 from hookline.hooks.debugging.debug_hook import DebugHook
 from hookline.tensors.finiteness import all_finite, first_nonfinite
+from hookline.tensors.nested import named_tensors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -346,6 +348,20 @@ def run_in_terminal(code, folder, answers):
 
 def test_values_so_large_that_norms_overflow_are_finite():
     assert all_finite([torch.full((10,), 1e30), torch.full((4,), 6e4, dtype=torch.float16)])
+
+
+def test_tensors_anywhere_in_a_batch_are_named_by_their_path():
+    @dataclass
+    class Pair:
+        x: object
+        y: object
+
+    tensors = [torch.zeros(i) for i in range(4)]
+    batch = Pair({"a": tensors[:2]}, (tensors[2], Pair(tensors[3], "text")))
+    assert [name for name, _ in named_tensors(batch, "batch")] == [
+        *("batch.x['a'][0]", "batch.x['a'][1]", "batch.y[0]", "batch.y[1].x")
+    ]
+    assert [len(tensor) for _, tensor in named_tensors(batch, "batch")] == [0, 1, 2, 3]
 
 
 def test_mixed_kinds_of_tensors_are_looked_at():

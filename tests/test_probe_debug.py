@@ -179,6 +179,13 @@ def test_tensors_of_several_dtypes_are_read_together() -> None:
     assert read_tensors([]) == []
 
 
+def test_tensors_are_read_in_their_shapes_beside_numbers() -> None:
+    values = [torch.arange(6).reshape(2, 3), 7, torch.tensor([1.5]), torch.tensor(2**40), "text"]
+    expected = [[[0, 1, 2], [3, 4, 5]], 7, [1.5], 2**40, "text"]
+    assert read_tensors(values) == expected
+    assert read_tensors([torch.empty(0), torch.empty(2, 0)]) == [[], [[], []]]
+
+
 @pytest.mark.parametrize(
     ("conditions", "message"),
     [

@@ -78,6 +78,6 @@ def _can_be_nonfinite(values: Tensor) -> bool:
 
 def _are_nonfinite(tensors: list[Tensor]) -> list[bool]:
     measured = [extremes(tensor) or () for tensor in tensors]
-    numbers = iter(read_tensors(one for pair in measured for one in pair))
+    numbers = iter(read_tensors(extreme for pair in measured for extreme in pair))
     ranges = [[next(numbers) for _ in pair] for pair in measured]
     return [not all(map(math.isfinite, pair)) for pair in ranges]

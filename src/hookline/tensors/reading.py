@@ -41,12 +41,12 @@ def _read_into(
     """Replace the tensors at these positions by their numbers, with one transfer."""
     home = next(iter(kinds))[0]
     # One tensor per type: converting them one by one would launch a kernel for each.
-    joined = [
+    vectors = [
         _join([values[at] for at in positions], scalars=kind[2]).to(home)
         for kind, positions in kinds.items()
     ]
-    dtype = torch.float64 if any(one.dtype == torch.float64 for one in joined) else torch.float32
-    numbers: list[float] = torch.cat([one.to(dtype) for one in joined]).tolist()
+    dtype = torch.float64 if torch.float64 in {v.dtype for v in vectors} else torch.float32
+    numbers: list[float] = torch.cat([vector.to(dtype) for vector in vectors]).tolist()
     start = 0
     for (_, _, scalars), positions in kinds.items():
         if scalars:

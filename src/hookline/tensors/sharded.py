@@ -38,11 +38,11 @@ def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
     """
     from torch.distributed.tensor import Replicate
 
-    if any(placement.is_partial() for placement in tensor.placements):
-        replicated = [Replicate() if one.is_partial() else one for one in tensor.placements]
-        tensor = tensor.redistribute(placements=replicated)
+    if any(place.is_partial() for place in tensor.placements):
+        reduced = [Replicate() if place.is_partial() else place for place in tensor.placements]
+        tensor = tensor.redistribute(placements=reduced)
     mesh = tensor.device_mesh
-    sharded = [dim for dim, one in enumerate(tensor.placements) if not one.is_replicate()]
+    sharded = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
     return tensor.to_local(), tuple(mesh.get_group(dim) for dim in sharded)
 
 

@@ -81,8 +81,7 @@ class TensorStatistics:
         if tensor.layout is torch.sparse_coo:
             stored = stored_values(tensor)
             self._unstored = self._unstored or [0] * len(self.local)
-            self._unstored[row] = tensor.numel() * (2 if tensor.is_complex() else 1)
-            self._unstored[row] -= stored.numel()
+            self._unstored[row] = _real_numel(tensor) - stored.numel()
             tensor = stored
         self.local[row] = tensor
 
@@ -93,7 +92,7 @@ class TensorStatistics:
 
     def sizes(self) -> list[int]:
         """Return the number of elements of each tensor, on all ranks together."""
-        return [one.numel() * (2 if one.is_complex() else 1) for one in self._tensors]
+        return [_real_numel(tensor) for tensor in self._tensors]
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor; half precision is computed in float32."""
@@ -105,7 +104,7 @@ class TensorStatistics:
     @torch.no_grad()
     def moments(self) -> Moments:
         """Return mean, standard deviation, largest magnitude and counts of each tensor."""
-        rows = [_by_piece(one, _first_pass, largest_at=1) for one in self.local]
+        rows = [_by_piece(tensor, _first_pass, largest_at=1) for tensor in self.local]
         sums, largest, nonzero, finite = _columns(rows, self.home)
         unstored = self._unstored_zeros()
         largest = self._reduce(largest, largest=True)
@@ -115,7 +114,8 @@ class TensorStatistics:
         # A second pass: the mean square less the square of the mean would be noise where the mean
         # is much larger than the deviation.
         deviations = [
-            _by_piece(one, partial(_deviation, mean[row])) for row, one in enumerate(self.local)
+            _by_piece(tensor, partial(_deviation, mean[row]))
+            for row, tensor in enumerate(self.local)
         ]
         squares = self._reduce(_columns(deviations, self.home)[0] + unstored * mean.square())
         return Moments(finite, mean, (squares / counted).sqrt(), largest, finite - nonzero)
@@ -189,6 +189,10 @@ class TensorStatistics:
         return torch.stack(rows)
 
 
+def _real_numel(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 # -- norms ----------------------------------------------------------------------------------------
 
 
@@ -242,7 +246,8 @@ def _at_least_float32(values: Tensor) -> Tensor:
 def _columns(rows: list[list[Tensor]], home: torch.device) -> list[Tensor]:
     dtype = widest_float(home)
     return [
-        torch.stack([one.to(home, dtype) for one in column]) for column in zip(*rows, strict=True)
+        torch.stack([value.to(home, dtype) for value in column])
+        for column in zip(*rows, strict=True)
     ]
 
 

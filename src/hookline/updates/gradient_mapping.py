@@ -50,7 +50,7 @@ class StandaloneGradients(GradientMapping):
     """Gradients that are passed to updates directly, without parameters."""
 
     def __init__(self, gradients: Mapping[str, Any]) -> None:
-        self._current = {name: one for name, one in gradients.items() if one is not None}
+        self._current = {name: g for name, g in gradients.items() if g is not None}
         super().__init__(self._current)
 
     def _apply(self) -> None:

@@ -65,7 +65,8 @@ class OptimizerGradients:
 
 def read_report(measured: Sequence[OptimizerGradients]) -> Report:
     """Return the measures of all optimizers, copied to the host with one transfer."""
-    values = iter(read_tensors(column for one in measured for column in one.columns.values()))
+    columns = (column for gradients in measured for column in gradients.columns.values())
+    values = iter(read_tensors(columns))
     report: Report = {}
     for gradients in measured:
         for measure in gradients.columns:

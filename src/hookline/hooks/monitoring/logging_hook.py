@@ -46,14 +46,14 @@ class LoggingHook(BuiltIn):
         self._started_at = time.monotonic()
         self._add_handler()
         size = sum(parameter.numel() for parameter in model.parameters())
-        where = "" if run is None else f", in {run.path}"
+        folder = "" if run is None else f", in {run.path}"
         resumed = f" after step {step}" if step else ""
         self._log(
             "Training starts%s: %s with %s parameters%s",
             resumed,
             type(model).__name__,
             f"{size:,}",
-            where,
+            folder,
         )
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
