@@ -269,12 +269,12 @@ HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
     done = run(project, "check", "train.yaml", HOOK)
     assert done.returncode == 1
-    assert "With the hook 'early_stopping': EarlyStopping looks at the metric 'val/los'" in (
+    assert "With the hook 'early_stopping': EarlyStopping monitors the metric 'val/los'" in (
         done.stderr
     )
     assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
     late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"
-    assert "the metric 'train/acc', which is not there" in (
+    assert "the metric 'train/acc', which is missing" in (
         run(project, "check", "train.yaml", late).stderr
     )
 
@@ -351,7 +351,7 @@ def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceba
 ) -> None:
     done = run(project, "train", "train.yaml", HOOK)
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count("looks at the metric 'val/los'") == 1
+    assert (done.stdout + done.stderr).count("monitors the metric 'val/los'") == 1
     assert done.stderr.startswith("hookline: The hook 'early_stopping' failed")
     assert len(done.stderr.splitlines()) == 1
 

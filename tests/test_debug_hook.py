@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch.nn import functional as F
 import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
 from hookline.hooks.debugging.debug_hook import DebugHook
-from hookline.hooks.debugging.finite import all_finite, first_bad
+from hookline.tensors.finiteness import all_finite, first_nonfinite
+from hookline.tensors.nested import named_tensors
 
 NAN, INF = float("nan"), float("inf")
 
@@ -93,7 +95,7 @@ def test_the_computation_is_blamed_when_all_else_is_finite(caplog):
     model, optimizer = make()
     model.register_forward_hook(lambda module, args, out: out / 0)
     train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
-    assert "so it comes from the computation in between" in warnings(caplog)[0]
+    assert "so it comes from the computation: an overflow in the model" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -348,6 +350,20 @@ def test_values_so_large_that_norms_overflow_are_finite():
     assert all_finite([torch.full((10,), 1e30), torch.full((4,), 6e4, dtype=torch.float16)])
 
 
+def test_tensors_anywhere_in_a_batch_are_named_by_their_path():
+    @dataclass
+    class Pair:
+        x: object
+        y: object
+
+    tensors = [torch.zeros(i) for i in range(4)]
+    batch = Pair({"a": tensors[:2]}, (tensors[2], Pair(tensors[3], "text")))
+    assert [name for name, _ in named_tensors(batch, "batch")] == [
+        *("batch.x['a'][0]", "batch.x['a'][1]", "batch.y[0]", "batch.y[1].x")
+    ]
+    assert [len(tensor) for _, tensor in named_tensors(batch, "batch")] == [0, 1, 2, 3]
+
+
 def test_mixed_kinds_of_tensors_are_looked_at():
     fine = [
         torch.zeros(0),
@@ -366,5 +382,5 @@ def test_mixed_kinds_of_tensors_are_looked_at():
     ):
         assert not all_finite([*fine, bad])
         named = [(str(i), one) for i, one in enumerate([*fine, bad])]
-        assert first_bad(named).startswith("'6' (")
-    assert first_bad([("fine", torch.ones(1))]) is None
+        assert first_nonfinite(named).startswith("'6' (")
+    assert first_nonfinite([("fine", torch.ones(1))]) is None

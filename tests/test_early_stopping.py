@@ -113,7 +113,7 @@ def test_it_checks_at_the_end_of_epochs_when_asked_for(tmp_path):
 def test_what_is_missing_is_an_error_that_lists_what_there_is(tmp_path):
     with pytest.raises(HookFailedError) as error:
         fit(tmp_path, EarlyStopping("val/los"))
-    assert "'val/los', which is not there. Did you mean 'val/loss'?" in str(error.value)
+    assert "'val/los', which is missing. Did you mean 'val/loss'?" in str(error.value)
     assert str(error.value).endswith("The metrics are: 'val/loss'.")
 
 
@@ -121,7 +121,7 @@ def test_what_is_missing_is_left_out_when_not_strict(tmp_path, caplog):
     trainer = fit(tmp_path, EarlyStopping("val/los", strict=False), max_epochs=5)
     assert trainer.status == "completed"
     assert [r.getMessage() for r in caplog.records if "'val/los'" in r.getMessage()] == [
-        "EarlyStopping: 'val/los' is not among the metrics."
+        "EarlyStopping: the metric 'val/los' is missing; the check is skipped."
     ]
 
 
@@ -130,7 +130,7 @@ def test_verbose_logs_every_check(tmp_path, caplog, verbose):
     caplog.set_level("INFO", "hookline")
     fit(tmp_path, Scores(2.0, 1.0, 3.0), EarlyStopping(patience=1, verbose=verbose))
     checks = [r.getMessage() for r in caplog.records if "at step" in r.getMessage()]
-    assert any("ends training at step 6" in line for line in checks)
+    assert any("stops training at step 6" in line for line in checks)
     assert len(checks) == (4 if verbose else 1)
     if verbose:
         assert checks[1].endswith("the best is 1, 0 of 1 checks without an improvement.")
@@ -313,6 +313,6 @@ def test_a_bare_loop_is_told_which_call_supplies_the_metric(caplog):
         with session.validation():
             pass
     assert str(error.value).endswith(
-        "Supply it: `session.log('loss', value)` within `with session.validation():`."
+        "Log it with `session.log('loss', value)` within `with session.validation():`."
     )
     assert caplog.text == ""  # it is raised, and that is enough

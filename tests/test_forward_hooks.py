@@ -111,7 +111,7 @@ def test_drawing_trainings_random_numbers_is_fatal_and_a_generator_of_its_own_is
         random.Random(0).random()
         numpy.random.default_rng(0).random()
 
-    with pytest.raises(ObserverError, match="draws drew from training's random numbers"):
+    with pytest.raises(ObserverError, match="draws used a global random number generator"):
         fit(function=draws)
     plain, observed = fit(), fit(function=draws_its_own)
     assert same(weights(plain.model), weights(observed.model))
@@ -142,7 +142,7 @@ def test_a_thread_that_draws_is_not_taken_for_the_hook():
 
 def test_a_hook_that_returns_something_is_told_that_it_is_lost(caplog):
     trainer = fit(function=lambda activations: activations * 2)
-    assert "It observes, so what it returns would be lost" in caplog.text
+    assert "but what an observer returns is not used" in caplog.text
     assert trainer.status == "completed"
 
 

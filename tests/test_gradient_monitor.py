@@ -19,14 +19,9 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
-from hookline.hooks.monitoring.gradient_statistics import (
-    Parts,
-    histograms,
-    percentiles,
-    statistics,
-)
 from hookline.runs.jsonl_file import read_records
 from hookline.tensors.parameter_names import chosen_names
+from hookline.tensors.tensor_statistics import TensorStatistics
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
@@ -531,22 +526,22 @@ def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
 def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(300, 700).mul(3).to(dtype), torch.randn(5).to(dtype)]
-    parts = Parts(tensors)
-    found = statistics(parts)
+    measured = TensorStatistics(tensors)
+    found = measured.moments()
     for row, tensor in enumerate(tensors):
         exact = tensor.double()
-        assert parts.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
+        assert measured.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
         assert found.std[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
 
 
 def test_types_may_be_mixed() -> None:
     tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(9), torch.ones(4).double()]
-    assert Parts(tensors).norms().tolist() == [4, 3, 2]
+    assert TensorStatistics(tensors).norms().tolist() == [4, 3, 2]
 
 
 def test_a_small_deviation_beside_a_large_mean_is_right() -> None:
     values = 1000 + 0.01 * torch.randn(200_000, dtype=torch.float64)
-    found = statistics(Parts([values.float()]))
+    found = TensorStatistics([values.float()]).moments()
     exact = values.float().double().std(correction=0).item()
     assert found.std.item() == pytest.approx(exact, rel=0.01)
 
@@ -559,17 +554,17 @@ def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
     values[400_000] = math.nan
     values[450_000] = -9.5
     finite = values[values.isfinite()]
-    parts = Parts([values, torch.zeros(3)])
-    found = statistics(parts)
+    measured = TensorStatistics([values, torch.zeros(3)])
+    found = measured.moments()
     assert found.finite.tolist() == [499_998, 3]
     assert found.zeros.tolist() == [int((values == 0).sum()), 3]
     assert found.largest.tolist() == [9.5, 0]
     assert found.mean[0].item() == pytest.approx(finite.double().mean().item(), abs=1e-8)
     assert found.std[0].item() == pytest.approx(finite.double().std(correction=0).item(), rel=1e-5)
-    counts = histograms(parts, found.largest, 8)
+    counts = measured.histograms(found.largest, 8)
     assert counts.sum(1).tolist() == [499_998, 3]
     assert counts[0].tolist() == torch.histc(finite, 8, -9.5, 9.5).tolist()
-    assert percentiles(parts, found.finite, found.largest, [50])[1].item() == 0
+    assert measured.percentiles(found.finite, found.largest, [50])[1].item() == 0
 
 
 def test_a_sparse_gradient_counts_the_zeros_it_does_not_store() -> None:
@@ -579,26 +574,26 @@ def test_a_sparse_gradient_counts_the_zeros_it_does_not_store() -> None:
     assert sparse is not None
     for one, other in zip(_all_of(sparse), _all_of(sparse.to_dense()), strict=True):
         torch.testing.assert_close(one, other)
-    assert Parts([sparse]).sizes() == [200]
+    assert TensorStatistics([sparse]).sizes() == [200]
 
 
 def _all_of(gradient: torch.Tensor) -> list[torch.Tensor]:
-    parts = Parts([gradient])
-    found = statistics(parts)
+    measured = TensorStatistics([gradient])
+    found = measured.moments()
     return [
-        parts.norms(),
+        measured.norms(),
         *vars(found).values(),
-        histograms(parts, found.largest, 7),
-        percentiles(parts, found.finite, found.largest, [0, 3, 50, 99, 100]),
+        measured.histograms(found.largest, 7),
+        measured.percentiles(found.finite, found.largest, [0, 3, 50, 99, 100]),
     ]
 
 
 def test_a_complex_gradient_is_measured_by_its_parts() -> None:
     gradient = torch.complex(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 12.0]))
-    parts = Parts([gradient])
-    found = statistics(parts)
-    assert parts.norms().item() == pytest.approx(13)
-    assert parts.sizes() == [4]
+    measured = TensorStatistics([gradient])
+    found = measured.moments()
+    assert measured.norms().item() == pytest.approx(13)
+    assert measured.sizes() == [4]
     assert found.zeros.item() == 1
     assert found.largest.item() == 12
 
@@ -618,9 +613,9 @@ values_of_gradients = st.lists(
 @given(values=values_of_gradients, wanted=st.floats(0, 100))
 def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], wanted: float) -> None:
     tensor = torch.tensor(values)
-    parts = Parts([tensor])
-    found = statistics(parts)
-    estimate = percentiles(parts, found.finite, found.largest, [wanted]).item()
+    measured = TensorStatistics([tensor])
+    found = measured.moments()
+    estimate = measured.percentiles(found.finite, found.largest, [wanted]).item()
     ordered = sorted(tensor.tolist())
     position = wanted / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
@@ -631,15 +626,15 @@ def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], want
 
 
 def test_a_percentile_among_zeros_is_zero() -> None:
-    parts = Parts([torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])])
-    found = statistics(parts)
-    assert percentiles(parts, found.finite, found.largest, [50]).item() == 0
+    measured = TensorStatistics([torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])])
+    found = measured.moments()
+    assert measured.percentiles(found.finite, found.largest, [50]).item() == 0
 
 
 def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
-    parts = Parts([torch.full((3,), math.nan)])
-    found = statistics(parts)
-    assert math.isnan(percentiles(parts, found.finite, found.largest, [50]).item())
+    measured = TensorStatistics([torch.full((3,), math.nan)])
+    found = measured.moments()
+    assert math.isnan(measured.percentiles(found.finite, found.largest, [50]).item())
     assert found.finite.item() == 0
 
 

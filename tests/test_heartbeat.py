@@ -119,7 +119,7 @@ def test_a_run_that_fails_says_so(tmp_path):
 def test_without_a_place_to_write_it_says_so_once_and_training_goes_on(caplog):
     trainer = train(Heartbeat(every_seconds=ALWAYS))
     assert trainer.status == "completed"
-    assert "Give path=… or url=…" in caplog.text
+    assert "Pass path=… or url=…" in caplog.text
     assert trainer.hooks.describe()[0].failures == 1
 
 
@@ -222,7 +222,7 @@ def test_the_address_is_shown_nowhere(caplog):
     assert hook.hookline_options["url"] == "***"
     assert "could not be sent" in caplog.text
     assert "secret" not in caplog.text
-    with pytest.raises(hookline.ConfigError, match="no address") as error:
+    with pytest.raises(hookline.ConfigError, match="not a valid URL") as error:
         Heartbeat(url="secret")
     assert "'secret'" not in str(error.value)
 

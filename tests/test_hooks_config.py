@@ -122,7 +122,7 @@ def test_users_hooks_come_first_and_built_ins_in_their_order(tmp_path):
             },
             "Lifecycle: 'treshold' is no option. Did you mean 'threshold'?",
         ),
-        ({"hook_classes": ["notification"]}, "NotificationHook has nowhere to post"),
+        ({"hook_classes": ["notification"]}, "NotificationHook has no URL to post to"),
         ({"hook_classes": ["upload"]}, "UploadHook needs the option 'destination'."),
         ({"hook_classes": ["emma"]}, "'emma' is no class path"),
         ({"enable_lr_monitr": True}, "Did you mean 'enable_lr_monitor'?"),

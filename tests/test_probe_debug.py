@@ -22,10 +22,11 @@ import hookline
 from hookline.errors import ConfigError, ObserverError, ProbeError
 from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture
-from hookline.probes.conditions import extremes, read
 from hookline.probes.debug_probe import Debug, DebugProbe, Finding
 from hookline.probes.flow import GradientFlow, gradient_flow
 from hookline.probes.taps import tap
+from hookline.tensors.finiteness import extremes
+from hookline.tensors.reading import read_tensors
 
 
 class Layer(nn.Module):
@@ -160,7 +161,7 @@ def test_values_of_all_precisions_are_measured(dtype: torch.dtype) -> None:
     good = torch.tensor([-3.0, 2.0]).to(dtype)
     bad = torch.tensor([1.0, math.inf]).to(dtype)
     measured = [one for tensor in (good, bad) for one in extremes(tensor) or ()]
-    low, high, _, infinite = read(measured)
+    low, high, _, infinite = read_tensors(measured)
     assert low == -3
     assert high == 2
     assert not math.isfinite(infinite)
@@ -174,19 +175,26 @@ def test_what_cannot_be_compared_is_passed_over() -> None:
 def test_tensors_of_several_dtypes_are_read_together() -> None:
     scalars = [torch.tensor(1.5, dtype=d) for d in (torch.float64, torch.bfloat16, torch.float32)]
     scalars.append(torch.tensor(1e300, dtype=torch.float64))
-    assert read(scalars) == [1.5, 1.5, 1.5, 1e300]
-    assert read([]) == []
+    assert read_tensors(scalars) == [1.5, 1.5, 1.5, 1e300]
+    assert read_tensors([]) == []
+
+
+def test_tensors_are_read_in_their_shapes_beside_numbers() -> None:
+    values = [torch.arange(6).reshape(2, 3), 7, torch.tensor([1.5]), torch.tensor(2**40), "text"]
+    expected = [[[0, 1, 2], [3, 4, 5]], 7, [1.5], 2**40, "text"]
+    assert read_tensors(values) == expected
+    assert read_tensors([torch.empty(0), torch.empty(2, 0)]) == [[], [[], []]]
 
 
 @pytest.mark.parametrize(
     ("conditions", "message"),
     [
-        ("nonfinit", "no condition 'nonfinit'. Did you mean 'nonfinite'"),
+        ("nonfinit", "Unknown condition 'nonfinit'. Did you mean 'nonfinite'"),
         ({"magnitude": -1}, "'magnitude' needs a positive number"),
         ("magnitude", "'magnitude' needs a positive number"),
-        ({"dead": 3}, "'dead' takes no value"),
-        (3, "3 is no condition"),
-        ([], "no condition to look for"),
+        ({"dead": 3}, "'dead' is True or False; got 3"),
+        (3, "3 is not a condition"),
+        ([], "contains no condition"),
     ],
 )
 def test_a_wrong_condition_is_an_error_when_the_probe_is_made(
@@ -209,7 +217,7 @@ def test_a_condition_that_does_more_than_to_look_is_an_error() -> None:
 
     with pytest.raises(ObserverError, match=r"zero changed the output of 'layers\.0\.linear'"):
         found(Model(), Debug(conditions=zero))
-    with pytest.raises(ObserverError, match="draw drew from training's random numbers"):
+    with pytest.raises(ObserverError, match="draw used a global random number generator"):
         found(Model(), Debug(conditions=draw))
     with pytest.raises(TypeError, match="'odd' returned a str"):
         found(Model(), Debug(conditions=odd))

@@ -25,18 +25,17 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline import ConfigError, ObserverError, ProbeError, Trainer, TrainerConfig
-from hookline.probes import timing
 from hookline.probes.monitor import DEFAULT_METRICS, METRICS, Monitor
 from hookline.probes.taps import tap
-from hookline.tensors import statistics
-from hookline.tensors.statistics import RunningSums
+from hookline.tensors import running_statistics, timing
+from hookline.tensors.running_statistics import RunningSums
 
 
 @pytest.fixture(params=["host", "device"])
 def where(request, monkeypatch):
     """Both ways of measuring: where reading is free, and where it would wait for a device."""
     if request.param == "device":
-        monkeypatch.setattr(statistics, "_reads_at_once", lambda device: False)
+        monkeypatch.setattr(running_statistics, "_can_read", lambda device: False)
     return request.param
 
 
@@ -130,10 +129,10 @@ def test_any_division_into_calls_gives_the_same_numbers(sizes, dtype, offset, de
     if not len(whole):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "_MANY", many)  # rows are folded early
-        patch.setattr(statistics, "_PIECE", 16)  # tensors are measured in pieces
+        patch.setattr(running_statistics, "_MAX_ROWS", many)  # rows are folded early
+        patch.setattr(running_statistics, "_PIECE", 16)  # tensors are measured in pieces
         if device:
-            patch.setattr(statistics, "_reads_at_once", lambda device: False)
+            patch.setattr(running_statistics, "_can_read", lambda device: False)
         sums = RunningSums(extremes=True, zeros=True)
         for part in parts:
             sums.add(1, part)
@@ -450,7 +449,7 @@ def test_a_function_that_draws_random_numbers_is_fatal_and_named():
     def draws(x):
         return torch.rand(1)
 
-    with pytest.raises(ObserverError, match=r"draws drew from training's random numbers"):
+    with pytest.raises(ObserverError, match=r"draws used a global random number generator"):
         report_of(torch.ones(2), functions={"own": draws})
 
 
@@ -666,7 +665,7 @@ def test_a_module_that_fails_within_another_is_over_with_it(monkeypatch):
 
 
 def test_times_that_nobody_asks_for_are_added_up(monkeypatch):
-    monkeypatch.setattr(timing, "_MANY", 5)
+    monkeypatch.setattr(timing, "_MAX_SPANS", 5)
     clock = Clock(monkeypatch)
     model = nn.Sequential(Takes(clock, 1, 2))
     monitor = Monitor("0", TIMES)
@@ -831,7 +830,7 @@ def test_a_recomputation_is_not_counted_and_changes_nothing(reentrant):
 
 
 def test_threads_that_run_the_same_model_lose_nothing(monkeypatch):
-    monkeypatch.setattr(statistics, "_MANY", 7)
+    monkeypatch.setattr(running_statistics, "_MAX_ROWS", 7)
     model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean", "norm", "dead", "histogram"])
     monitor.attach(model)
     reports = []
@@ -853,7 +852,7 @@ def test_threads_that_run_the_same_model_lose_nothing(monkeypatch):
 
 
 def test_nothing_is_read_before_the_report_and_then_at_once(monkeypatch):
-    monkeypatch.setattr(statistics, "_reads_at_once", lambda device: False)
+    monkeypatch.setattr(running_statistics, "_can_read", lambda device: False)
     metrics = [name for name in METRICS if name not in ("forward_time_ms", "backward_time_ms")]
     model, _ = make()
     monitor = Monitor("**", metrics, functions={"own": lambda x: x.sum()})

@@ -14,14 +14,10 @@ from loops import batches, make
 from torch.nn import functional as F
 
 import hookline
-from hookline.hooks.monitoring.runtime_profile import (
-    DeviceClock,
-    HostClock,
-    RuntimeProfile,
-    clock_for,
-)
+from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
 from hookline.hooks.monitoring.torch_profiler import TorchProfiler
 from hookline.runs.jsonl_file import read_records
+from hookline.tensors.timing import mark, timed_device
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -247,18 +243,20 @@ def test_a_bare_loop_that_tells_its_batches_is_profiled(tmp_path: Path) -> None:
 
 
 def test_a_cpu_is_timed_by_the_wall_clock() -> None:
-    assert isinstance(clock_for(torch.device("cpu")), HostClock)
+    assert timed_device(torch.device("cpu")) is None
+    assert isinstance(mark(None), float)
 
 
 def test_a_device_without_timed_events_is_timed_by_the_wall_clock() -> None:
-    assert isinstance(clock_for(torch.device("meta")), HostClock)
+    assert timed_device(torch.device("meta")) is None
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator")
 def test_an_accelerator_is_timed_by_its_own_clock(tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    assert isinstance(clock_for(device), DeviceClock)
+    assert timed_device(device) == device
+    assert isinstance(mark(device), torch.Event)
     values = recorded(trained(tmp_path, RuntimeProfile(2), device=str(device)))
     assert values[6, "profile/train/dl_train/time_forward_ms"] > 0
     assert values[6, "profile/memory_peak_mb"] > 0
@@ -378,7 +376,7 @@ def test_without_a_folder_and_a_run_there_is_a_clear_error(
 ) -> None:
     trainer = trained(None, TorchProfiler())
     assert trainer.status == "completed"
-    assert "nowhere to write: this training has no run folder" in caplog.text
+    assert "no folder to write to, because this training run has no run folder" in caplog.text
     assert "TorchProfiler(folder='…')" in caplog.text
 
 
@@ -387,7 +385,7 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     trained(None, TorchProfiler(folder=tmp_path / "file" / "traces"))
-    assert "TorchProfiler cannot write into" in caplog.text
+    assert "TorchProfiler cannot write to" in caplog.text
 
 
 def test_a_trace_that_cannot_be_written_does_not_stop_profiling(

@@ -848,7 +848,7 @@ def test_a_sparse_gradient_is_a_clear_error(update):
     model = nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     trainer = Trainer(config(), model, optimizer, step_fn=lambda m, b: m(b).sum(), hooks=[update])
-    message = f"{type(update).__name__} needs dense gradients, and that of 'weight' is sparse"
+    message = f"{type(update).__name__} needs dense gradients, but that of 'weight' is sparse"
     with pytest.raises(HookFailedError, match=message):
         trainer.fit([torch.tensor([1, 2])])
 

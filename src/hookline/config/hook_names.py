@@ -55,7 +55,7 @@ BUILT_INS: Mapping[str, str] = {
     "centralize": "hookline.updates.stateless.Centralize",
     "noise": "hookline.updates.stateful.Noise",
     "ema_filter": "hookline.updates.stateful.EMAFilter",
-    "skip_nonfinite": "hookline.updates.skipping.SkipNonfinite",
+    "skip_nonfinite": "hookline.updates.stateless.SkipNonfinite",
 }
 """Hookline's own hooks: the name that each gets in a run, and where its class is."""
 

@@ -14,7 +14,7 @@ from hookline.dispatch.arguments import EventArguments
 from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
 from hookline.events import FLOWS
 from hookline.hook import Hook
-from hookline.updates.standalone_gradients import GivenGradients
+from hookline.updates.gradient_mapping import StandaloneGradients
 
 __all__ = ["HookRegistry"]
 
@@ -176,7 +176,7 @@ class HookRegistry(HookManager):
         """
         if self.dispatchers.update is None:
             return dict(gradients)
-        changed = GivenGradients(gradients)
+        changed = StandaloneGradients(gradients)
         given = {"optimizer_idx": 0, **given, "gradients": changed}
         self.dispatchers.update(EventArguments(self, FLOWS["update"], given))
         return {**gradients, **changed}

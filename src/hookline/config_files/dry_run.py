@@ -15,7 +15,7 @@ from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
-from hookline.hooks.metric_lookup import Monitors, check_is_there
+from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.trainer import Trainer
@@ -107,14 +107,14 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
     own = trainer._compute_loss.step_fn is not None
     there = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
     for name, hook, active in trainer.hooks.of_kind("loop"):
-        if not active or not isinstance(hook, Monitors):
+        if not active or not isinstance(hook, RequiresMetrics):
             continue
-        event, looks_at = hook.monitors(trainer)
+        event, looks_at = hook.required_metrics(trainer)
         with _trying(f"the hook '{name}'"):
             for metric in looks_at if there[event] else ():  # none: that event does not come
                 if own and not nearest(metric, there[event]):
                     continue  # other batches may give it
-                check_is_there(Metrics.fromkeys(there[event]), metric, type(hook).__name__)
+                require_metric(Metrics.fromkeys(there[event]), metric, type(hook).__name__)
 
 
 def _others_add(hooks: HookRegistry) -> bool:

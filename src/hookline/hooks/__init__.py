@@ -1,1 +1,1 @@
-"""Built-in hooks, by what they are for."""
+"""Built-in hooks, grouped by purpose."""

@@ -1,4 +1,4 @@
-"""A metric that a hook looks at: its value, or an error that lists the metrics there are."""
+"""Metrics in hooks: looking one up, with an error that lists the others, and showing them."""
 
 from __future__ import annotations
 
@@ -7,50 +7,65 @@ from typing import Any
 
 from hookline.errors import TrainingError, listed, nearest
 
-__all__ = ["Monitors", "check_is_there", "monitored"]
+__all__ = ["RequiresMetrics", "metric_value", "metrics_text", "number_text", "require_metric"]
 
 
-class Monitors:
-    """A hook that fails where a metric is missing, and can say so before training."""
+class RequiresMetrics:
+    """A hook that fails if a metric is missing. This allows checking before training."""
 
-    def monitors(self, trainer: Any) -> tuple[str, list[str]]:
-        """Return the event in which it looks at metrics, and which ones it needs there."""
+    def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
+        """Return the event in which the hook reads metrics, and the names of those it needs."""
         raise NotImplementedError
 
 
-def monitored(metrics: Mapping[str, Any], name: str, who: str, trainer: Any = None) -> float:
+def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any = None) -> float:
     """Return a metric as a number; this waits for the device it is on.
 
     Args:
-        metrics: what there is.
-        name: the metric's name.
-        who: who asks, for the error.
-        trainer: the trainer, or the session of a bare loop.
+        metrics: The available metrics.
+        name: The metric's name.
+        hook: The hook's class name, for the error.
+        trainer: The trainer, or the session of a bare loop.
     """
-    check_is_there(metrics, name, who, trainer)
+    require_metric(metrics, name, hook, trainer)
     value = metrics[name]
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TrainingError(
-            f"{who} looks at the metric '{name}', which is {value!r} and not a number."
+            f"{hook} monitors the metric '{name}', which is {value!r}, not a number."
         ) from None
 
 
-def check_is_there(metrics: Mapping[str, Any], name: str, who: str, trainer: Any = None) -> None:
-    """Raise an error that lists the metrics, and names the nearest, if this one is missing."""
+def require_metric(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any = None) -> None:
+    """Raise an error that lists the metrics and suggests the nearest if this one is missing."""
     if name not in metrics:
         raise TrainingError(
-            f"{who} looks at the metric '{name}', which is not there.{nearest(name, metrics)} "
+            f"{hook} monitors the metric '{name}', which is missing.{nearest(name, metrics)} "
             f"The metrics are: {listed(metrics)}.{_supply(name, trainer)}"
         )
 
 
 def _supply(name: str, trainer: Any) -> str:
-    """Say which call supplies a metric, where the loop has to make it."""
+    """Return a sentence about the call that supplies a metric, if it is up to the user's loop."""
     if not hasattr(trainer, "validation"):
         return ""
     where, _, short = name.rpartition("/")
     if where in ("val", "eval"):
-        return f" Supply it: `session.log('{short}', value)` within `with session.validation():`."
-    return f" Supply it: `session.log('{short if where == 'train' else name}', value)`."
+        return f" Log it with `session.log('{short}', value)` within `with session.validation():`."
+    return f" Log it with `session.log('{short if where == 'train' else name}', value)`."
+
+
+def number_text(value: Any) -> str:
+    """Return a number with few digits; a value on a device is read, other values use `str`."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor with many elements
+        return str(value)
+    return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return names and numbers: `train/loss 0.1234, val/loss 0.2345`."""
+    parts = [f"{name} {number_text(value)}" for name, value in metrics.items()]
+    return ", ".join(parts) or "no metrics"

@@ -18,11 +18,13 @@ from hookline.errors import ProbeError
 from hookline.hook import Rank
 from hookline.probes.attachment import Call
 from hookline.probes.captured_state import CapturedState
-from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions
+from hookline.probes.conditions import Condition, Conditions, read_conditions
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.segments import note, noted
+from hookline.tensors.finiteness import extremes
 from hookline.tensors.nested import map_tensors, tensors_in
+from hookline.tensors.reading import read_tensors
 
 __all__ = ["Debug", "DebugProbe", "Finding"]
 
@@ -271,10 +273,11 @@ class DebugProbe(BuiltIn, Probe):
 
     def _first(self, measured: list[_Measured]) -> Iterator[_Measured]:
         """Yield the first of the calls where a condition holds, for each condition."""
-        values = iter(read(one for each in measured for pair in each.extremes for one in pair))
+        unread = (one for each in measured for pair in each.extremes for one in pair)
+        values = iter(read_tensors(unread))
         ranges = [[(next(values), next(values)) for _ in each.extremes] for each in measured]
         told = [a for each in measured for _, a in each.answers if isinstance(a, torch.Tensor)]
-        answers = iter(read(told))
+        answers = iter(read_tensors(told))
         first: dict[tuple[str, str], _Measured] = {}
         for each, pairs in zip(measured, ranges, strict=True):
             given = [

@@ -15,12 +15,12 @@ from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
 from hookline.probes.attachment import Call
-from hookline.probes.conditions import read
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.sharded import local
+from hookline.tensors.reading import read_tensors, widest_float
+from hookline.tensors.sharded import stored_values
 
 __all__ = ["Flow", "FlowRow", "GradientFlow", "gradient_flow"]
 
@@ -175,15 +175,11 @@ def _sums(gradients: Iterable[Tensor]) -> Tensor | None:
     """Return the sums of squares and of absolute values, the zeros and the number of values."""
     total: Tensor | None = None
     for gradient in gradients:
-        part = local(gradient.detach())
-        if part.layout is torch.sparse_coo:
-            part = part.coalesce().values()
+        part = stored_values(gradient)
         if not part.numel():
             continue
-        if part.is_complex():
-            part = torch.view_as_real(part.resolve_conj())
         # The squares of a gradient that vanishes are zero in 32 bits.
-        wide = torch.float32 if part.device.type == "mps" else torch.float64
+        wide = widest_float(part.device)
         sums = torch.stack(
             [
                 torch.linalg.vector_norm(part, dtype=wide) ** 2,
@@ -199,14 +195,14 @@ def _sums(gradients: Iterable[Tensor]) -> Tensor | None:
 def _rows(
     measured: Mapping[str, Tensor | None], vanishing: float, exploding: float
 ) -> Iterator[FlowRow]:
-    values = iter(read(one for sums in measured.values() if sums is not None for one in sums))
+    values = iter(read_tensors(sums for sums in measured.values() if sums is not None))
     first: float | None = None
     before: float | None = None
     for name, sums in measured.items():
         if sums is None:
             yield FlowRow(name, None, None, None, None, "no gradient")
             continue
-        squares, absolute, zeros, number = (next(values) for _ in range(4))
+        squares, absolute, zeros, number = next(values)
         norm = math.sqrt(squares)
         ratio = norm / before if before else None
         mark = _mark(norm, first, vanishing, exploding)

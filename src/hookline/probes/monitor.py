@@ -18,12 +18,13 @@ from hookline.hook import Hook, Rank
 from hookline.probes.attachment import Call
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.probes.timing import BackwardTimes, Span, Times, graph_position, mark
-from hookline.tensors.counts import Alive, Histograms, unit_dimension
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.observation import Observation
+from hookline.tensors.reading import read_tensors, widest_float
+from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
+from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
 from hookline.tensors.sharded import local
-from hookline.tensors.statistics import Bounds, RunningSums, Totals, wide
+from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
 
 __all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
 
@@ -175,7 +176,7 @@ class Monitor(BuiltIn, Probe):
             saturated_at=self.saturated_at if "saturation" in wanted else None,
         )
         self._histograms = Histograms(self.bins) if "histogram" in wanted else None
-        self._alive = Alive() if "dead" in wanted else None
+        self._alive = ActiveUnits() if "dead" in wanted else None
         self._own: dict[tuple[str, str], _Mean] = {}
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
@@ -317,7 +318,7 @@ class Monitor(BuiltIn, Probe):
         living = [count for several, _ in alive.values() for count in several]
         averages = [one.total / one.calls for one in own.values()]
         unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
-        read = iter(_read(unread))
+        read = iter(read_tensors(unread))
 
         found: dict[str, dict[str, Any]] = {name: {} for name in names}
         if table is not None:
@@ -477,7 +478,7 @@ def _known_bounds(module: nn.Module | None) -> Bounds:
 def _one_number(value: Any, name: str, module: str) -> Any:
     """Check what a function returned; a tensor stays unread."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(()).to(wide(value.device))
+        return value.detach().reshape(()).to(widest_float(value.device))
     if isinstance(value, int | float):
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
@@ -485,22 +486,3 @@ def _one_number(value: Any, name: str, module: str) -> Any:
         f"The metric '{name}' returned a {type(value).__name__}{shape} for '{module}'. A metric is "
         "one number: return a number, or a tensor with one element."
     )
-
-
-def _read(unread: Sequence[Any]) -> list[Any]:
-    """Bring tensors to the host by one transfer; numbers stay as they are."""
-    tensors = [one for one in unread if isinstance(one, Tensor)]
-    if not tensors:
-        return list(unread)
-    home = tensors[0].device
-    flat = torch.cat([tensor.to(home, wide(home)).reshape(-1) for tensor in tensors])
-    values = iter(flat.tolist())
-    return [_shaped(one, values) if isinstance(one, Tensor) else one for one in unread]
-
-
-def _shaped(tensor: Tensor, values: Iterator[float]) -> Any:
-    if not tensor.ndim:
-        return next(values)
-    if tensor.ndim == 1:
-        return [next(values) for _ in range(len(tensor))]
-    return [[next(values) for _ in range(tensor.shape[1])] for _ in range(len(tensor))]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hookline.errors import ProbeError
-from hookline.tensors.nested import _mapping, _sequence
+from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
 __all__ = ["Part", "find", "put"]
 
@@ -58,10 +58,10 @@ def put(output: Any, way: tuple[Any, ...], new: torch.Tensor) -> Any:
         items = [put(item, rest, new) if i == at else item for i, item in enumerate(output)]
         if type(output) is tuple:
             return tuple(items)
-        return items if type(output) is list else _sequence(output, items)
+        return items if type(output) is list else rebuild_sequence(output, items)
     if isinstance(output, Mapping):
         pairs = {k: put(item, rest, new) if k == one else item for k, item in output.items()}
-        return pairs if type(output) is dict else _mapping(output, pairs)
+        return pairs if type(output) is dict else rebuild_mapping(output, pairs)
     changed = copy(output)
     object.__setattr__(changed, one, put(getattr(output, one), rest, new))  # also where frozen
     return changed

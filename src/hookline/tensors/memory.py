@@ -1,4 +1,4 @@
-"""The memory that is behind tensors."""
+"""The memory of tensors."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ _STRIDED = torch.strided
 
 
 def storages(values: Iterable[Any]) -> dict[Any, tuple[int, Any]]:
-    """Return the memory that the tensors in values keep alive.
+    """Return the storages that the tensors in values keep alive.
 
     Returns:
-        By the memory's place, its bytes and who holds it.
+        By the storage's address and size, its number of bytes and the storage.
     """
     found: dict[Any, tuple[int, Any]] = {}
     for value in values:
         if value is None:
             continue
-        plain = type(value) is Tensor and value.layout is _STRIDED  # as most often
-        for part in (value,) if plain else _dense(value):
+        is_plain = type(value) is Tensor and value.layout is _STRIDED  # the most common case
+        for part in (value,) if is_plain else _dense_parts(value):
             try:
                 storage = part.untyped_storage()
-                where, size = storage.data_ptr(), storage.nbytes()
-            except (NotImplementedError, RuntimeError):  # a layout that does not show its memory
+                address, size = storage.data_ptr(), storage.nbytes()
+            except (NotImplementedError, RuntimeError):  # a layout without access to its storage
                 found[id(part)] = (part.numel() * part.element_size(), part)
                 continue
-            if where:  # else it is empty, or has no memory behind it (meta)
-                found[where, size] = (size, storage)  # no two devices have the same addresses
+            if address:  # else it is empty, or a meta tensor
+                found[address, size] = (size, storage)  # addresses are unique across devices
     return found
 
 
-def _dense(value: Any) -> Iterator[Tensor]:
-    """Yield what the tensors in a value are made of: themselves, unless sparse or wrappers."""
+def _dense_parts(value: Any) -> Iterator[Tensor]:
+    """Yield the dense tensors in a value, and those that sparse and wrapper tensors consist of."""
     for tensor in tensors_in(value):
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:
-            yield from _dense([getattr(tensor, name) for name in flatten()[0]])
+            yield from _dense_parts([getattr(tensor, name) for name in flatten()[0]])
         elif tensor.layout is _STRIDED:
             yield tensor
         elif tensor.layout is torch.sparse_coo:
@@ -57,7 +57,7 @@ def _dense(value: Any) -> Iterator[Tensor]:
 
 
 def unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy those tensors that share memory with others: safetensors refuses these."""
+    """Copy tensors that share memory with others, which safetensors does not accept."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage().data_ptr()

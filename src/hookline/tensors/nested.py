@@ -1,8 +1,8 @@
-"""Tensors within what modules take and return, however deep they stand in it.
+"""Walking and copying nested values: the tensors in what modules take and return.
 
-Values hold others in tuples, lists, mappings and other collections, and as attributes of objects:
-dataclasses, a model's cache, a distribution. Modules, optimizers, classes, functions and members of
-enums are whole: nobody looks into them.
+Values are nested in tuples, lists, mappings and other collections, and in the attributes of objects
+such as dataclasses, a model's cache or a distribution. Modules, optimizers, classes, functions and
+enum members are opaque: their attributes are not visited.
 """
 
 from __future__ import annotations
@@ -18,24 +18,31 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NotCopied", "describe_structure", "map_tensors", "tensors_in"]
+__all__ = [
+    "NotCopied",
+    "describe_structure",
+    "map_tensors",
+    "named_tensors",
+    "rebuild_mapping",
+    "rebuild_sequence",
+    "tensors_in",
+]
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
-_WHOLE = (
+_OPAQUE = (
     *(Tensor, nn.Module, torch.optim.Optimizer),
     *(type, ModuleType, FunctionType, MethodType, Enum),
 )
 _COLLECTIONS = (tuple, list, deque, set, frozenset)
-_MANY = 1000  # parts: what holds that many and no tensor is no cache that is still to be filled
-
-_DEEP = 100  # values, each in another: with more, Python's stack would end
+_MAX_PARTS = 1000  # an object with more parts and no tensor is not a cache yet to be filled
+_MAX_DEPTH = 100  # deeper nesting could exceed Python's stack
 
 
 @dataclass(frozen=True, slots=True)
 class NotCopied:
-    """Stands for what holds tensors and cannot be copied, such as an object with a `__del__`.
+    """Stands in for an object with tensors that cannot be copied, such as one with a `__del__`.
 
-    Keeping the object itself would keep what the model goes on with, and its graph.
+    Keeping the object itself would keep the graph alive, and what the model may still change.
 
     Args:
         kind: The object's class.
@@ -45,23 +52,41 @@ class NotCopied:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value; each collection and object is looked into once."""
+    """Yield the tensors in a value; each collection and object is visited once."""
     return _leaves(value, Tensor)
 
 
+def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in a value, each with an expression for it, such as `batch['x'][0]`."""
+    pending, seen = [(name, value)], dict[int, Any]()
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, Tensor):
+            yield name, value
+        elif type(value) not in _ATOMS and id(value) not in seen:
+            seen[id(value)] = value
+            if isinstance(value, _COLLECTIONS):
+                parts = [(f"{name}[{i}]", part) for i, part in enumerate(cast("Any", value))]
+            elif isinstance(value, Mapping):
+                parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+            else:
+                parts = [(f"{name}.{key}", part) for key, part in _attributes(value).items()]
+            pending.extend(reversed(parts))
+
+
 def _leaves(value: Any, leaf: type) -> Iterator[Any]:
-    ahead, seen = [value], dict[int, Any]()
-    while ahead:
-        one = ahead.pop()
-        if isinstance(one, leaf):
-            yield one
-        elif type(one) not in _ATOMS and id(one) not in seen:
-            seen[id(one)] = one  # itself too: an id is unique while it lives
-            ahead.extend(reversed(_parts(one)))
+    pending, seen = [value], dict[int, Any]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, leaf):
+            yield value
+        elif type(value) not in _ATOMS and id(value) not in seen:
+            seen[id(value)] = value  # kept alive, because an id is unique only while it lives
+            pending.extend(reversed(_parts(value)))
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return what a collection or an object holds; nothing for what is whole."""
+    """Return the elements of a collection, or the attributes of an object."""
     if isinstance(value, _COLLECTIONS):
         return list(cast("Any", value))
     if isinstance(value, Mapping):
@@ -76,33 +101,33 @@ def map_tensors(
     leaf: type = Tensor,
     depth: int = 0,
 ) -> Any:
-    """Rebuild a value with each tensor replaced by `f(tensor)`.
+    """Return a copy of a value with each tensor replaced by `f(tensor)`.
 
-    Collections and objects stay what they are, named tuples and the outputs and caches of Hugging
-    Face models included. A mapping that cannot be rebuilt becomes a dict, an object with tensors
-    that cannot be copied a `NotCopied`. The value is never changed, and what the model may go on to
-    fill, such as a list or a cache, is copied also while there are no tensors in it.
+    Collections and objects keep their types, including named tuples and the outputs and caches of
+    Hugging Face models. A mapping that cannot be rebuilt becomes a dict, and an object with tensors
+    that cannot be copied becomes a `NotCopied`. The value is never changed. Containers that the
+    model may fill later, such as a list or a cache, are copied even if they hold no tensors.
 
     Args:
         value: What a module takes or returns.
-        f: Called once for each tensor, also when it stands in several places.
-        memo: What was replaced so far; give the same one to map several values as one.
-        leaf: What is replaced, when it is not tensors.
-        depth: How deep the value stands in another; what is too deep is a `NotCopied`, too.
+        f: Called once for each tensor, even if it occurs in several places.
+        memo: The replacements so far; pass the same one to map several values as one.
+        leaf: The type to replace, if not tensors.
+        depth: The nesting depth of the value; what is too deep becomes a `NotCopied`.
     """
     if memo is None:
         memo = {}
     if isinstance(value, leaf):
         if id(value) not in memo:
-            memo[id(value)] = (value, f(value))  # the tensor too: an id is unique while it lives
+            memo[id(value)] = (value, f(value))  # keeps the tensor, and so its id
         return memo[id(value)][1]
     kind: Any = type(value)
     if kind in _ATOMS:
         return value
-    if id(value) in memo:  # it leads back to itself, or stands in several places
+    if id(value) in memo:  # a cycle, or it occurs in several places
         return memo[id(value)][1]
-    if depth == _DEEP:
-        return _not_copied(value, holds=next(_leaves(value, leaf), None) is not None)
+    if depth == _MAX_DEPTH:
+        return _not_copied(value, has_leaf=next(_leaves(value, leaf), None) is not None)
     depth += 1
     if kind is list:
         new: Any = []
@@ -117,10 +142,10 @@ def map_tensors(
         return new
     if isinstance(value, _COLLECTIONS):
         items = [map_tensors(part, f, memo, leaf, depth) for part in cast("Any", value)]
-        return value if _same(items, value) else _sequence(value, items)
+        return value if _all_same(items, value) else rebuild_sequence(value, items)
     if isinstance(value, Mapping):
         pairs = {key: map_tensors(part, f, memo, leaf, depth) for key, part in value.items()}
-        return value if _same(pairs.values(), value.values()) else _mapping(value, pairs)
+        return value if _all_same(pairs.values(), value.values()) else rebuild_mapping(value, pairs)
     _map_object(value, f, memo, leaf, depth)
     return memo[id(value)][1]
 
@@ -132,43 +157,44 @@ def _map_object(
     leaf: type,
     depth: int,
 ) -> None:
-    """Put what an object becomes into the memo, before its attributes: they may lead back to it."""
+    """Copy an object into the memo, before its attributes, which may refer back to it."""
     attributes = _attributes(value)
-    holds = next(_leaves(value, leaf), None) is not None
-    new = _empty(value) if holds or (attributes and not _has_many_parts(value)) else None
+    has_leaf = next(_leaves(value, leaf), None) is not None
+    new = _new_instance(value) if has_leaf or (attributes and not _has_many_parts(value)) else None
     if new is None:
-        memo[id(value)] = (value, _not_copied(value, holds=holds))
+        memo[id(value)] = (value, _not_copied(value, has_leaf=has_leaf))
         return
     memo[id(value)] = (value, new)
-    members = _members(type(value))
+    slots = _slots(type(value))
     for name, part in attributes.items():
         mapped = map_tensors(part, f, memo, leaf, depth)
-        if name in members:
-            members[name].__set__(new, mapped)
+        if name in slots:
+            slots[name].__set__(new, mapped)
         else:
             _dict_of(new)[name] = mapped
 
 
-def _not_copied(value: Any, *, holds: bool) -> Any:
+def _not_copied(value: Any, *, has_leaf: bool) -> Any:
     kind = type(value)
-    return NotCopied(f"{kind.__module__}.{kind.__qualname__}") if holds else value
+    return NotCopied(f"{kind.__module__}.{kind.__qualname__}") if has_leaf else value
 
 
 def _has_many_parts(value: Any) -> bool:
-    ahead, seen = [value], dict[int, Any]()
-    while ahead and len(seen) + len(ahead) < _MANY:
-        one = ahead.pop()
-        if id(one) not in seen:
-            seen[id(one)] = one
-            ahead.extend(_parts(one))
-    return bool(ahead)
+    pending, seen = [value], dict[int, Any]()
+    while pending and len(seen) + len(pending) < _MAX_PARTS:
+        value = pending.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            pending.extend(_parts(value))
+    return bool(pending)
 
 
-def _same(new: Any, old: Any) -> bool:
+def _all_same(new: Any, old: Any) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _sequence(value: Any, items: list[Any]) -> Any:
+def rebuild_sequence(value: Any, items: list[Any]) -> Any:
+    """Return a collection of the same type with other items; a tuple if that is not possible."""
     if isinstance(value, list):
         new = copy(value)
         new[:] = items
@@ -178,39 +204,40 @@ def _sequence(value: Any, items: list[Any]) -> Any:
     try:
         if isinstance(value, deque):
             return type(value)(items, value.maxlen)
-        return type(value)(items)  # torch's own, such as the result of `max`
+        return type(value)(items)  # also torch's own types, such as the result of `max`
     except TypeError:
         return tuple(items)
 
 
-def _mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+def rebuild_mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type with other values; a dict if that is not possible."""
     try:
-        # Only where a copy is known to hold its own entries. Setting those of another might change
-        # what the model goes on with.
+        # Only for types whose copies have their own entries: otherwise this might change the
+        # model's mapping.
         if isinstance(value, dict | UserDict):
             new = cast("dict[Any, Any]", copy(value))
             for key, part in pairs.items():
                 new[key] = part
             return new
         return cast("Any", type(value))(pairs)
-    except Exception:  # whatever its class makes of it
+    except Exception:  # anything that its class may raise
         return pairs
 
 
-# -- objects, without running any code of their classes -------------------------------------------
+# -- objects, without running code of their classes -----------------------------------------------
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return what an object holds, in its `__dict__` and its slots."""
-    if isinstance(value, _WHOLE):
+    """Return the attributes of an object, from its `__dict__` and its slots."""
+    if isinstance(value, _OPAQUE):
         return {}
-    held = dict(_dict_of(value))
-    for name, member in _members(type(value)).items():
+    attributes = dict(_dict_of(value))
+    for name, member in _slots(type(value)).items():
         try:
-            held[name] = member.__get__(value)
+            attributes[name] = member.__get__(value)
         except AttributeError:  # not set
             continue
-    return held
+    return attributes
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
@@ -221,8 +248,8 @@ def _dict_of(value: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _members(kind: type) -> dict[str, Any]:
-    """Return the slots of a class."""
+def _slots(kind: type) -> dict[str, Any]:
+    """Return the descriptors of a class's slots, by name."""
     return {
         name: member
         for cls in reversed(kind.__mro__)
@@ -232,29 +259,31 @@ def _members(kind: type) -> dict[str, Any]:
     }
 
 
-def _empty(value: Any) -> Any:
-    """Return a new object of the same class for the same attributes; None where there is no way."""
+def _new_instance(value: Any) -> Any:
+    """Return an object of the same class without its attributes; None if that is impossible."""
     kind = type(value)
-    if hasattr(kind, "__del__"):  # it would run for the copy, too, and free what is not its own
+    if hasattr(
+        kind, "__del__"
+    ):  # it would also run for the copy, and free the original's resources
         return None
     try:
         return object.__new__(kind)
-    except TypeError:  # there is more to it than attributes, as with SimpleNamespace
+    except TypeError:  # it has more state than attributes, like SimpleNamespace
         pass
     try:
         new = copy(value)
-    except Exception:  # whatever its class makes of it
+    except Exception:  # anything that its class may raise
         return None
     return new if type(new) is kind and _dict_of(new) is not _dict_of(value) else None
 
 
 def describe_structure(value: Any, depth: int = 2) -> str:
-    """Return what a batch is made of, in a few words: types and shapes, no values."""
+    """Return a short description of a value's types and shapes, such as those of a batch."""
     if isinstance(value, torch.Tensor):
         return f"Tensor{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping) and depth:
-        some = list(value.items())[:8]
-        inside = ", ".join(f"'{k}': {describe_structure(v, depth - 1)}" for k, v in some)
+        items = list(value.items())[:8]
+        inside = ", ".join(f"'{k}': {describe_structure(v, depth - 1)}" for k, v in items)
         return f"{type(value).__name__}({inside})"
     if isinstance(value, list | tuple) and depth:
         inside = ", ".join(describe_structure(v, depth - 1) for v in value[:8])

@@ -1,8 +1,8 @@
-"""What observers get: detached tensors, and a look afterwards whether these were left alone.
+"""Calling observers with detached tensors, and checking that they changed nothing.
 
-An in-place operation by an observer is seen by the tensor's version, a random number that it drew
-by the generators' states: torch's; and Python's and NumPy's, while no other thread may have drawn.
-Either would silently change training, so either ends it, with a name.
+An in-place operation is detected by the tensor's version, the use of random numbers by the state of
+the generators: torch's, and Python's and NumPy's if no other thread may have used them. Either
+would silently change training, so either raises an error that names the observer.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hookline.tensors.nested import map_tensors, tensors_in
 
 __all__ = ["Observation"]
 
-_MT19937 = 625 * 4  # bytes: its 624 numbers, and where it stands among them
+_MT19937_BYTES = 625 * 4  # its 624 words and the position
 
 
 class Observation:
-    """One moment that observers look at.
+    """A value that observers get.
 
     Args:
-        seen: what there is to be seen; tensors anywhere in it are handed over detached.
-        what: what it is, for messages.
+        value: The value; observers get the tensors in it detached.
+        description: What it is, for messages.
     """
 
-    def __init__(self, seen: Any, what: str) -> None:
-        self._seen = seen
-        self._what = what
+    def __init__(self, value: Any, description: str) -> None:
+        self._value = value
+        self._description = description
 
     @cached_property
     def activations(self) -> Any:
-        """What there is to be seen, detached; made once."""
-        return map_tensors(self._seen, torch.Tensor.detach)
+        """The value with detached tensors; created once."""
+        return map_tensors(self._value, torch.Tensor.detach)
 
     def carry(
         self,
@@ -50,41 +50,41 @@ class Observation:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Let an observer look; raise `ObserverError` when it did more."""
-        tensors = [tensor for tensor in tensors_in(self._seen) if not tensor.is_inference()]
+        """Call an observer; raise `ObserverError` if it changed tensors or used random numbers."""
+        tensors = [tensor for tensor in tensors_in(self._value) if not tensor.is_inference()]
         versions = [tensor._version for tensor in tensors]
         generators = [_generator(device) for device in {t.device for t in tensors}]
         generators.append(torch.default_generator)
         states = [generator.get_state() for generator in generators]
-        # Another thread, such as a loader's, may draw from Python's and NumPy's at the same time.
-        alone = threading.active_count() == 1
-        others = _other_states() if alone else None
+        # Another thread, such as a loader's, may use Python's and NumPy's generators meanwhile.
+        single_thread = threading.active_count() == 1
+        others = _other_states() if single_thread else None
         try:
             returned = call(*args, **kwargs)
         finally:
             if [tensor._version for tensor in tensors] != versions:
                 raise ObserverError(
-                    f"{_name(hook)} changed {self._what} in place, but it only observes: training "
-                    "would not be the same without it. Work on a copy: `activations.clone()`."
+                    f"{_name(hook)} changed {self._description} in place, but it only observes: it "
+                    "must not change training. Work on a copy: `activations.clone()`."
                 )
-            drawn = zip(generators, states, strict=True)
-            same = all(torch.equal(generator.get_state(), state) for generator, state in drawn)
-            if not same or (alone and _other_states() != others):
+            pairs = zip(generators, states, strict=True)
+            unused = all(torch.equal(generator.get_state(), state) for generator, state in pairs)
+            if not unused or (single_thread and _other_states() != others):
                 raise ObserverError(
-                    f"{_name(hook)} drew from training's random numbers, but it only observes: "
-                    "training would not be the same without it. Give it a generator of its own: "
+                    f"{_name(hook)} used a global random number generator, but it only observes: "
+                    "it must not change training. Use a separate generator: "
                     "`torch.Generator().manual_seed(0)`, `random.Random(0)` or "
                     "`numpy.random.default_rng(0)`."
                 )
         if returned is not None:
             raise TypeError(
-                f"{_name(hook)} returned a {type(returned).__name__}. It observes, so what it "
-                "returns would be lost: return nothing."
+                f"{_name(hook)} returned a {type(returned).__name__}, but what an observer "
+                "returns is not used. Return None."
             )
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The generator that training draws from there; reading its state waits for nothing."""
+    """Return the default generator of a device; reading its state does not wait."""
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
         return torch.cuda.default_generators[index]
@@ -92,14 +92,14 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _other_states() -> tuple[Any, ...]:
-    """The states of Python's generator, and of NumPy's where it is in use."""
+    """Return the state of Python's generator, and of NumPy's if it was imported."""
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return (random.getstate(),)
     generator = numpy.get_bit_generator()
     if type(generator).__name__ == "MT19937":
-        # Its memory: `generator.state` is put together number by number, which takes 70 µs.
-        return random.getstate(), string_at(generator.ctypes.state_address, _MT19937)
+        # Its memory, because building `generator.state` takes 70 µs.
+        return random.getstate(), string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return random.getstate(), repr(generator.state)
 
 

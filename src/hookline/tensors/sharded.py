@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a part."""
+"""Sharded and sparse tensors: the whole, this rank's part, and the values that are stored."""
 
 from __future__ import annotations
 
@@ -6,21 +6,53 @@ import sys
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-__all__ = ["is_sharded", "local", "whole"]
+__all__ = ["is_sharded", "local", "local_with_groups", "stored_values", "whole"]
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a DTensor. Importing them takes half a second: who has one has done so."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`.
+
+    Importing `torch.distributed.tensor` takes half a second, so this only looks whether it was
+    imported: otherwise there are no DTensors.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor. Of a sharded one all ranks have to ask, or the others wait."""
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor. For a sharded one this is a collective: all ranks have to call it."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, which shares its memory."""
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; it shares the tensor's memory."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return this rank's part of a `DTensor`, and the process groups that hold the other parts.
+
+    Partial sums are reduced first, so all ranks have to call this.
+    """
+    from torch.distributed.tensor import Replicate
+
+    if any(place.is_partial() for place in tensor.placements):
+        reduced = [Replicate() if place.is_partial() else place for place in tensor.placements]
+        tensor = tensor.redistribute(placements=reduced)
+    mesh = tensor.device_mesh
+    sharded = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return tensor.to_local(), tuple(mesh.get_group(dim) for dim in sharded)
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return the values that this rank stores of a tensor, detached.
+
+    A COO tensor gives its values without the zeros that are not stored, a complex tensor its real
+    and imaginary parts.
+    """
+    tensor = local(tensor.detach())
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce().values()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,8 +1,7 @@
 """Gradient transforms, between backward and optimizer step.
 
-`gradients` is what updates get, `shaping` has those that need nothing but the gradients, `stateful`
-those that remember, `skipping` the one that leaves out a step. Names are loaded when first used: a
-bare loop needs none of them.
+`gradients` defines what updates get, `stateless` and `stateful` the built-in updates. Names are
+loaded when first used, because a bare loop needs none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.updates.gradients import Gradients, NamedParameters
-    from hookline.updates.skipping import SkipNonfinite
     from hookline.updates.stateful import EMAFilter, Noise
     from hookline.updates.stateless import (
         AGC,
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
         Identity,
         Mask,
         Scale,
+        SkipNonfinite,
     )
 
 __all__ = [
@@ -44,8 +43,10 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "gradients": ("Gradients", "NamedParameters"),
-        "stateless": ("AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"),
-        "skipping": ("SkipNonfinite",),
+        "stateless": (
+            *("AGC", "Centralize", "ClipNorm", "ClipValue"),
+            *("Identity", "Mask", "Scale", "SkipNonfinite"),
+        ),
         "stateful": ("EMAFilter", "Noise"),
     },
 )

@@ -1,4 +1,4 @@
-"""Gradients on their way through the updates: what each of them returns is taken."""
+"""Gradients by name, as they pass through the updates."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 
-__all__ = ["GradientMapping"]
+__all__ = ["GradientMapping", "StandaloneGradients", "check_like"]
 
 
 class GradientMapping(dict[str, Any]):
-    """Gradients by name; each update gets them as the one before has left them."""
+    """Gradients by name. Each update gets them as the update before it has left them."""
 
     def carry(
         self,
@@ -21,7 +22,7 @@ class GradientMapping(dict[str, Any]):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Call an update, and take what it returns; when it fails, nothing of it."""
+        """Call an update and apply what it returns; if it fails, restore the gradients."""
         try:
             returned = call(*args, **kwargs)
             if returned is not None:
@@ -31,15 +32,56 @@ class GradientMapping(dict[str, Any]):
                         f"{type(returned).__name__}."
                     )
                 self.update(returned)
-            self._settle()
+            self._apply()
         except BaseException:
-            self._take_back()
+            self._restore()
             raise
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Check what is here now, and use it; what was left out keeps its gradient."""
+    def _apply(self) -> None:
+        """Check the entries and use them as gradients; missing ones keep their gradient."""
 
     @abstractmethod
-    def _take_back(self) -> None:
-        """Hold what was there before."""
+    def _restore(self) -> None:
+        """Put the current gradients back into the mapping."""
+
+
+class StandaloneGradients(GradientMapping):
+    """Gradients that are passed to updates directly, without parameters."""
+
+    def __init__(self, gradients: Mapping[str, Any]) -> None:
+        self._current = {name: g for name, g in gradients.items() if g is not None}
+        super().__init__(self._current)
+
+    def _apply(self) -> None:
+        for name, gradient in self._current.items():
+            self.setdefault(name, gradient)
+        for name, gradient in self.items():
+            if name not in self._current:
+                raise ConfigError(
+                    f"An update returned a gradient for '{name}', but it was not given one."
+                    f"{nearest(str(name), self._current)}"
+                )
+            check_like(name, gradient, self._current[name])
+        self._current = dict(self)
+
+    def _restore(self) -> None:
+        self.clear()
+        self.update(self._current)
+
+
+def check_like(name: str, gradient: Any, expected: Any) -> None:
+    """Raise if a gradient's shape, dtype or device is not the expected one's."""
+    if not hasattr(gradient, "shape"):
+        raise TypeError(
+            f"The gradient of '{name}' is a {type(gradient).__name__}; expected a tensor."
+        )
+    for attribute in ("shape", "dtype", "device"):
+        found, wanted = getattr(gradient, attribute, None), getattr(expected, attribute)
+        if found != wanted:
+            shown, expected = (
+                list(value) if isinstance(value, tuple) else value for value in (found, wanted)
+            )
+            raise ValueError(
+                f"The gradient of '{name}' has {attribute} {shown}; expected {expected}."
+            )

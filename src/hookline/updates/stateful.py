@@ -1,7 +1,7 @@
-"""Updates that remember something from step to step; it is saved in checkpoints."""
+"""Updates with state, which is saved in checkpoints."""
 
 # pyright: reportPrivateImportUsage=false
-# The foreach kernels of torch, which optimizers use too, have names with an underscore.
+# The names of torch's foreach kernels, which its optimizers also use, begin with an underscore.
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pydantic import Field, PositiveFloat
 from hookline.builtin import BuiltIn
 from hookline.hook import UpdateHook
 from hookline.tensors.sharded import is_sharded, local
-from hookline.updates.gradients import dense
+from hookline.updates.gradients import require_dense
 
 __all__ = ["EMAFilter", "Noise"]
 
 
 class Noise(BuiltIn, UpdateHook):
-    """Adds Gaussian noise to the gradients, less and less of it.
+    """Adds Gaussian noise to the gradients, with a variance that decreases over time.
 
-    After `t` steps its variance is `eta / (1 + t) ** gamma` (Neelakantan et al., 2015, "Adding
-    gradient noise improves learning for very deep networks"). It has random numbers of its own, so
-    it does not change what training draws.
+    After `t` steps the variance is `eta / (1 + t) ** gamma` (Neelakantan et al., 2015, "Adding
+    gradient noise improves learning for very deep networks"). The noise comes from its own
+    generator, so the random numbers of training do not change.
 
     Args:
         eta: the variance in the first step.
-        gamma: how fast it falls; 0 for not at all.
-        seed: of its random numbers.
+        gamma: how fast the variance decreases; 0: it is constant.
+        seed: the seed of the generator.
     """
 
-    cost = "As many random numbers as there are gradients."
+    cost = "One random number per gradient element."
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Noise(BuiltIn, UpdateHook):
         self._saved: dict[str, torch.Tensor] = {}
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], optimizer_idx: int) -> None:
-        """Add noise."""
+        """Add noise to the gradients."""
         steps = self._steps.get(optimizer_idx, 0)
         self._steps[optimizer_idx] = steps + 1
         scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
-        parts = [local(gradient) for gradient in dense(gradients, self)]
+        parts = [local(gradient) for gradient in require_dense(gradients, self)]
         sharded = any(is_sharded(gradient) for gradient in gradients.values())
         noise = [
             torch.randn(
@@ -67,7 +67,7 @@ class Noise(BuiltIn, UpdateHook):
             torch._foreach_add_(parts, noise, alpha=scale)
 
     def _generator(self, device: torch.device, sharded: bool) -> torch.Generator:
-        """Its own generator there; where each rank has a part, each has numbers of its own."""
+        """Return the generator of a device; for sharded gradients each rank has its own seed."""
         generator = self._generators.get(str(device))
         if generator is None:
             generator = self._generators[str(device)] = torch.Generator(device)
@@ -78,32 +78,32 @@ class Noise(BuiltIn, UpdateHook):
         return generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it is, and the state of its random numbers."""
-        states = {name: one.get_state() for name, one in self._generators.items()}
-        random = {**self._saved, **states}  # also of a device that had no turn since it was loaded
+        """Return the step counters and the generators' states."""
+        states = {name: generator.get_state() for name, generator in self._generators.items()}
+        random = {**self._saved, **states}  # also of devices that were not used since loading
         return {"steps": {str(k): n for k, n in self._steps.items()}, "random": random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore the step counters and the generators' states."""
         self._steps = {int(k): n for k, n in state["steps"].items()}
         self._saved = dict(state["random"])
         self._generators.clear()
 
 
 class EMAFilter(BuiltIn, UpdateHook):
-    """Amplifies slow gradients: adds a running average of the gradients to them.
+    """Amplifies slow gradients: adds their exponential moving average to the gradients.
 
-    (Lee et al., 2024, "Grokfast".) What is not finite, as when a loss scale was too large, does not
-    get into the average: it would stay there for good.
+    (Lee et al., 2024, "Grokfast".) Values that are not finite, as after an overflow of the loss
+    scale, are not averaged, because they would never leave the average.
 
     Args:
-        alpha: how much of the average stays in each step.
-        strength: how much of the average is added.
+        alpha: the decay of the average.
+        strength: the factor by which the average is added.
     """
 
     cost = (
         "Two foreach operations and a check of each gradient, and memory for two copies of them, "
-        "one of these for the moment."
+        "one of which is temporary."
     )
 
     def __init__(
@@ -116,30 +116,32 @@ class EMAFilter(BuiltIn, UpdateHook):
         self._averages: dict[str, torch.Tensor] = {}
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add the average, which begins with the first gradient."""
+        """Update the average, which starts with the first gradient, and add it."""
         for name, gradient in gradients.items():
             average = self._averages.get(name)
             if average is None:
                 self._averages[name] = gradient.detach().nan_to_num(0.0, 0.0, 0.0)
             elif average.device != gradient.device:
                 self._averages[name] = average.to(gradient.device)  # from a checkpoint
-        tensors = dense(gradients, self)
+        tensors = require_dense(gradients, self)
         if not tensors:
             return
         averages = [self._averages[name] for name in gradients]
-        torch._foreach_lerp_(averages, _finite(tensors, averages), 1.0 - self.alpha)
+        torch._foreach_lerp_(averages, _replace_nonfinite(tensors, averages), 1.0 - self.alpha)
         torch._foreach_add_(tensors, averages, alpha=self.strength)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
+        """Return the averages by parameter name."""
         return {"averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
-        self._averages = {name: one.clone() for name, one in state["averages"].items()}
+        """Restore the averages."""
+        self._averages = {name: average.clone() for name, average in state["averages"].items()}
 
 
-def _finite(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, with the others' numbers where theirs are not finite. Nothing is waited for."""
+def _replace_nonfinite(
+    tensors: list[torch.Tensor], others: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the tensors with the others' values where theirs are not finite, without waiting."""
     pairs = zip(tensors, others, strict=True)
     return [torch.where(tensor.isfinite(), tensor, other) for tensor, other in pairs]

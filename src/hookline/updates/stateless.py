@@ -1,10 +1,11 @@
-"""Updates that need nothing but the gradients, and the parameters. They work in place."""
+"""Updates without state. They change the gradients in place."""
 
 # pyright: reportPrivateImportUsage=false
-# The foreach kernels of torch, which optimizers use too, have names with an underscore.
+# The names of torch's foreach kernels, which its optimizers also use, begin with an underscore.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,52 +13,62 @@ import torch
 from pydantic import PositiveFloat
 
 from hookline.builtin import BuiltIn
+from hookline.errors import LoopError
 from hookline.hook import Rank, UpdateHook
 from hookline.tensors.parameter_names import matching, parameters_by_name
 from hookline.tensors.sharded import whole
-from hookline.updates.gradients import dense
+from hookline.updates.gradients import require_dense
 
-__all__ = ["AGC", "Centralize", "ClipNorm", "ClipValue", "Identity", "Mask", "Scale"]
+__all__ = [
+    "AGC",
+    "Centralize",
+    "ClipNorm",
+    "ClipValue",
+    "Identity",
+    "Mask",
+    "Scale",
+    "SkipNonfinite",
+]
 
-_KNOWN = 64  # optimizers times patterns; parameters may come and go while training
+_MAX_CACHED = 64  # optimizers times patterns; parameters may change during training
 
 
-class _ByPattern(BuiltIn, UpdateHook):
-    """An update that is told by patterns which parameters it is for."""
+class _PatternUpdate(BuiltIn, UpdateHook):
+    """An update of the parameters that match patterns."""
 
-    def _chosen(
+    def _select(
         self, gradients: Mapping[str, torch.Tensor], patterns: Sequence[str], model: torch.nn.Module
     ) -> list[torch.Tensor]:
-        """The gradients that match; a pattern has to match some parameter."""
+        """Return the gradients that match; raise if a pattern matches no parameter."""
         if not patterns:
             return []
-        known: dict[Any, list[str]] = self.__dict__.setdefault("_known", {})
+        cache: dict[Any, list[str]] = self.__dict__.setdefault("_cache", {})
         key = (id(model), *patterns, *gradients)
-        if key not in known:
-            if len(known) >= _KNOWN:
-                known.clear()
-            chosen = matching(model, patterns, others=gradients)
-            known[key] = [name for name in gradients if name in chosen]
-        return [gradients[name] for name in known[key]]
+        if key not in cache:
+            if len(cache) >= _MAX_CACHED:
+                cache.clear()
+            names = matching(model, patterns, others=gradients)
+            cache[key] = [name for name in gradients if name in names]
+        return [gradients[name] for name in cache[key]]
 
 
 class Identity(BuiltIn, UpdateHook):
-    """Passes gradients through as they are. Every trainer has it."""
+    """Passes gradients through unchanged. Every trainer has it."""
 
     hookline_rank = Rank.DEFAULT
     hookline_no_op = True
-    cost = "It copies nothing and computes nothing."
+    cost = "Nothing is copied or computed."
 
     def __call__(self, *gradients: Mapping[str, torch.Tensor]) -> None:
         """Do nothing."""
 
 
-class Scale(_ByPattern):
+class Scale(_PatternUpdate):
     """Multiplies gradients by a factor.
 
     Args:
-        factor: the factor for all gradients, or factors by pattern: a part of parameters' names, a
-            glob or a regular expression. Where several match, all factors count.
+        factor: the factor for all gradients, or factors by pattern: a substring of parameter
+            names, a glob or a regular expression. If several match, all factors apply.
     """
 
     cost = "One multiplication of the gradients."
@@ -66,42 +77,42 @@ class Scale(_ByPattern):
         self.factor = factor
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-        """Multiply."""
+        """Multiply the gradients."""
         if not isinstance(self.factor, dict):
             if gradients:
                 torch._foreach_mul_(list(gradients.values()), self.factor)
             return
         for pattern, factor in self.factor.items():
-            if chosen := self._chosen(gradients, [pattern], model):
-                torch._foreach_mul_(chosen, factor)
+            if selected := self._select(gradients, [pattern], model):
+                torch._foreach_mul_(selected, factor)
 
 
-class Mask(_ByPattern):
+class Mask(_PatternUpdate):
     """Sets the gradients of some parameters to zero.
 
-    An optimizer with weight decay or momentum may still move them: to freeze parameters for good,
-    leave them out of the optimizer.
+    An optimizer with weight decay or momentum may still change these parameters. To freeze them
+    completely, do not pass them to the optimizer.
 
     Args:
-        patterns: which: parts of parameters' names, globs or regular expressions.
+        patterns: substrings of parameter names, globs or regular expressions.
     """
 
-    cost = "Some gradients are filled with zeros."
+    cost = "The selected gradients are filled with zeros."
 
     def __init__(self, patterns: list[str]) -> None:
         self.patterns = patterns
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-        """Set them to zero."""
-        if chosen := self._chosen(gradients, self.patterns, model):
-            torch._foreach_zero_(chosen)
+        """Zero the matching gradients."""
+        if selected := self._select(gradients, self.patterns, model):
+            torch._foreach_zero_(selected)
 
 
 class ClipNorm(BuiltIn, UpdateHook):
-    """Scales the gradients of an optimizer down when their common norm is above a limit.
+    """Scales the gradients of an optimizer down if their total norm is above a limit.
 
     Args:
-        max_norm: the limit.
+        max_norm: the largest total norm.
     """
 
     cost = "One norm and one multiplication of the gradients; nothing waits for the device."
@@ -110,8 +121,8 @@ class ClipNorm(BuiltIn, UpdateHook):
         self.max_norm = max_norm
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Clip."""
-        tensors = dense(gradients, self)
+        """Clip the total norm."""
+        tensors = require_dense(gradients, self)
         if not tensors:
             return
         norm = whole(torch.nn.utils.get_total_norm(tensors))
@@ -119,7 +130,7 @@ class ClipNorm(BuiltIn, UpdateHook):
 
 
 class ClipValue(BuiltIn, UpdateHook):
-    """Limits each number in the gradients.
+    """Clamps each element of the gradients.
 
     Args:
         max_value: the largest absolute value.
@@ -131,23 +142,23 @@ class ClipValue(BuiltIn, UpdateHook):
         self.max_value = max_value
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Clip."""
-        if tensors := dense(gradients, self):
+        """Clamp the gradients."""
+        if tensors := require_dense(gradients, self):
             torch._foreach_clamp_min_(tensors, -self.max_value)
             torch._foreach_clamp_max_(tensors, self.max_value)
 
 
-class AGC(_ByPattern):
-    """Adaptive gradient clipping: limits a unit's gradient to a share of its weights.
+class AGC(_PatternUpdate):
+    """Adaptive gradient clipping: limits the gradient norm of a unit relative to its weight norm.
 
     A unit is a row of a matrix, a filter of a convolution, or a whole vector (Brock et al., 2021,
     "High-performance large-scale image recognition without normalization").
 
     Args:
         clipping: the largest ratio of a unit's gradient norm to its weight norm.
-        eps: weight norms below this count as this, so that units at zero can move.
-        skip: parameters that are left alone, such as the last layer: parts of names, globs or
-            regular expressions.
+        eps: the smallest weight norm to assume, so that units at zero can change.
+        skip: parameters that are not clipped, such as those of the last layer: substrings of
+            names, globs or regular expressions.
     """
 
     cost = "Norms of gradients and weights for each unit, and one multiplication."
@@ -164,10 +175,10 @@ class AGC(_ByPattern):
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
         """Clip each unit."""
-        dense(gradients, self)
-        left = {id(gradient) for gradient in self._chosen(gradients, self.skip or [], model)}
+        require_dense(gradients, self)
+        skipped = {id(gradient) for gradient in self._select(gradients, self.skip or [], model)}
         weights = getattr(gradients, "parameters", None) or parameters_by_name(model)
-        pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in left]
+        pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in skipped]
         if not pairs:
             return
         limits = [_unit_norm(weight.detach()) for weight, _ in pairs]
@@ -181,23 +192,49 @@ class AGC(_ByPattern):
 
 
 class Centralize(BuiltIn, UpdateHook):
-    """Gradient centralization: subtracts from each unit's gradient its mean.
+    """Gradient centralization: subtracts the mean from the gradient of each unit.
 
-    Vectors, such as biases, stay as they are (Yong et al., 2020, "Gradient centralization").
+    Vectors, such as biases, are not changed (Yong et al., 2020, "Gradient centralization").
     """
 
     cost = "One mean and one subtraction of the gradients."
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Subtract."""
-        tensors = [gradient for gradient in dense(gradients, self) if gradient.ndim > 1]
+        """Subtract the means."""
+        tensors = [gradient for gradient in require_dense(gradients, self) if gradient.ndim > 1]
         means = [tensor.mean(dim=tuple(range(1, tensor.ndim)), keepdim=True) for tensor in tensors]
         if tensors:
             torch._foreach_sub_(tensors, means)
 
 
+class SkipNonfinite(BuiltIn, UpdateHook):
+    """Skips an optimizer's step if one of its gradients has a NaN or an infinity.
+
+    Parameters, momentum and schedulers are not changed, and `on_step_skipped` is called. In a bare
+    loop the scheduler is up to the loop.
+    """
+
+    cost = "One norm of the gradients; it waits for the device in every step."
+
+    def __call__(
+        self, gradients: Mapping[str, torch.Tensor], trainer: Any, optimizer_idx: int
+    ) -> None:
+        """Check the gradients, and request that the step be skipped."""
+        tensors = require_dense(gradients, self)
+        norm = whole(torch.nn.utils.get_total_norm(tensors, norm_type=math.inf))
+        if torch.isfinite(norm).item():
+            return
+        skip = getattr(trainer, "skip_optimizer_step", None)
+        if skip is None:
+            raise LoopError(
+                "SkipNonfinite found non-finite gradients, but this loop does not support skipping "
+                "a step. Use Hookline's trainer, or check the gradients in the loop."
+            )
+        skip(optimizer_idx, "non-finite gradients")
+
+
 def _unit_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """The norm of each row or filter; of a vector, its own."""
+    """Return the norm of each row or filter, or of a whole vector."""
     dims = tuple(range(1, tensor.ndim)) or None
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
     return norm

@@ -1,1 +1,1 @@
-"""Built-in hooks that keep what training made."""
+"""Built-in hooks that save and copy checkpoints."""

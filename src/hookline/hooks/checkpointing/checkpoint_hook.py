@@ -1,4 +1,4 @@
-"""CheckpointHook: a checkpoint every N epochs."""
+"""CheckpointHook: saves a checkpoint every N epochs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CheckpointHook(SavingHook):
     """Saves a checkpoint at the end of every N-th epoch, as `epoch_0003` in the run's folder.
 
     Args:
-        save_every_n_epochs: how often.
-        keep: how many are kept, the newest of them; None for all.
+        save_every_n_epochs: the number of epochs between checkpoints.
+        keep: the number of newest checkpoints to keep; None: all.
     """
 
     cost = "The time of a checkpoint at the end of every N-th epoch, and nothing in between."
@@ -29,10 +29,10 @@ class CheckpointHook(SavingHook):
         self._retention = Retention(keep=-1 if keep is None else keep, order="newest")
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
-        """Save, when this epoch's turn has come."""
+        """Save every N epochs."""
         if (epoch + 1) % self._every == 0:
             trainer.save_checkpoint(self._retention.ask(f"epoch_{epoch:04d}", step, None))
 
     def on_train_end(self) -> None:
-        """Nothing is saved any more."""
+        """Release the retention."""
         self._release()

@@ -1,4 +1,4 @@
-"""What hooks that save checkpoints have in common: where they save, and what they keep."""
+"""The base of hooks that save checkpoints: the folder, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["SavingHook"]
 
 
 class SavingHook(BuiltIn):
-    """Saves through the trainer, and lets a `Retention` decide what stays.
+    """Saves through the trainer; a `Retention` decides which checkpoints are kept.
 
-    A save that is asked for within an event is done at the next boundary of the loop; the
-    retention hears of it in `on_checkpoint_save`, when it is durable.
+    A save that is requested in an event happens at the next step boundary. The retention is
+    updated in `on_checkpoint_save`, when the checkpoint is durable.
     """
 
     critical = True
@@ -29,29 +29,29 @@ class SavingHook(BuiltIn):
     _resumed = False
 
     def on_train_start(self, trainer: Any) -> None:
-        """Find the folder; a run that is not resumed begins with no checkpoints."""
-        self._retention.open(self._where(trainer), resumed=self._resumed)
+        """Find the folder; a run that is not resumed starts without checkpoints."""
+        self._retention.open(self._find_folder(trainer), resumed=self._resumed)
 
     def on_checkpoint_load(self, checkpoint_path: Any) -> None:
-        """Compare what was known with what is still there."""
+        """Compare the saved list of checkpoints with those that still exist."""
         if self._resumed:
             self._retention.resumed(Path(checkpoint_path))
 
     def on_checkpoint_save(self, checkpoint_path: Any) -> None:
-        """A checkpoint is durable: rank it and remove what is not kept, if it is one of ours."""
+        """Rank the checkpoint if this hook requested it, and remove those that are not kept."""
         self._retention.saved(Path(checkpoint_path))
 
     def _release(self) -> None:
-        """Nothing is saved any more."""
+        """Release the retention at the end of training."""
         self._retention.release()
         self._resumed = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoints that are known, with their scores."""
+        """Return the checkpoints of this hook with their scores."""
         return {"checkpoints": self._retention.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Restore the list of checkpoints."""
         self._retention.load_state_dict(state["checkpoints"])
         self._resumed = True
 
@@ -60,18 +60,18 @@ class SavingHook(BuiltIn):
         """The newest checkpoint of this hook."""
         return self._retention.path(self._retention.newest)
 
-    def _where(self, trainer: Any) -> Path:
-        who = type(self).__name__
+    def _find_folder(self, trainer: Any) -> Path:
+        hook = type(self).__name__
         if not hasattr(trainer, "save_checkpoint"):
             raise TrainingError(
-                f"{who} saves through a Trainer, and this loop has none. Save in the loop, and say "
-                "so with session.checkpoint(path)."
+                f"{hook} saves through a Trainer, which this loop does not have. Save in the loop, "
+                "and call session.checkpoint(path) afterwards."
             )
         if self._folder is not None:
             return self._folder
         if trainer.run is None:
             raise TrainingError(
-                f"{who} saves into the run's folder, and this training has none. Set `runs` in the "
-                "configuration, or give the hook a folder."
+                f"{hook} saves into the run's folder, but this training run has none. Set `runs` "
+                "in the configuration, or pass a folder to the hook."
             )
         return Path(trainer.run.checkpoints)

@@ -1,7 +1,7 @@
-"""Where copies of checkpoints go: a folder, or any filesystem that fsspec knows.
+"""Destinations for copies of checkpoints: a folder, or any filesystem that fsspec supports.
 
-A copy is made under a temporary name and compared with what it was made from. Only then does it
-get its name, `manifest.json` last of all: a part of a copy is never taken for a checkpoint.
+A copy is made under a temporary name, compared with the original, and then renamed, with
+`manifest.json` last: an incomplete copy is never mistaken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MANIFEST = "manifest.json"
 
 
 class StoppedError(Exception):
-    """There is no more time: the copy is given up."""
+    """The copy was aborted, because the time for it is over."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One file of a checkpoint, with what its copy has to match."""
+    """A file of a checkpoint, with the size and hash that its copy must have."""
 
     name: str
     source: Path
@@ -41,13 +41,13 @@ class Item:
 
     @classmethod
     def of(cls, name: str, source: Path) -> Item:
-        """Measure a file that no manifest describes."""
+        """Return an item for a file that is not in a manifest."""
         return cls(name, source, source.stat().st_size, digest(source))
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A checkpoint as files, the manifest last; or whatever a bare loop wrote as a checkpoint."""
+    """The files of a checkpoint, the manifest last; also of one that a bare loop has written."""
 
     name: str
     items: tuple[Item, ...]
@@ -55,11 +55,11 @@ class Bundle:
 
     @classmethod
     def of(cls, path: Path) -> Bundle:
-        """List the files of a checkpoint.
+        """Return the files of a checkpoint.
 
         Raises:
             CheckpointError: Its manifest is damaged.
-            FileNotFoundError: It is not there any more.
+            FileNotFoundError: It was removed.
         """
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist.")
@@ -78,32 +78,32 @@ class Bundle:
         return cls(path.name, tuple(items), is_folder=True)
 
     def names(self) -> Iterator[str]:
-        """The name, and others for when something else has it."""
+        """Yield the name, then alternatives in case it is taken."""
         stem, dot, ending = (self.name, "", "") if self.is_folder else self.name.partition(".")
         yield self.name
         yield from (f"{stem}_{number}{dot}{ending}" for number in count(2))
 
     def path_of(self, item: Item, name: str) -> str:
-        """Where an item of this bundle is, when the bundle has this name."""
+        """Return the path of an item if the bundle has this name."""
         return f"{name}/{item.name}" if self.is_folder else name
 
 
 class Destination(Protocol):
-    """Somewhere to copy checkpoints to."""
+    """A place to copy checkpoints to."""
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
-        """Copy and verify; return where the copy is. What is there already stays as it is."""
+        """Copy and verify; return the path of the copy. Existing files are not overwritten."""
         ...
 
 
 def destination_of(address: str | Path) -> Destination:
-    """Return the destination of an address: a folder's path, or a URL such as `s3://bucket`."""
+    """Return the destination for a folder's path, or a URL such as `s3://bucket`."""
     text = str(address)
     return Remote(text) if "://" in text else Folder(Path(text))
 
 
 class Folder:
-    """A folder on this machine, or one that is mounted here."""
+    """A local or mounted folder."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.expanduser()
@@ -112,7 +112,7 @@ class Folder:
         """Copy into a temporary folder, verify, rename."""
         parent = self._root / under
         parent.mkdir(parents=True, exist_ok=True)
-        if under:  # a run's own folder: nobody else has temporary files there
+        if under:  # the run's own folder, which has no temporary files of others
             clean(parent)
         with temporary_folder(parent, bundle.name) as temporary:
             for item in bundle.items:
@@ -132,17 +132,17 @@ class Folder:
             final = parent / name
             if not final.exists():
                 return (temporary if bundle.is_folder else temporary / bundle.name).rename(final)
-            if self._is_there(bundle, parent, name):
+            if self._has_copy(bundle, parent, name):
                 return final
         raise AssertionError
 
-    def _is_there(self, bundle: Bundle, parent: Path, name: str) -> bool:
+    def _has_copy(self, bundle: Bundle, parent: Path, name: str) -> bool:
         paths = [(item, parent / bundle.path_of(item, name)) for item in bundle.items]
         return all(p.is_file() and digest(p) == item.hash for item, p in paths)
 
 
 class Remote:
-    """A filesystem of fsspec: object stores and many more."""
+    """A filesystem of fsspec, such as an object store."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -150,17 +150,17 @@ class Remote:
         try:
             _fsspec().get_filesystem_class(protocol)
         except ImportError as error:
-            missing = f"fsspec needs another package for it ({error})"
+            missing = f"fsspec needs another package ({error})"
             if getattr(error, "name", None) == "fsspec":
-                missing = "that needs fsspec: pip install fsspec"
-            raise ConfigError(f"Checkpoints are to be copied to {url}: {missing}.") from error
+                missing = "this needs fsspec: pip install fsspec"
+            raise ConfigError(f"Checkpoints cannot be copied to {url}: {missing}.") from error
         except ValueError as error:
             raise ConfigError(
-                f"Checkpoints are to be copied to {url}, but fsspec knows no '{protocol}': {error}"
+                f"Checkpoints cannot be copied to {url}: unknown protocol '{protocol}': {error}"
             ) from error
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
-        """Copy under a temporary name, verify, move file by file, the manifest last."""
+        """Copy under a temporary name, verify, and move file by file, the manifest last."""
         fs, root = _fsspec().url_to_fs(self._url)
         parent = "/".join(part for part in (root.rstrip("/"), under) if part)
         temporary = f"{parent}/{TEMPORARY}{bundle.name}"
@@ -174,7 +174,7 @@ class Remote:
                 _compare(item, target, fs.info(target)["size"], _remote_digest(fs, target))
             name = self._place(fs, bundle, temporary, parent)
         finally:
-            with suppress(Exception):  # the first error matters more
+            with suppress(Exception):  # keep the first error
                 fs.rm(temporary, recursive=True)
         return "/".join(part for part in (self._url.rstrip("/"), under, name) if part)
 
@@ -182,7 +182,7 @@ class Remote:
         for name in bundle.names():
             final = f"{parent}/{name}"
             if fs.exists(final) and not _is_unfinished(fs, bundle, final):
-                if self._is_there(fs, bundle, parent, name):
+                if self._has_copy(fs, bundle, parent, name):
                     return name
                 continue
             for item in bundle.items:
@@ -190,21 +190,21 @@ class Remote:
                 fs.makedirs(target.rpartition("/")[0], exist_ok=True)
                 fs.mv(f"{temporary}/{item.name}", target)
                 size = fs.info(target)["size"]
-                _compare(item, target, size, item.hash)  # it was read before it was moved
+                _compare(item, target, size, item.hash)  # its hash was checked before it was moved
             return name
         raise AssertionError
 
-    def _is_there(self, fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
+    def _has_copy(self, fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
         paths = [(item, f"{parent}/{bundle.path_of(item, name)}") for item in bundle.items]
         return all(fs.isfile(p) and _remote_digest(fs, p) == item.hash for item, p in paths)
 
 
 def _fsspec() -> Any:
-    return import_module("fsspec")  # only here: whoever copies to a folder does without
+    return import_module("fsspec")  # imported here, because folders do not need it
 
 
 def _is_unfinished(fs: Any, bundle: Bundle, final: str) -> bool:
-    """Whether an upload that was cut off left this: files, but no manifest yet."""
+    """Return whether this is left from an interrupted upload: files without a manifest."""
     ours = bundle.is_folder and any(item.name == _MANIFEST for item in bundle.items)
     return ours and not fs.isfile(final) and not fs.exists(f"{final}/{_MANIFEST}")
 
@@ -227,6 +227,6 @@ def _remote_digest(fs: Any, path: str) -> str:
 
 def _compare(item: Item, target: str, size: int, found: str) -> None:
     if size != item.size:
-        raise OSError(f"{target} has {size} bytes, and {item.source} has {item.size}.")
+        raise OSError(f"{target} has {size} bytes, but {item.source} has {item.size}.")
     if found != item.hash:
-        raise OSError(f"{target} has other bytes than {item.source} was written with.")
+        raise OSError(f"{target} differs from what was written to {item.source}.")

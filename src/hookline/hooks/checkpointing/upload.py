@@ -1,4 +1,4 @@
-"""UploadHook: copies every checkpoint somewhere else, in the background."""
+"""UploadHook: copies checkpoints to another place in the background."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ log = logging.getLogger("hookline")
 class UploadHook(BuiltIn):
     """Copies every checkpoint to a folder or a URL, in the background, and verifies the copy.
 
-    Copies go to `<destination>/<run id>/<checkpoint>`. They are made under a temporary name, read
-    back and compared with the hashes in the checkpoint's manifest, and only then get their name. A
-    copy that fails is tried again; in the end it is logged and counted, and training goes on. What
-    was removed before its turn came is left out. Copies are never removed.
+    The copy is `<destination>/<run id>/<checkpoint>`. It is written under a temporary name, read
+    back, compared with the hashes in the checkpoint's manifest, and then renamed. A failed copy is
+    retried; if it still fails, that is logged and counted, and training continues. Checkpoints that
+    are removed before they are copied are skipped. Copies are never removed.
 
     Args:
-        destination: a folder, or a URL of anything that fsspec knows: `s3://bucket/runs`.
-        retries: how often a failed copy is tried again.
-        backoff: seconds before the first retry; they double with each.
-        timeout: at the end of training, how many seconds to wait for what is not copied yet.
-        max_waiting: how many checkpoints may wait; the oldest is left out when there are more.
-        keep_local: keep the local checkpoint; else it is removed once its copy is verified, unless
+        destination: a folder, or a URL that fsspec supports, such as `s3://bucket/runs`.
+        retries: how often a failed copy is retried.
+        backoff: seconds before the first retry; they double for each further one.
+        timeout: seconds to wait for pending copies at the end of training.
+        max_waiting: how many checkpoints may be pending; beyond that the oldest is skipped.
+        keep_local: keep the local checkpoint; False: remove it once its copy is verified, unless
             `last` or `best` names it.
     """
 
@@ -59,34 +59,34 @@ class UploadHook(BuiltIn):
         self._timeout, self._max_waiting = timeout, max_waiting
         self._keep_local = keep_local
         self._worker: _Worker | None = None
-        self._start_afresh()
+        self._reset()
 
-    def _start_afresh(self) -> None:
+    def _reset(self) -> None:
         self.uploaded: dict[Path, str] = {}
-        """Where the copies are, by checkpoint."""
+        """The paths of the copies, by checkpoint."""
         self.failed: list[Path] = []
-        """Checkpoints that could not be copied."""
+        """The checkpoints that could not be copied."""
         self.skipped: list[Path] = []
-        """Checkpoints that were left out: removed before their turn, or too many were waiting."""
+        """The checkpoints that were removed before the copy, or dropped by `max_waiting`."""
 
     # -- events -----------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Count from the beginning."""
-        self._start_afresh()
+        """Reset the lists."""
+        self._reset()
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
-        """Let the checkpoint be copied."""
+        """Queue the checkpoint for copying."""
         if self._worker is None:
             run = getattr(trainer, "run", None)
             self._worker = _Worker(self._copy, "" if run is None else run.id)
         for path in self._worker.add(Path(checkpoint_path), self._max_waiting):
-            log.warning("Too many checkpoints wait to be copied: %s is left out.", path)
+            log.warning("Too many checkpoints are waiting to be copied: %s is skipped.", path)
             self.skipped.append(path)
         self._remove_local()
 
     def on_train_end(self) -> None:
-        """Wait for the copies that are not made yet."""
+        """Wait for pending copies."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -94,7 +94,7 @@ class UploadHook(BuiltIn):
         if left:
             self.failed += left
             log.error(
-                "%d checkpoints were not copied in %g seconds: %s. They are still here.",
+                "%d checkpoints were not copied within %g seconds: %s. The originals are kept.",
                 len(left),
                 self._timeout,
                 ", ".join(map(str, left)),
@@ -104,14 +104,14 @@ class UploadHook(BuiltIn):
     # -- on the worker's thread -------------------------------------------------------------------
 
     def _copy(self, path: Path, under: str, stop: threading.Event) -> None:
-        """Copy a checkpoint, however often it takes; note what became of it."""
+        """Copy a checkpoint with retries, and add it to one of the lists."""
         for attempt in range(self._retries + 1):
             try:
                 bundle = Bundle.of(path)
                 self.uploaded[path] = self._destination.upload(bundle, under, stop.is_set)
             except StoppedError:
                 break
-            except Exception as error:  # anything a network or a disk may come up with
+            except Exception as error:  # anything that a network or a disk may raise
                 if not path.exists():
                     log.info("%s was removed before it was copied.", path)
                     self.skipped.append(path)
@@ -123,7 +123,7 @@ class UploadHook(BuiltIn):
                     path,
                     type(error).__name__,
                     error,
-                    "; training goes on." if last else "; it will be tried again.",
+                    "; training continues." if last else "; it will be retried.",
                 )
                 if last or stop.wait(self._backoff * 2**attempt):
                     break
@@ -131,14 +131,14 @@ class UploadHook(BuiltIn):
                 log.info("%s was copied to %s.", path, self.uploaded[path])
                 return
         if stop.is_set():
-            log.error("%s was not copied: there was no more time.", path)
-        if path not in self.failed:  # the end may have given it up already
+            log.error("%s was not copied: the timeout was reached.", path)
+        if path not in self.failed:  # on_train_end may have added it already
             self.failed.append(path)
 
     # -- on the training thread -------------------------------------------------------------------
 
     def _remove_local(self) -> None:
-        """Remove what has a copy; here, where nobody else removes checkpoints meanwhile."""
+        """Remove copied checkpoints, on the thread that also removes others."""
         if self._keep_local:
             return
         for path in list(self.uploaded):
@@ -147,31 +147,31 @@ class UploadHook(BuiltIn):
 
 
 class _Worker:
-    """A thread that copies one checkpoint after the other; it ends when nothing more will come."""
+    """A thread that copies checkpoints one after another, until `end` is called."""
 
     def __init__(self, copy: Callable[[Path, str, threading.Event], None], under: str) -> None:
         self._copy, self._under = copy, under
-        self._waiting: deque[Path] = deque()
+        self._pending: deque[Path] = deque()
         self._current: Path | None = None
-        self._ends = False
+        self._is_ending = False
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hookline-upload", daemon=True)
         self._thread.start()
 
     def add(self, path: Path, limit: int) -> list[Path]:
-        """Let a checkpoint wait for its turn; return those that are left out for it."""
+        """Queue a checkpoint; return those that are dropped because of the limit."""
         with self._changed:
-            self._waiting.append(path)
-            left_out = [self._waiting.popleft() for _ in range(len(self._waiting) - limit)]
+            self._pending.append(path)
+            dropped = [self._pending.popleft() for _ in range(len(self._pending) - limit)]
             self._changed.notify()
-        return left_out
+        return dropped
 
     def end(self, timeout: float) -> list[Path]:
-        """Wait until all is copied; return what was not, when there is no more time."""
+        """Wait until all are copied; return those that were not when the time is over."""
         with self._changed:
-            self._ends = True
-            waiting = len(self._waiting) + (self._current is not None)
+            self._is_ending = True
+            waiting = len(self._pending) + (self._current is not None)
             self._changed.notify()
         if waiting:
             log.info("Waiting for %d checkpoints to be copied, for %g seconds.", waiting, timeout)
@@ -180,19 +180,19 @@ class _Worker:
             return []
         self._stop.set()
         with self._changed:
-            left = list(self._waiting)
-            self._waiting.clear()
+            left = list(self._pending)
+            self._pending.clear()
             current = self._current
-        self._thread.join(1.0)  # it looks between chunks; a hung network call holds it longer
+        self._thread.join(1.0)  # it checks between chunks; a hanging network call takes longer
         return [current, *left] if self._thread.is_alive() and current is not None else left
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._current = None
-                while not self._waiting and not self._ends:
+                while not self._pending and not self._is_ending:
                     self._changed.wait()
-                if not self._waiting:
+                if not self._pending:
                     return
-                self._current = self._waiting.popleft()
+                self._current = self._pending.popleft()
             self._copy(self._current, self._under, self._stop)

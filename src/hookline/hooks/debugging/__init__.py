@@ -1,1 +1,1 @@
-"""Built-in hooks that find out what goes wrong."""
+"""Built-in hooks that find errors in training."""

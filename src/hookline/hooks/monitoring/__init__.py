@@ -1,1 +1,1 @@
-"""Built-in hooks that see how training goes."""
+"""Built-in hooks that measure and log training."""

@@ -1,4 +1,4 @@
-"""Statistics of what the model returns."""
+"""ActivationStats: logs statistics of the model's outputs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ log = logging.getLogger("hookline")
 
 
 class ActivationStats(BuiltIn, ForwardHook):
-    """Records mean and standard deviation of what the model returns.
+    """Logs the mean and standard deviation of the model's outputs.
 
-    Of a tensor as `activations/mean` and `activations/std`; of a mapping with tensors as
-    `activations/<key>/mean` and so on, also within mappings; of other outputs, over all tensors in
-    them by number. The real and the imaginary parts of complex numbers count alike.
+    A tensor is logged as `activations/mean` and `activations/std`. The tensors of a mapping, also
+    of nested ones, are logged as `activations/<key>/mean` and so on, and those of other outputs by
+    number. Real and imaginary parts of complex numbers are counted as separate values.
 
     Args:
-        log_interval: report in each N-th batch, beginning with the first.
+        log_interval: log every N batches, starting with the first.
     """
 
     hookline_rank = Rank.MONITOR
-    cost = "In batches with a report two reductions of each output; nothing waits for the device."
+    cost = "Two reductions of each output in the batches it logs, without waiting for the device."
 
     def __init__(self, log_interval: PositiveInt = 100) -> None:
         self.log_interval = log_interval
         self._batches = 0
 
     def __call__(self, activations: Any, trainer: Any = None) -> None:
-        """Report, when it is due."""
+        """Log the statistics every N batches."""
         due = self._batches % self.log_interval == 0
         self._batches += 1
         if not due:
@@ -49,19 +49,19 @@ class ActivationStats(BuiltIn, ForwardHook):
                 if trainer is not None:
                     trainer.log(f"{name}/mean", mean)
                     trainer.log(f"{name}/std", std)
-                log.debug("%s: %s", name, _Later(mean, std))
+                log.debug("%s: %s", name, _LazyText(mean, std))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many batches it has seen."""
+        """Return the number of batches so far."""
         return {"batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore the number of batches."""
         self._batches = state["batches"]
 
 
-class _Later:
-    """Mean and deviation as text, read only if somebody shows the message."""
+class _LazyText:
+    """Mean and standard deviation as text, read only if the log record is shown."""
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor) -> None:
         self._mean, self._std = mean, std

@@ -1,4 +1,4 @@
-"""ConsoleLogHook: lines on the console."""
+"""ConsoleLogHook: prints progress to the console."""
 
 from __future__ import annotations
 
@@ -10,42 +10,40 @@ from pydantic import PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.hooks.number_text import metrics_text, number_text
+from hookline.hooks.metric_lookup import metrics_text, number_text
 
 __all__ = ["ConsoleLogHook"]
 
-MOST_LOSSES = 100  # each may hold a number on the device
+MAX_LOSSES = 100  # each may hold a number on the device
 
 
 class ConsoleLogHook(BuiltIn):
-    """Prints where training stands, every few batches, and at the ends of epochs and of training.
+    """Prints progress every few batches, and at the end of epochs, validations and training.
 
     A line has the epoch, the batch and the steps, each counted from 1, the batch's loss, and the
-    average over the batches since the line before (100 at most). It goes through `print`, which a
-    progress bar lets through above itself.
+    average over the batches since the last line (100 at most). Lines are written with `print`, and
+    appear above a progress bar.
 
     Args:
-        log_every_n_batches: print for each N-th batch of a loader, beginning with the first.
+        log_every_n_batches: print every N batches of a loader, starting with the first.
     """
 
-    cost = (
-        "Remembers each loss; reads those since the last line, and waits for them, when it prints."
-    )
+    cost = "Keeps each loss; when it prints, it reads those since the last line and waits for them."
     hookline_rank = Rank.WRITER
     hookline_optional_events = frozenset({"on_epoch_end", "on_validation_end"})
 
     def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
         self._every = log_every_n_batches
-        self._losses: deque[Any] = deque(maxlen=min(self._every, MOST_LOSSES))
+        self._losses: deque[Any] = deque(maxlen=min(self._every, MAX_LOSSES))
 
     def on_train_batch_end(
         self, epoch: int, batch_idx: int, dataloader_name: str, step: int, loss: Any
     ) -> None:
-        """Print, when it is due."""
+        """Print a line every N batches."""
         self._losses.append(loss)
         if batch_idx % self._every:
             return
-        average = sum(float(one) for one in self._losses) / len(self._losses)
+        average = sum(map(float, self._losses)) / len(self._losses)
         self._losses.clear()
         loader = "" if dataloader_name == "train" else f"{dataloader_name} "
         print(
@@ -55,7 +53,7 @@ class ConsoleLogHook(BuiltIn):
         )
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print what validation has found."""
+        """Print the validation metrics."""
         print(f"validation at step {step}: {metrics_text(metrics)}", flush=True)
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:

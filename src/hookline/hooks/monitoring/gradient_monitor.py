@@ -1,4 +1,4 @@
-"""GradientMonitor: how large gradients are, layer by layer."""
+"""GradientMonitor: logs the size of gradients, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.hooks.monitoring.gradient_report import Report, Turn, histogram, read, total
-from hookline.hooks.monitoring.gradient_statistics import histograms, percentiles, statistics
+from hookline.hooks.monitoring.gradient_report import (
+    OptimizerGradients,
+    Report,
+    combine_layers,
+    histogram,
+    read_report,
+)
 from hookline.tensors.parameter_names import named_parameters
 
 __all__ = ["GradientMonitor"]
@@ -21,44 +26,45 @@ __all__ = ["GradientMonitor"]
 log = logging.getLogger("hookline")
 
 Percentile = Annotated[float, Field(ge=0, le=100)]
-_NAMED = 8  # so many layers are named in a warning
+_MAX_NAMED = 8  # layers named in one warning
 
 
 class GradientMonitor(BuiltIn):
-    """Reports how large gradients are, for each parameter and in total.
+    """Logs the size of gradients, for each parameter and in total.
 
-    Gradients are read when they are complete: accumulated, unscaled, not yet clipped. Values are
-    logged as `gradients/<parameter>/norm` and `gradients/total/norm`; a full report adds `mean`,
-    `std`, `abs_max`, `zeros` (the share of elements that are zero), `nonfinite` (how many elements
-    are NaN or infinite; the other statistics leave these out), `histogram` and `p<percentile>`.
-    The total is that of all parameters that are monitored. Parameters that are frozen, or have no
-    gradient, are left out.
+    Gradients are measured when they are complete: accumulated, unscaled, not yet clipped. The norms
+    are logged as `gradients/<parameter>/norm` and `gradients/total/norm`. A full report adds
+    `mean`, `std`, `abs_max`, `zeros` (the fraction of elements that are zero), `nonfinite` (the
+    number of elements that are NaN or infinite; the other statistics exclude them), `histogram`
+    and `p<percentile>`. The total covers all monitored parameters. Parameters that are frozen or
+    have no gradient are not reported.
 
-    Percentiles are estimates: they are interpolated between two values of the gradient, each known
+    Percentiles are estimates: they are interpolated between two values of the gradient, each exact
     to 1 %, or to one ten-millionth of the largest magnitude where that is more.
 
-    Layers whose gradients vanish or explode are named in a warning, once until they recover.
+    A warning names the layers whose gradients vanish or explode. It is repeated for a layer only
+    after its gradient has recovered.
 
     Args:
-        log_frequency: report in each N-th optimizer step.
-        log_norm: report norms.
-        log_histogram: report histograms, between minus and plus the largest magnitude.
-        percentiles: which percentiles to report, from 0 to 100.
-        param_filter: monitor only parameters that one of these matches. Each is a part of a name;
-            if no name has that part, a glob (`*.weight`); if it matches none either, a regular
-            expression.
-        log_statistics: report mean, deviation, largest magnitude, zeros and non-finite elements;
-            None: when histograms or percentiles are reported.
-        bins: how many bins a histogram has.
-        update_ratio: report `update_ratio`, the norm of what the optimizer's step changed over
-            the norm that the weights had before; weights that are all zero are left out.
-        vanishing: warn of layers whose norm is below this; None for no warning.
-        exploding: warn of layers whose norm is above this, or not finite; None for no warning.
+        log_frequency: report every N optimizer steps.
+        log_norm: log norms.
+        log_histogram: log histograms, from minus to plus the largest magnitude.
+        percentiles: the percentiles to log, from 0 to 100.
+        param_filter: monitor only parameters that match one of these. Each is a substring of a
+            name; if no name contains it, a glob (`*.weight`); if that matches none either, a
+            regular expression.
+        log_statistics: log mean, standard deviation, largest magnitude, zeros and nonfinite
+            elements; None: if histograms or percentiles are logged.
+        bins: the number of bins of a histogram.
+        update_ratio: log `update_ratio`, the norm of the change made by the optimizer's step
+            divided by the norm of the weights before it; omitted for weights that are all zero.
+        vanishing: warn about layers whose norm is below this; None: no warning.
+        exploding: warn about layers whose norm is above this or not finite; None: no warning.
     """
 
     cost = (
-        "Nothing in steps without a report. In a report, one pass over the gradients (a full one "
-        "about twenty) and one wait for the device; `update_ratio` keeps a copy of the monitored "
+        "Nothing in steps without a report. A report takes one pass over the gradients (a full one "
+        "about twenty) and waits for the device once; `update_ratio` keeps a copy of the monitored "
         "weights during the step."
     )
     hookline_rank = Rank.MONITOR
@@ -94,123 +100,124 @@ class GradientMonitor(BuiltIn):
         if not (self._needs_norms or self._needs_statistics or update_ratio):
             raise ConfigError(
                 "GradientMonitor has nothing to report: log_norm, log_histogram, log_statistics, "
-                "update_ratio, percentiles and both warnings are off. Switch one of them on, or "
-                "leave the hook out."
+                "update_ratio, percentiles and both warnings are off. Turn one of them on, or "
+                "remove the hook."
             )
         self._names: dict[int, str] | None = None
-        self._turns: dict[int, Turn] = {}
-        self._vanished: set[str] = set()
-        self._exploded: set[str] = set()
+        self._measured: dict[int, OptimizerGradients] = {}
+        self._vanishing_layers: set[str] = set()
+        self._exploding_layers: set[str] = set()
 
     def on_train_start(self, model: torch.nn.Module) -> None:
         """Find the parameters to monitor."""
-        self._names = None  # also when what comes next fails
-        self._turns.clear()
+        self._names = None  # also if the next call fails
+        self._measured.clear()
         self._names = named_parameters(model, self.param_filter)
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
     ) -> None:
-        """Measure the gradients of one optimizer; nothing is read yet."""
+        """Measure the gradients of one optimizer, without waiting for the device."""
         if (step + 1) % self.log_frequency:
             return
-        if self._names is None:  # added while training
+        if self._names is None:  # the hook was added during training
             self._names = named_parameters(model, self.param_filter)
-        turn = Turn(optimizers[optimizer_idx], self._names)
-        if turn.names:
-            self._turns[optimizer_idx] = turn
-            self._measure(turn)
+        gradients = OptimizerGradients(optimizers[optimizer_idx], self._names)
+        if gradients.names:
+            self._measured[optimizer_idx] = gradients
+            self._measure(gradients)
 
     def on_before_optimizer_step(self, optimizer_idx: int) -> None:
-        """Keep the weights, where their change is asked for."""
-        if self._turns and self.update_ratio and optimizer_idx in self._turns:
-            self._turns[optimizer_idx].keep_weights()
+        """Copy the weights, if their change is to be reported."""
+        if self._measured and self.update_ratio and optimizer_idx in self._measured:
+            self._measured[optimizer_idx].keep_weights()
 
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
-        """Measure how the weights have changed."""
-        if self._turns and optimizer_idx in self._turns:
-            self._turns[optimizer_idx].measure_update()
+        """Measure the change of the weights."""
+        if self._measured and optimizer_idx in self._measured:
+            self._measured[optimizer_idx].measure_update()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Read what was measured, all at once, and report it."""
-        if not self._turns:
+        """Read all measurements at once, and log them."""
+        if not self._measured:
             return
-        turns = list(self._turns.values())
-        self._turns.clear()
-        report = read(turns)
+        report = read_report(list(self._measured.values()))
+        self._measured.clear()
         for layer, measure, value in self._numbers(report):
             trainer.log(f"gradients/{layer}/{measure}", value)
         for layer, counts in report.get("counts", {}).items():
-            shape = histogram(counts, report["largest"][layer])
-            trainer.log(f"gradients/{layer}/histogram", shape, "histogram")
+            bins = histogram(counts, report["largest"][layer])
+            trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
         if self._needs_norms:
             self._warn(step, report["norm"])
 
-    def _measure(self, turn: Turn) -> None:
-        parts, columns = turn.parts, turn.columns
+    def _measure(self, gradients: OptimizerGradients) -> None:
+        statistics, columns = gradients.statistics, gradients.columns
         if self._needs_norms:
-            columns["norm"] = parts.norms()
+            columns["norm"] = statistics.norms()
         if self._needs_statistics:
-            turn.sizes = parts.sizes()
-            found = statistics(parts)
-            columns.update(vars(found))
+            gradients.sizes = statistics.sizes()
+            moments = statistics.moments()
+            columns.update(vars(moments))
             if self.log_histogram:
-                columns["counts"] = histograms(parts, found.largest, self.bins)
+                columns["counts"] = statistics.histograms(moments.largest, self.bins)
             if self.percentiles:
-                columns["percentiles"] = percentiles(
-                    parts, found.finite, found.largest, self.percentiles
+                columns["percentiles"] = statistics.percentiles(
+                    moments.finite, moments.largest, self.percentiles
                 )
 
     def _numbers(self, report: Report) -> Iterator[tuple[str, str, float]]:
-        """What to log: layer, measure, value."""
-        whole = total(report)
+        """Yield what to log: layer, measure, value."""
+        total = combine_layers(report)
         if self.log_norm:
             for layer, norm in report["norm"].items():
                 yield layer, "norm", norm
-            yield "total", "norm", whole["norm"]
+            yield "total", "norm", total["norm"]
         if self.log_statistics:
             for layer in report["size"]:
-                own = {measure: report[measure][layer] for measure in _STATISTICS}
-                yield from _statistics_of(layer, own)
-            yield from _statistics_of("total", whole)
+                values = {measure: report[measure][layer] for measure in _STATISTICS}
+                yield from _statistics_of(layer, values)
+            yield from _statistics_of("total", total)
         for layer, values in report.get("percentiles", {}).items():
             for percentile, value in zip(self.percentiles, values, strict=True):
                 yield layer, f"p{percentile:g}", value
         if "change" in report:
-            for layer, weight in (*report["weight"].items(), ("total", whole["weight"])):
-                change = whole["change"] if layer == "total" else report["change"][layer]
+            for layer, weight in (*report["weight"].items(), ("total", total["weight"])):
+                change = total["change"] if layer == "total" else report["change"][layer]
                 if weight:
                     yield layer, "update_ratio", change / weight
 
     def _warn(self, step: int, norms: dict[str, float]) -> None:
         if self.vanishing is not None:
             small = {name: norm for name, norm in norms.items() if norm < self.vanishing}
-            _warn_of_new(small, self._vanished, norms, f"vanish, below {self.vanishing:g}", step)
+            what = f"vanish, below {self.vanishing:g}"
+            _warn_of_new(small, self._vanishing_layers, norms, what, step)
         if self.exploding is not None:
             large = {name: norm for name, norm in norms.items() if not norm <= self.exploding}
-            _warn_of_new(large, self._exploded, norms, f"explode, above {self.exploding:g}", step)
+            what = f"explode, above {self.exploding:g}"
+            _warn_of_new(large, self._exploding_layers, norms, what, step)
 
 
 _STATISTICS = ("size", "finite", "mean", "std", "largest", "zeros")
 
 
-def _statistics_of(layer: str, own: dict[str, float]) -> Iterator[tuple[str, str, float]]:
-    yield layer, "nonfinite", own["size"] - own["finite"]
-    if own["finite"]:
-        yield layer, "mean", own["mean"]
-        yield layer, "std", own["std"]
-        yield layer, "abs_max", own["largest"]
-        yield layer, "zeros", own["zeros"] / own["size"]
+def _statistics_of(layer: str, values: dict[str, float]) -> Iterator[tuple[str, str, float]]:
+    yield layer, "nonfinite", values["size"] - values["finite"]
+    if values["finite"]:
+        yield layer, "mean", values["mean"]
+        yield layer, "std", values["std"]
+        yield layer, "abs_max", values["largest"]
+        yield layer, "zeros", values["zeros"] / values["size"]
 
 
 def _warn_of_new(
-    found: dict[str, float], known: set[str], seen: Iterable[str], what: str, step: int
+    found: dict[str, float], warned: set[str], measured: Iterable[str], what: str, step: int
 ) -> None:
-    """Warn of layers that are found and not known; those that were seen well are forgotten."""
-    new = [name for name in found if name not in known]
-    known.difference_update(name for name in seen if name not in found)
-    known.update(new)
+    """Warn about found layers that were not warned about yet; forget those that recovered."""
+    new = [name for name in found if name not in warned]
+    warned.difference_update(name for name in measured if name not in found)
+    warned.update(new)
     if new:
-        shown = ", ".join(f"'{name}' ({found[name]:.3g})" for name in new[:_NAMED])
-        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        shown = ", ".join(f"'{name}' ({found[name]:.3g})" for name in new[:_MAX_NAMED])
+        more = f" and {len(new) - _MAX_NAMED} more" if len(new) > _MAX_NAMED else ""
         log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)

@@ -1,4 +1,4 @@
-"""JSONLogHook: a log of JSON lines, for programs to read."""
+"""JSONLogHook: writes a log of JSON lines."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ __all__ = ["JSONLogHook"]
 
 
 class JSONLogHook(BuiltIn):
-    """Writes training down as JSON lines: batches, epochs, validations, checkpoints and the end.
+    """Writes a JSON line for batches, epochs, validations, checkpoints and the end of training.
 
-    Each line has `timestamp` (UTC), `event` (the name without `on_`), `epoch` and `step`; batches
-    have `batch`, `loader` and `loss`, the ends of epochs and validations `metrics`. Epochs and
-    batches count from 0, as hooks get them. A line is there as a whole or not at all, also after a
-    kill. A value that JSON does not have is written as its `repr`, NaN as the string "NaN".
+    Each line has `timestamp` (UTC), `event` (the name without `on_`), `epoch` and `step`. Lines of
+    batches also have `batch`, `loader` and `loss`; those of epochs and validations have `metrics`.
+    Epochs and batches are counted from 0, as in hooks. Lines are written atomically: a killed
+    process leaves no partial line. Values that JSON does not support are written as their `repr`,
+    NaN as the string "NaN".
 
     Args:
-        log_every_n_batches: write each N-th batch of a loader, beginning with the first.
-        path: where to write; None: `log.jsonl` in the run's folder, or in the current folder when
-            there is no run. What is there stays, and lines are appended.
+        log_every_n_batches: write every N batches of a loader, starting with the first.
+        path: the file; None: `log.jsonl` in the run's folder, or in the current folder if there is
+            no run. Lines are appended to an existing file.
     """
 
-    cost = "Reads the loss, and waits for it, in the batches it writes; a line is one system call."
+    cost = "Reads and waits for the loss of the batches that it writes; one system call per line."
     hookline_rank = Rank.WRITER
     hookline_optional_events = frozenset(
         {"on_epoch_end", "on_validation_end", "on_checkpoint_save"}
@@ -41,12 +42,12 @@ class JSONLogHook(BuiltIn):
         self, log_every_n_batches: PositiveInt = 100, path: str | Path | None = None
     ) -> None:
         self._every = log_every_n_batches
-        self._given = None if path is None else Path(path)
+        self._requested_path = None if path is None else Path(path)
         self._file: JsonlFile | None = None
         self._failed = False
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
-        """Open the file, so that one that cannot be written is known at once."""
+        """Open the file, so that an error is raised before training."""
         self._write(trainer, "train_start", epoch=epoch, step=step)
 
     def on_train_batch_end(
@@ -58,15 +59,15 @@ class JSONLogHook(BuiltIn):
         step: int,
         loss: Any,
     ) -> None:
-        """Write the batch, when it is due."""
+        """Write a line every N batches."""
         if not batch_idx % self._every:
-            where = {"epoch": epoch, "batch": batch_idx, "loader": dataloader_name, "step": step}
-            self._write(trainer, "train_batch_end", **where, loss=loss)
+            position = {"epoch": epoch, "batch": batch_idx, "loader": dataloader_name, "step": step}
+            self._write(trainer, "train_batch_end", **position, loss=loss)
 
     def on_validation_end(
         self, trainer: Any, step: int, metrics: Mapping[str, Any], epoch: int | None = None
     ) -> None:
-        """Write what validation has found."""
+        """Write the validation metrics."""
         self._write(trainer, "validation_end", epoch=epoch, step=step, metrics=metrics)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
@@ -76,18 +77,18 @@ class JSONLogHook(BuiltIn):
     def on_checkpoint_save(
         self, trainer: Any, step: int, checkpoint_path: Any, epoch: int | None = None
     ) -> None:
-        """Write where the checkpoint is."""
+        """Write the path of the checkpoint."""
         self._write(trainer, "checkpoint_save", epoch=epoch, step=step, path=checkpoint_path)
 
     def on_exception(
         self, trainer: Any, step: int, exception: BaseException, epoch: int | None = None
     ) -> None:
-        """Write what went wrong."""
+        """Write the exception."""
         error = f"{type(exception).__name__}: {exception}"
         self._write(trainer, "exception", epoch=epoch, step=step, error=error)
 
     def on_train_end(self, trainer: Any, step: int, status: str, epoch: int | None = None) -> None:
-        """Write how training ended, and close the file."""
+        """Write the status, and close the file."""
         self._write(trainer, "train_end", epoch=epoch, step=step, status=status)
         if self._file is not None:
             self._file.close()
@@ -95,8 +96,8 @@ class JSONLogHook(BuiltIn):
 
     def _write(self, trainer: Any, event: str, **fields: Any) -> None:
         if self._failed:
-            return  # as the log says
-        if self._file is None:  # the first event, also for a hook that came in later
+            return  # the failure to open was logged
+        if self._file is None:  # the first event, possibly of a hook that was added later
             self._failed = True
             self._file = self._open(getattr(trainer, "run", None))
             self._failed = False
@@ -105,7 +106,7 @@ class JSONLogHook(BuiltIn):
         self._file.append([line(record)])
 
     def _open(self, run: Any) -> JsonlFile:
-        path = self._given
+        path = self._requested_path
         if path is None:
             path = Path("log.jsonl") if run is None else run.path / "log.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""LoggingHook: how training goes, through Python's `logging`."""
+"""LoggingHook: logs progress with Python's `logging`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Literal
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.hooks.number_text import duration_text, metrics_text
+from hookline.hooks.metric_lookup import metrics_text
 
 __all__ = ["LoggingHook"]
 
@@ -20,16 +21,16 @@ Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 class LoggingHook(BuiltIn):
-    """Logs start, epochs, validations, checkpoints, exceptions and end of training.
+    """Logs the start, epochs, validations, checkpoints, exceptions and end of training.
 
-    Everything goes to the logger `hookline.training`. A program that has set up no logging at all
-    sees the lines on stderr while it trains.
+    Records go to the logger `hookline.training`. If the program has not configured logging, they
+    are shown on stderr during training.
 
     Args:
-        level: the level of the lines; an exception is always an error.
+        level: the level of the records; exceptions are always logged as errors.
     """
 
-    cost = "Nothing per batch; the metrics are read at the end of epochs and validations."
+    cost = "Nothing per batch; metrics are read at the end of epochs and validations."
     hookline_rank = Rank.WRITER
     hookline_optional_events = frozenset(
         {"on_epoch_end", "on_validation_end", "on_checkpoint_save", "on_checkpoint_load"}
@@ -37,72 +38,74 @@ class LoggingHook(BuiltIn):
 
     def __init__(self, level: Level = "INFO") -> None:
         self._level = logging.getLevelNamesMapping()[level]
-        self._began: float | None = None
+        self._started_at: float | None = None
         self._own_handler: tuple[logging.Handler, int] | None = None
 
     def on_train_start(self, model: Any, step: int, run: Any = None) -> None:
-        """Say what is trained."""
-        self._began = time.monotonic()
-        self._make_visible()
+        """Log what is trained."""
+        self._started_at = time.monotonic()
+        self._add_handler()
         size = sum(parameter.numel() for parameter in model.parameters())
-        where = "" if run is None else f", in {run.path}"
+        folder = "" if run is None else f", in {run.path}"
         resumed = f" after step {step}" if step else ""
-        self._say(
+        self._log(
             "Training starts%s: %s with %s parameters%s",
             resumed,
             type(model).__name__,
             f"{size:,}",
-            where,
+            folder,
         )
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        """Say what the epoch's metrics are."""
-        if self._is_heard():
-            self._say("Epoch %d ends at step %d: %s", epoch, step, metrics_text(metrics))
+        """Log the epoch's metrics."""
+        if self._is_enabled():
+            self._log("Epoch %d ends at step %d: %s", epoch, step, metrics_text(metrics))
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Say what validation has found."""
-        if self._is_heard():
-            self._say("Validation at step %d: %s", step, metrics_text(metrics))
+        """Log the validation metrics."""
+        if self._is_enabled():
+            self._log("Validation at step %d: %s", step, metrics_text(metrics))
 
     def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
-        """Say where the checkpoint is."""
-        self._say("Checkpoint of step %d: %s", step, checkpoint_path)
+        """Log the path of the checkpoint."""
+        self._log("Checkpoint of step %d: %s", step, checkpoint_path)
 
     def on_checkpoint_load(self, checkpoint_path: Any, step: int) -> None:
-        """Say what training goes on from."""
-        self._say("Restored step %d from %s", step, checkpoint_path)
+        """Log the checkpoint from which training continues."""
+        self._log("Restored step %d from %s", step, checkpoint_path)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        """Say what went wrong; the traceback comes with the exception itself."""
+        """Log the exception; its traceback is shown when it is raised again."""
         log.error("Training fails at step %d: %s: %s", step, type(exception).__name__, exception)
 
     def on_train_end(self, status: str, step: int) -> None:
-        """Say how it ended."""
-        took = "" if self._began is None else f" in {duration_text(time.monotonic() - self._began)}"
-        self._say("Training ends: %s at step %d%s", status, step, took)
-        self._began = None
-        self._leave_logging_as_it_was()
+        """Log the status and the duration."""
+        took = ""
+        if self._started_at is not None:
+            took = f" in {timedelta(seconds=int(time.monotonic() - self._started_at))}"
+        self._log("Training ends: %s at step %d%s", status, step, took)
+        self._started_at = None
+        self._remove_handler()
 
-    def _say(self, text: str, *args: Any) -> None:
+    def _log(self, text: str, *args: Any) -> None:
         log.log(self._level, text, *args)
 
-    def _is_heard(self) -> bool:
-        """Whether anybody gets the lines: reading metrics for nobody would wait for nothing."""
+    def _is_enabled(self) -> bool:
+        """Return whether records are shown at all; otherwise reading metrics would be a waste."""
         return log.isEnabledFor(self._level)
 
-    def _make_visible(self) -> None:
-        """Show lines on stderr in a program without logging, until the end of this training."""
+    def _add_handler(self) -> None:
+        """Show records on stderr until training ends, if logging is not configured."""
         if log.hasHandlers() or self._own_handler is not None:
             return
-        handler = logging.StreamHandler(sys.stderr)  # a progress bar stands for it by now
+        handler = logging.StreamHandler(sys.stderr)  # possibly redirected by a progress bar
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._own_handler = handler, log.level
         log.addHandler(handler)
         if not log.isEnabledFor(self._level):
             log.setLevel(self._level)
 
-    def _leave_logging_as_it_was(self) -> None:
+    def _remove_handler(self) -> None:
         if self._own_handler is not None:
             handler, level = self._own_handler
             log.removeHandler(handler)

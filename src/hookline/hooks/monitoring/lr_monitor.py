@@ -1,4 +1,4 @@
-"""LRMonitor: the rates that optimizers use."""
+"""LRMonitor: logs learning rates, momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ __all__ = ["LRMonitor"]
 
 
 class LRMonitor(BuiltIn):
-    """Logs the learning rate that each step used, for every parameter group of every optimizer.
+    """Logs the learning rate of each step, for every parameter group of every optimizer.
 
-    The names are `lr/SGD`, `momentum/SGD` and `weight_decay/SGD` after the optimizer's class;
-    another optimizer of that class is `SGD_2`. Where an optimizer has several parameter groups,
-    its names end with `/group_0`, `/group_1`, …
+    The metrics are named after the optimizer's class: `lr/SGD`, `momentum/SGD` and
+    `weight_decay/SGD`; a second optimizer of the class is `SGD_2`. For an optimizer with several
+    parameter groups the names end with `/group_0`, `/group_1`, …
 
     Args:
-        log_momentum: log momentum too; for Adam and its like, the first of the betas.
-        log_weight_decay: log weight decay too.
-        frequency: log in every step, or what the last step used at the end of each epoch. A step
-            that was skipped has used no rate.
+        log_momentum: also log momentum; for optimizers like Adam, the first of the betas.
+        log_weight_decay: also log weight decay.
+        frequency: log in every step, or log the values of the last step at the end of each epoch.
+            Nothing is logged for a skipped step.
     """
 
-    cost = "Reads numbers from the optimizers in every step; a rate on a device is copied, unread."
+    cost = (
+        "Reads the optimizers' settings in every step; an lr on a device is copied without waiting."
+    )
     hookline_rank = Rank.MONITOR
 
     def __init__(
@@ -41,29 +43,29 @@ class LRMonitor(BuiltIn):
         self.log_weight_decay = log_weight_decay
         self.frequency = frequency
         self._used: dict[str, Any] = {}
-        # The other event is switched off: a bare loop need not tell epochs when nobody listens.
+        # The other event is turned off, so that a bare loop need not provide epochs.
         self.__dict__["on_epoch_end" if frequency == "step" else "on_step_end"] = None
 
     def on_train_start(self) -> None:
-        """Forget an earlier training."""
+        """Reset what an earlier training run has left."""
         self._used = {}
 
     def on_after_optimizer_step(self, optimizers: Sequence[Any], optimizer_idx: int) -> None:
-        """Note what the optimizer has used: its scheduler has not stepped yet."""
+        """Keep the optimizer's settings, before its scheduler changes them."""
         groups = optimizers[optimizer_idx].param_groups
         name = _name(optimizers, optimizer_idx)
         for i, group in enumerate(groups):
-            end = f"{name}/group_{i}" if len(groups) > 1 else name
+            suffix = f"{name}/group_{i}" if len(groups) > 1 else name
             for kind, value in self._values(group):
-                self._used[f"{kind}/{end}"] = _kept(value)
+                self._used[f"{kind}/{suffix}"] = _copy(value)
 
     def on_step_end(self, trainer: Any) -> None:
-        """Log what this step used."""
+        """Log the settings of this step."""
         self._log(trainer)
         self._used = {}
 
     def on_epoch_end(self, trainer: Any) -> None:
-        """Log what the last step used."""
+        """Log the settings of the last step."""
         self._log(trainer)
 
     def _values(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -83,12 +85,12 @@ class LRMonitor(BuiltIn):
 
 
 def _name(optimizers: Sequence[Any], idx: int) -> str:
-    """The optimizer's class, with a number from the second of that class on."""
+    """Return the optimizer's class name, numbered from the second of that class on."""
     kinds = [type(optimizer).__name__ for optimizer in optimizers[: idx + 1]]
     number = Counter(kinds)[kinds[-1]]
     return kinds[-1] if number == 1 else f"{kinds[-1]}_{number}"
 
 
-def _kept(value: Any) -> Any:
-    """A rate that is a tensor is changed in place by schedulers; a copy of it is not."""
+def _copy(value: Any) -> Any:
+    """Copy a tensor, because schedulers change it in place."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""TorchProfiler: PyTorch's own profiler, on a schedule."""
+"""TorchProfiler: runs PyTorch's profiler on a schedule."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ log = logging.getLogger("hookline")
 class TorchProfiler(BuiltIn):
     """Records steps with `torch.profiler` and writes traces for chrome://tracing and Perfetto.
 
-    Each cycle of `wait`, `warmup` and `active` steps leaves one file,
-    `trace_step_<the last step>.json`. Training that ends within the active steps leaves a file
-    with those that were recorded.
+    Each cycle of `wait`, `warmup` and `active` steps writes one file,
+    `trace_step_<the last step>.json`. If training ends within the active steps, the file contains
+    the steps recorded so far.
 
     Args:
-        wait: steps in which nothing is recorded.
-        warmup: steps that are recorded and thrown away, as the first ones are slower.
-        active: steps that are recorded.
-        repeat: how many cycles; 0: until training ends.
-        folder: where traces go; None: `profile` in the run's folder.
+        wait: the number of steps that are not recorded.
+        warmup: the number of steps that are recorded and discarded, because they are slower.
+        active: the number of steps that are recorded.
+        repeat: the number of cycles; 0: until training ends.
+        folder: the folder for traces; None: `profile` in the run's folder.
         record_shapes: record the shapes of inputs.
-        profile_memory: record what is allocated and freed.
-        with_stack: record the lines of code.
+        profile_memory: record allocations.
+        with_stack: record source lines.
     """
 
     cost = (
@@ -62,21 +62,21 @@ class TorchProfiler(BuiltIn):
         self.profile_memory = profile_memory
         self.with_stack = with_stack
         self._profiler: Any = None
-        self._into = Path()
+        self._trace_folder = Path()
         self._step = 0
         self._steps_left = 0
-        self._cycles_begun = 0
+        self._cycles_started = 0
 
     def on_train_start(self, trainer: Any, step: int) -> None:
-        """Begin the first cycle."""
-        self._stop()  # of an earlier training that never ended
-        self._into = self._where(trainer)
+        """Start the first cycle."""
+        self._stop()  # if an earlier training run never ended
+        self._trace_folder = self._make_folder(trainer)
         self._step = step
-        self._cycles_begun = 0
-        self._begin_cycle()
+        self._cycles_started = 0
+        self._start_cycle()
 
     def on_step_end(self, step: int) -> None:
-        """Tell the profiler that a step is over."""
+        """Advance the profiler by a step."""
         if self._profiler is None:
             return
         self._step = step
@@ -85,12 +85,12 @@ class TorchProfiler(BuiltIn):
             self._profiler.step()
             return
         self._stop()  # writes the trace
-        if not self.repeat or self._cycles_begun < self.repeat:
-            self._begin_cycle()
+        if not self.repeat or self._cycles_started < self.repeat:
+            self._start_cycle()
 
-    def _begin_cycle(self) -> None:
-        # A profiler for each: one that goes on for several cycles warns of it, and where warnings
-        # are errors, it is left in a state in which PyTorch crashes.
+    def _start_cycle(self) -> None:
+        # One profiler per cycle: a profiler that runs for several cycles issues a warning, and if
+        # warnings are errors, it is left in a state in which PyTorch crashes.
         profiler = torch.profiler.profile(
             schedule=torch.profiler.schedule(
                 wait=self.wait, warmup=self.warmup, active=self.active, repeat=1
@@ -103,10 +103,10 @@ class TorchProfiler(BuiltIn):
         profiler.start()
         self._profiler = profiler
         self._steps_left = self.wait + self.warmup + self.active
-        self._cycles_begun += 1
+        self._cycles_started += 1
 
     def on_train_end(self) -> None:
-        """Stop, and write what was recorded so far."""
+        """Stop, and write what was recorded."""
         self._stop()
 
     def _stop(self) -> None:
@@ -114,22 +114,22 @@ class TorchProfiler(BuiltIn):
         if profiler is not None:
             profiler.stop()
 
-    def _where(self, trainer: Any) -> Path:
+    def _make_folder(self, trainer: Any) -> Path:
         if self.folder is not None:
             folder = Path(self.folder)
         else:
             run = getattr(trainer, "run", None)
             if run is None:
                 raise ConfigError(
-                    "TorchProfiler has nowhere to write: this training has no run folder. Name a "
-                    "folder, TorchProfiler(folder='…'), or let the trainer record runs."
+                    "TorchProfiler has no folder to write to, because this training run has no run "
+                    "folder. Pass TorchProfiler(folder='…'), or set `runs` in the configuration."
                 )
             folder = Path(run.path) / "profile"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"TorchProfiler cannot write into {folder}: {error}. Name another folder."
+                f"TorchProfiler cannot write to {folder}: {error}. Choose another folder."
             ) from error
         return folder
 
@@ -137,13 +137,13 @@ class TorchProfiler(BuiltIn):
         stem = f"trace_step_{self._step:06d}"
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             stem += f"_rank_{torch.distributed.get_rank()}"
-        path = self._into / f"{stem}.json"
+        path = self._trace_folder / f"{stem}.json"
         number = 1
-        while path.exists():  # a resumed run has been at this step before
+        while path.exists():  # a resumed run may reach the same step again
             number += 1
-            path = self._into / f"{stem}_{number}.json"
+            path = self._trace_folder / f"{stem}_{number}.json"
         profiler.export_chrome_trace(str(path))
         if path.exists():
-            log.info("TorchProfiler has written %s", path)
-        else:  # PyTorch says why on stderr, and returns as if all was well
-            log.warning("TorchProfiler could not write %s. Is its folder still there?", path)
+            log.info("TorchProfiler wrote %s", path)
+        else:  # PyTorch prints the reason to stderr and does not raise
+            log.warning("TorchProfiler could not write %s. Does its folder still exist?", path)

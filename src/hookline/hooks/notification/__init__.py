@@ -1,1 +1,1 @@
-"""Built-in hooks that tell others."""
+"""Built-in hooks that notify people and services."""

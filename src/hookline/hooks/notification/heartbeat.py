@@ -1,4 +1,4 @@
-"""Heartbeat: a sign of life for those who watch over many runs."""
+"""Heartbeat: shows monitoring tools that training is alive."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ WAIT_AT_END = 2.0
 
 
 class Heartbeat(BuiltIn):
-    """Touches a file or an address every few seconds, as long as batches are being done.
+    """Writes a file or requests a URL every few seconds, as long as batches are processed.
 
-    It is the training itself that touches it, at the end of a batch: when a run hangs, or has died,
-    it stops. So whoever finds `time` older than a few times `every_seconds` and a batch should
-    look. The file is JSON, replaced as a whole: `time` (seconds since 1970), `step`, `epoch`,
-    `status`, `pid` and `host`; when training ends, `status` says how. An address is fetched by GET,
-    in the background, and not any more when training has ended.
+    The heartbeat comes from the training loop itself, at the end of a batch, so it stops if a run
+    hangs or dies. A run needs attention if `time` is older than a few times `every_seconds` plus
+    the duration of a batch. The file is JSON and replaced atomically: `time` (seconds since 1970),
+    `step`, `epoch`, `status`, `pid` and `host`. When training ends, `status` shows how. A URL is
+    requested with GET, in the background, and only until training ends.
 
     Args:
         path: the file; None: `heartbeat.json` in the run's folder, unless there is a `url`.
-        url: the address; it is not shown anywhere, as it may hold a secret.
-        every_seconds: how long to wait before touching it again.
+        url: the URL; it is not shown anywhere, because it may contain a secret.
+        every_seconds: the time between heartbeats.
     """
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
@@ -54,7 +54,7 @@ class Heartbeat(BuiltIn):
     ) -> None:
         if url is not None:
             self.hookline_options = {**self.hookline_options, "url": MASK}
-        self._given = None if path is None else Path(path)
+        self._requested_path = None if path is None else Path(path)
         self._url = None if url is None else checked_url(url, "Heartbeat: url")
         self._every = every_seconds
         self._due = 0.0
@@ -63,55 +63,55 @@ class Heartbeat(BuiltIn):
         self._failed = False
 
     def on_train_start(self, trainer: Any) -> None:
-        """Give the first sign."""
+        """Send the first heartbeat."""
         self._path, self._failed = None, False
-        self._touch(trainer)
+        self._beat(trainer)
 
     def on_train_batch_end(self, trainer: Any) -> None:
-        """Give a sign, when it is due."""
+        """Send a heartbeat if it is due."""
         if time.monotonic() >= self._due:
-            self._touch(trainer)
+            self._beat(trainer)
 
     def on_validation_batch_end(self, trainer: Any) -> None:
-        """Give a sign, when it is due: a long validation is no hung run."""
+        """Send a heartbeat if it is due: a run in a long validation does not hang."""
         if time.monotonic() >= self._due:
-            self._touch(trainer)
+            self._beat(trainer)
 
     def on_train_end(self, trainer: Any) -> None:
-        """Write how training ended."""
+        """Write the final status."""
         self._write(trainer)
         if self._sender is not None:
             self._sender.close(WAIT_AT_END)
             self._sender = None
 
-    def _in_run(self, trainer: Any) -> Path | None:
+    def _path_in_run(self, trainer: Any) -> Path | None:
         if self._url is not None:
             return None
         run = getattr(trainer, "run", None)
         if run is None:
             raise ConfigError(
-                "Heartbeat has nowhere to write: this training has no run folder. Give path=… or "
-                "url=…"
+                "Heartbeat has no file to write, because this training run has no run folder. Pass "
+                "path=… or url=…"
             )
         return Path(run.path) / "heartbeat.json"
 
-    def _touch(self, trainer: Any) -> None:
-        self._due = math.inf  # if there is no place to write, once is enough to say so
-        if self._path is None:  # the first sign, also of a hook that came in later
-            self._path = self._given or self._in_run(trainer)
+    def _beat(self, trainer: Any) -> None:
+        self._due = math.inf  # if there is no file to write, raise only once
+        if self._path is None:  # the first heartbeat, possibly of a hook that was added later
+            self._path = self._requested_path or self._path_in_run(trainer)
         self._due = time.monotonic() + self._every
         self._write(trainer)
         if self._url is not None:
             if self._sender is None:
-                # Only the latest sign matters, and the next one comes soon enough.
-                self._sender = Sender("heartbeat", timeout=TIMEOUT, retries=0, most=1)
+                # Only the latest heartbeat matters, and the next one follows soon.
+                self._sender = Sender("heartbeat", timeout=TIMEOUT, retries=0, max_pending=1)
             self._sender.send(self._url)
 
     def _write(self, trainer: Any) -> None:
         if self._path is None:
             return
-        epoch = getattr(trainer, "epoch", None)  # a bare loop's session cannot tell
-        sign = {
+        epoch = getattr(trainer, "epoch", None)  # a bare loop may not provide it
+        heartbeat = {
             "time": time.time(),
             "step": trainer.step,
             "epoch": epoch if isinstance(epoch, int) else None,
@@ -119,15 +119,15 @@ class Heartbeat(BuiltIn):
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        # Not synced: after a power cut an old sign is as good as none, and syncing may take long.
+        # Not synced: after a power failure an old heartbeat is of no use, and syncing may be slow.
         temporary = self._path.with_name(f"{TEMPORARY}{self._path.name}-{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(sign) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(heartbeat) + "\n", encoding="utf-8")
             temporary.replace(self._path)
         except OSError as error:
             if not self._failed:
-                log.warning("Cannot write %s: %s. Training goes on.", self._path, error)
+                log.warning("Cannot write %s: %s. Training continues.", self._path, error)
             self._failed = True
         else:
             self._failed = False

@@ -1,1 +1,1 @@
-"""Built-in hooks that steer training."""
+"""Built-in hooks that average weights or stop training."""

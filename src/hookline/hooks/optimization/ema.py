@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the weights, for validation and export."""
+"""EMA: keeps an exponential moving average of the weights, for validation and export."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = ["EMA"]
 
 log = logging.getLogger("hookline")
 
-_USUAL_WARMUP = 10
+_DEFAULT_WARMUP = 10
 
-# All tensors in one call.
+# These handle all tensors in one call.
 _lerp = torch._foreach_lerp_  # pyright: ignore[reportPrivateImportUsage]
 _copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
@@ -32,39 +32,39 @@ _copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 class EMA(BuiltIn):
     """Keeps an exponential moving average of the weights, and validates with it.
 
-    Every N completed steps, `average = d * average + (1 - d) * weights` with `d = decay ** N`, on
-    the device: the average reaches as far back as one that is updated in every step. Training
-    itself is the same, bit for bit. For validation the average is put into the model, and the
-    training weights come back after it, also when validation fails. Checkpoints always hold the
-    training weights as the model's, and the average as this hook's state: while the average is in
-    the model, `model.state_dict()` gives the training weights.
+    Every N completed steps, `average = d * average + (1 - d) * weights` with `d = decay ** N` is
+    computed on the device: the average has the same time constant as one that is updated in every
+    step. Training itself does not change, bit for bit. For validation the average is copied into
+    the model; afterwards the training weights are restored, also if validation fails. Checkpoints
+    always contain the training weights as the model's, and the average as this hook's state: while
+    the average is in the model, `model.state_dict()` returns the training weights.
 
-    Order: users' hooks come first. So in `on_validation_start` they still see the training weights
-    and in `on_validation_end` still the average; built-in hooks after it see the opposite, and
-    what happens in between (batches, probes) always sees the average. To let another hook see it
-    in `on_validation_start` too, register with `before=`.
+    Order: users' hooks run first. In `on_validation_start` they still see the training weights,
+    and in `on_validation_end` still the average; built-in hooks after this one see the opposite.
+    Everything in between (batches, probes) sees the average. To show the average to another hook
+    in `on_validation_start` too, register this one with `before=`.
 
     `export(path)` writes a model with the averaged weights, `apply_to(model)` copies them.
 
-    Parameters that do not require a gradient are not averaged until they do; tied ones are averaged
-    once. The average of float16 and bfloat16 parameters is kept in float32.
+    Frozen parameters are not averaged until they require a gradient; tied ones are averaged once.
+    The average of float16 and bfloat16 parameters is kept in float32.
 
     Args:
-        decay: how much of the average stays in each step.
-        warmup: the first updates use a smaller decay, at most `(1 + n) / (w + n)` after n updates,
-            so that the initial weights are forgotten soon: w is this number, or 10 for True.
-        every_n_steps: update after every N-th step.
-        validate_with: put the average into the model for validation.
-        include_buffers: average floating-point buffers (running statistics) too; else those of the
-            model are used.
+        decay: the decay of the average per step.
+        warmup: limit the decay to `(1 + n) / (w + n)` after n updates, so that the initial weights
+            are forgotten quickly: w is this number, or 10 for True.
+        every_n_steps: update the average every N steps.
+        validate_with: use the average for validation.
+        include_buffers: also average floating-point buffers such as running statistics; False: use
+            the model's.
     """
 
     critical = True  # it holds the training weights while the average is in the model
-    intervenes = True  # in validation
+    intervenes = True  # it changes the weights for validation
     hookline_rank = Rank.MONITOR
     cost = (
-        "One fused pass over the weights per update, a second copy of the trained weights in "
-        "memory, and a third during validation."
+        "One fused pass over the weights per update, and memory for one more copy of the trained "
+        "weights, for two during validation."
     )
 
     def __init__(
@@ -76,48 +76,50 @@ class EMA(BuiltIn):
         include_buffers: bool = False,
     ) -> None:
         self._decay = decay**every_n_steps
-        self._warmup = _USUAL_WARMUP if warmup is True else int(warmup)
+        self._warmup = _DEFAULT_WARMUP if warmup is True else int(warmup)
         self._every = every_n_steps
         self._include_buffers = include_buffers
-        if not validate_with:  # then nothing is demanded of validation either
+        if not validate_with:  # a bare loop then need not provide validation
             self.on_validation_start = None  # type: ignore[method-assign, assignment]
             self.on_validation_end = None  # type: ignore[method-assign, assignment]
         self._model: nn.Module | None = None
         self._averages: dict[str, Tensor] = {}
-        self._live: dict[str, Tensor] = {}
-        self._waiting: dict[str, Tensor] = {}  # frozen: not averaged yet
+        self._weights: dict[str, Tensor] = {}
+        self._frozen: dict[str, Tensor] = {}  # not averaged yet
         self._training_weights: dict[str, Tensor] | None = None
         self._handle: Any = None
-        self._runs = self._stepped = self._resumed = False
+        self._is_training = self._stepped = self._resumed = False
         self.updates = self._steps = 0
 
     # -- events -----------------------------------------------------------------------------------
 
     def on_train_start(self, model: nn.Module) -> None:
-        """Begin with the weights as they are, or with the average that was loaded."""
-        self._take_out()
+        """Start with the current weights, or with the average from a checkpoint."""
+        self._restore_weights()
         if not self._resumed:
             self._averages, self.updates, self._steps = {}, 0, 0
-        self._follow(model)
-        self._runs = True
+        self._attach(model)
+        self._is_training = True
 
     def on_before_optimizer_step(self) -> None:
-        """See which parameters are trained now, and that it is the training weights that step."""
-        for name in [name for name, tensor in self._waiting.items() if tensor.requires_grad]:
-            self._begin(name, self._waiting.pop(name))  # it had not changed: its own average
+        """Start averages of unfrozen parameters; check that the training weights are in place."""
+        for name in [name for name, tensor in self._frozen.items() if tensor.requires_grad]:
+            self._start_average(
+                name, self._frozen.pop(name)
+            )  # unchanged so far, so it equals its average
         if self._training_weights is not None:
             log.warning(
-                "A validation did not end, and training went on with the averaged weights. The "
-                "training weights are back now; this step's gradients are those of the average."
+                "A validation did not end, and training continued with the averaged weights. The "
+                "training weights are restored now; this step's gradients are those of the average."
             )
-            self._take_out()
+            self._restore_weights()
 
     def on_after_optimizer_step(self) -> None:
-        """A step that is skipped does not get here."""
+        """Remember that the step was made; this event does not fire for a skipped step."""
         self._stepped = True
 
     def on_step_end(self) -> None:
-        """Update the average."""
+        """Update the average every N steps."""
         if not self._stepped:
             return
         self._stepped = False
@@ -126,28 +128,28 @@ class EMA(BuiltIn):
             self._update()
 
     def on_validation_start(self) -> None:
-        """Put the average into the model."""
-        self._take_out()  # of a validation that never ended
-        self._put_in()
+        """Copy the average into the model."""
+        self._restore_weights()  # if a validation never ended
+        self._use_average()
 
     def on_validation_end(self) -> None:
-        """Give the model its training weights back."""
-        self._take_out()
+        """Restore the training weights."""
+        self._restore_weights()
 
     def on_exception(self) -> None:
-        """The same, when validation failed."""
-        self._take_out()
+        """Restore the training weights if validation failed."""
+        self._restore_weights()
 
     def on_train_end(self) -> None:
-        """The same, however it ended."""
-        self._take_out()
-        self._runs = self._resumed = False
+        """Restore the training weights, however training ended."""
+        self._restore_weights()
+        self._is_training = self._resumed = False
 
     # -- for users --------------------------------------------------------------------------------
 
     def averaged_state_dict(self) -> dict[str, Any]:
-        """Return the model's `state_dict` with the average in the place of the weights."""
-        model = self._followed()
+        """Return the model's `state_dict` with the average instead of the weights."""
+        model = self._attached_model()
         state = dict(model.state_dict())
         cast: dict[str, Tensor] = {}  # tied parameters stay one tensor
         for name, first in _names(model, self._include_buffers).items():
@@ -158,14 +160,14 @@ class EMA(BuiltIn):
         return state
 
     def apply_to(self, model: nn.Module) -> None:
-        """Copy the averaged weights, and all else of the model's state, into another model."""
+        """Copy the averaged weights, and the rest of the model's state, into another model."""
         _unwrapped(model).load_state_dict(self.averaged_state_dict())
 
     def export(self, path: str | Path) -> Path:
-        """Write a model with the averaged weights, as safetensors; return where.
+        """Write the model with the averaged weights as safetensors, and return the path.
 
         Args:
-            path: the file; after a kill it is there as a whole, or as it was before.
+            path: The file. It is replaced atomically.
         """
         path = Path(path)
         state = {n: v for n, v in self.averaged_state_dict().items() if isinstance(v, Tensor)}
@@ -181,16 +183,16 @@ class EMA(BuiltIn):
 
     # -- the average ------------------------------------------------------------------------------
 
-    def _follow(self, model: nn.Module) -> None:
-        """Average this model's weights from now on."""
+    def _attach(self, model: nn.Module) -> None:
+        """Start averaging this model's weights."""
         self._model = model = _unwrapped(model)
-        self._live, self._waiting = {}, {}
+        self._weights, self._frozen = {}, {}
         known = dict(_tensors(model, self._include_buffers))
         unknown = [name for name in self._averages if name not in known]
         if unknown:
             raise TrainingError(
-                f"The average that was loaded has {listed(unknown[:5])}, which the model does not "
-                "have. Resume with the model of the run."
+                f"The average from the checkpoint has {listed(unknown[:5])}, which the model does "
+                "not have. Resume with the model of the run."
             )
         for name, tensor in known.items():
             if (
@@ -198,54 +200,55 @@ class EMA(BuiltIn):
                 or tensor.requires_grad
                 or not isinstance(tensor, nn.Parameter)
             ):
-                self._begin(name, tensor)
+                self._start_average(name, tensor)
             else:
-                self._waiting[name] = tensor
+                self._frozen[name] = tensor
 
     @torch.no_grad()
-    def _begin(self, name: str, tensor: Tensor) -> None:
-        """Average one tensor: from the value that was loaded, or from its own."""
+    def _start_average(self, name: str, tensor: Tensor) -> None:
+        """Start the average of a tensor with the loaded value, or with its own."""
         dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
         loaded = self._averages.get(name)
         if loaded is not None and loaded.shape != tensor.shape:
             raise TrainingError(
-                f"The average of '{name}' that was loaded has the shape {tuple(loaded.shape)}, the "
-                f"model's has {tuple(tensor.shape)}. Resume with the model of the run."
+                f"The average of '{name}' from the checkpoint has shape {tuple(loaded.shape)}, but "
+                f"the model's has {tuple(tensor.shape)}. Resume with the model of the run."
             )
         source = tensor.detach() if loaded is None else loaded
         self._averages[name] = source.to(tensor.device, dtype, copy=True)
-        self._live[name] = tensor
+        self._weights[name] = tensor
 
     @torch.no_grad()
     def _update(self) -> None:
         decay = self._decay
         if self._warmup:
             decay = min(decay, (1 + self.updates) / (self._warmup + self.updates))
-        averages = [self._averages[name] for name in self._live]
+        averages = [self._averages[name] for name in self._weights]
         weights = [
             tensor if tensor.dtype == average.dtype else tensor.to(average.dtype)
-            for tensor, average in zip(self._live.values(), averages, strict=True)
+            for tensor, average in zip(self._weights.values(), averages, strict=True)
         ]
         if averages:
             _lerp(averages, weights, 1 - decay)
         self.updates += 1
 
     @torch.no_grad()
-    def _put_in(self) -> None:
-        if self._model is None or not self._live:
+    def _use_average(self) -> None:
+        if self._model is None or not self._weights:
             return
-        kept = {name: tensor.detach().clone() for name, tensor in self._live.items()}
-        swap = partial(self._save_training_weights)  # torch marks it, and a method takes no mark
+        kept = {name: tensor.detach().clone() for name, tensor in self._weights.items()}
+        # torch sets an attribute on the hook, which a bound method does not allow.
+        swap = partial(self._save_training_weights)
         self._handle = self._model.register_state_dict_post_hook(swap)
         self._training_weights = kept
-        _copy(list(self._live.values()), [self._averages[n] for n in self._live])
+        _copy(list(self._weights.values()), [self._averages[n] for n in self._weights])
 
     @torch.no_grad()
-    def _take_out(self) -> None:
+    def _restore_weights(self) -> None:
         kept = self._training_weights
         if kept is None:
             return
-        _copy([self._live[name] for name in kept], list(kept.values()))
+        _copy([self._weights[name] for name in kept], list(kept.values()))
         self._training_weights = None
         self._handle.remove()
         self._handle = None
@@ -253,48 +256,48 @@ class EMA(BuiltIn):
     def _save_training_weights(
         self, model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        """Whoever saves the model while the average is in it gets the training weights."""
+        """Replace the average by the training weights in a `state_dict` of the model."""
         for name, first in _names(model, self._include_buffers).items():
             kept = (self._training_weights or {}).get(first)
             if kept is not None and prefix + name in state:
                 state[prefix + name] = kept
 
-    def _followed(self) -> nn.Module:
+    def _attached_model(self) -> nn.Module:
         if self._model is None:
-            raise TrainingError("There is no average yet: training has not started.")
+            raise TrainingError("There is no average yet, because training has not started.")
         return self._model
 
     # -- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and how many updates they had."""
+        """Return the averages and the counters."""
         return {"averages": dict(self._averages), "updates": self.updates, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them back; they go where the weights are when training starts."""
-        self._take_out()
+        """Restore the averages; they move to the weights' device when training starts."""
+        self._restore_weights()
         self._averages = dict(state["averages"])
         self.updates, self._steps = int(state["updates"]), int(state["steps"])
-        if self._runs and self._model is not None:
-            self._follow(self._model)
+        if self._is_training and self._model is not None:
+            self._attach(self._model)
         self._resumed = True
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return what `torch.compile` wrapped: the names of its parameters are the model's own."""
+    """Return the model inside a `torch.compile` wrapper, whose parameters have other names."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 
 
 def _tensors(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
-    """What can be averaged, tied tensors once, under their first names."""
+    """Return what can be averaged; tied tensors once, with their first names."""
     found: list[tuple[str, Tensor]] = list(model.named_parameters())
     found += model.named_buffers() if buffers else ()
     return [(n, t) for n, t in found if t.is_floating_point() or t.is_complex()]
 
 
 def _names(model: nn.Module, buffers: bool) -> dict[str, str]:
-    """Every name, of tied tensors too, with the first name of the tensor."""
+    """Return the first name of the tensor for every name, including those of tied tensors."""
     first = {id(tensor): name for name, tensor in _tensors(model, buffers)}
     every: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     every += model.named_buffers(remove_duplicate=False) if buffers else ()

@@ -1,11 +1,11 @@
-"""Running sums over tensors that come one after another: what they amount to all together.
+"""Running statistics over tensors that come one after another.
 
-On the CPU a tensor is summed up in pieces that fit into a cache, and what comes out are plain
-numbers. On other devices it becomes a few tensors with one element, and nobody waits for them. Both
-are kept as rows, and rows are folded into one per module: by the formula of Chan, Golub and LeVeque
-for means and squared distances, in double precision where the device has it.
+On the CPU a tensor is measured in pieces that fit into a cache, and the results are plain numbers.
+On other devices the results are tensors with one element, so that nothing waits for the device.
+Both are kept as rows, and rows are merged into one per module: with the formula of Chan, Golub and
+LeVeque for means and squared distances, in float64 where the device has it.
 
-Values that are not finite are counted, and left out of all else.
+Values that are not finite are counted, and excluded from everything else.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-__all__ = ["Bounds", "RunningSums", "Totals", "wide"]
+from hookline.tensors.reading import widest_float
+
+__all__ = ["Bounds", "RunningSums", "Totals"]
 
 Bounds: TypeAlias = tuple[float, float] | None
-"""The smallest and the largest value that a module can give, where that is known."""
+"""The smallest and the largest value that a module can return, where that is known."""
 
 Row: TypeAlias = list[Any]
-"""For each column a number, or a tensor with one element that nobody has read."""
+"""One entry per column: a number, or a tensor with one element on the device."""
 
 _COLUMNS = ("size", "finite", "mean", "squares", "low", "high", "nonzero", "saturated")
 _SIZE, _FINITE, _MEAN, _SQUARES, _LOW, _HIGH, _NONZERO, _SATURATED = range(len(_COLUMNS))
 
-_PIECE = 1 << 17  # elements that are measured at once on the CPU
-_MANY = 4096  # rows that are kept before they are folded
-_EXACT = 0.1  # squared distances are less than this of the squares: take them in double precision
+_PIECE = 1 << 17  # elements measured at once on the CPU
+_MAX_ROWS = 4096  # kept before they are merged
+_CANCELLATION = 0.1  # below this ratio of squared distances to squares, use float64
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What the values of one module amount to. The number of `size` is of all, zeros too.
+    """The statistics of one module's values.
 
-    `mean`, `squares` (summed squared distances from the mean), `low`, `high` and `saturated` are
-    of the finite ones.
+    `size` counts all values. `mean`, `squares` (the sum of squared distances from the mean), `low`,
+    `high` and `saturated` are over the finite ones.
     """
 
     size: int
@@ -56,7 +58,7 @@ class Totals:
 
     @property
     def std(self) -> float:
-        """The standard deviation of the values themselves, not an estimate for others."""
+        """The standard deviation of the population: divided by the count, not the count less 1."""
         return math.sqrt(max(self.squares, 0.0) / self.finite) if self.finite else math.nan
 
     @property
@@ -66,13 +68,13 @@ class Totals:
 
 
 class RunningSums:
-    """Sums over what each of several modules gives. Threads may add at the same time.
+    """Sums over the tensors of several modules. Threads may add at the same time.
 
     Args:
-        spread: whether squared distances are summed, for `std` and `norm`.
-        extremes: whether smallest and largest values are looked for.
-        zeros: whether zeros are counted.
-        saturated_at: count values beyond this share of their bounds; None: do not.
+        spread: Sum squared distances, for `std` and `norm`.
+        extremes: Keep the smallest and the largest value.
+        zeros: Count zeros.
+        saturated_at: Count values beyond this fraction of their bounds; None to skip this.
     """
 
     def __init__(
@@ -88,65 +90,65 @@ class RunningSums:
         self._rows: deque[tuple[int, torch.device, Row]] = deque()
         self._tables: dict[torch.device, Tensor] = {}
         self._lock = threading.Lock()
-        self._last: tuple[Any, int, Bounds, list[Row]] = (_gone, 0, None, [])
+        self._last: tuple[Any, int, Bounds, list[Row]] = (_no_tensor, 0, None, [])
 
     def add(self, number: int, tensor: Tensor, bounds: Bounds = None) -> None:
-        """Add a tensor to the sums of the module with this number; nothing waits for the device."""
+        """Add a tensor to the sums of the module with this number, without waiting."""
         rows, device = self._rows_of(tensor, bounds), tensor.device
         for row in rows:
             self._rows.append((number, device, row))
-        if len(self._rows) > _MANY:
-            self._fold(number + 1)
+        if len(self._rows) > _MAX_ROWS:
+            self._merge(number + 1)
 
     def take(self, modules: int) -> Tensor | None:
-        """Return the table of all modules, unread, and begin anew; None when nothing was added."""
-        self._fold(modules)
+        """Return a table on the device with a row per module, and reset; None if it is empty."""
+        self._merge(modules)
         with self._lock:
             tables, self._tables = list(self._tables.values()), {}
-        self._last = (_gone, 0, None, [])
+        self._last = (_no_tensor, 0, None, [])
         if len(tables) < 2:
             return tables[0] if tables else None
         home = tables[0].device
         ids = [torch.arange(len(table), device=home) for table in tables]
-        together = torch.cat([table.to(home, wide(home)) for table in tables])
-        return _folded(together, torch.cat(ids), modules)
+        together = torch.cat([table.to(home, widest_float(home)) for table in tables])
+        return _merged(together, torch.cat(ids), modules)
 
     @staticmethod
     def read(table: Sequence[Sequence[float]]) -> dict[int, Totals]:
-        """Make totals of a table that was brought to the host."""
+        """Return the totals by module number, from a table that was copied to the host."""
         return {number: _totals(row) for number, row in enumerate(table) if row[_SIZE]}
 
     # -- rows -------------------------------------------------------------------------------------
 
     def _rows_of(self, tensor: Tensor, bounds: Bounds) -> list[Row]:
-        """Measure a tensor, unless it is the very one that was measured last.
+        """Measure a tensor, unless it is the one that was measured last.
 
-        A module often returns just what its last child has returned.
+        A module often returns what its last child has returned.
         """
         if tensor.is_inference():  # it has no version
-            return self._measured(tensor, bounds)
+            return self._measure(tensor, bounds)
         known, version, limits, rows = self._last
         if known() is tensor and version == tensor._version and limits == bounds:
             return rows
-        rows = self._measured(tensor, bounds)
+        rows = self._measure(tensor, bounds)
         self._last = (ref(tensor), tensor._version, bounds, rows)
         return rows
 
-    def _measured(self, tensor: Tensor, bounds: Bounds) -> list[Row]:
+    def _measure(self, tensor: Tensor, bounds: Bounds) -> list[Row]:
         size = tensor.numel()
         if not size:
             return []
         values = tensor.detach().reshape(-1)
-        if not _reads_at_once(tensor.device):
-            return [self._on_device(values, bounds)]
+        if not _can_read(tensor.device):
+            return [self._measure_on_device(values, bounds)]
         pieces = (values,) if size <= _PIECE else torch.split(values, _PIECE)
-        middle, reach = 0.0, 0.0
+        center, reach = 0.0, 0.0
         if self._saturated_at is not None:
-            middle, reach = _reach(pieces, bounds, self._saturated_at)
-        return [self._on_host(piece, middle, reach) for piece in pieces]
+            center, reach = _reach(pieces, bounds, self._saturated_at)
+        return [self._measure_on_host(piece, center, reach) for piece in pieces]
 
-    def _on_host(self, values: Tensor, middle: float, reach: float) -> Row:
-        """Measure values where reading costs nothing: look first, and take pains where needed."""
+    def _measure_on_host(self, values: Tensor, center: float, reach: float) -> Row:
+        """Measure values on the CPU, where results can be read to choose the next operation."""
         row = _empty(values.numel())
         if self._zeros:
             row[_NONZERO] = torch.count_nonzero(values).item()
@@ -164,12 +166,12 @@ class RunningSums:
         if self._extremes:
             row[_LOW], row[_HIGH] = kept.amin().item(), kept.amax().item()
         if self._saturated_at is not None:
-            beyond = (kept - middle).abs_() > reach
+            beyond = (kept - center).abs_() > reach
             row[_SATURATED] = torch.count_nonzero(beyond).item()
         return row
 
-    def _on_device(self, values: Tensor, bounds: Bounds) -> Row:
-        """Measure values without looking at them: the host does not wait."""
+    def _measure_on_device(self, values: Tensor, bounds: Bounds) -> Row:
+        """Measure values without reading any result, so that the host does not wait."""
         row = _empty(values.numel())
         if self._zeros:
             row[_NONZERO] = torch.count_nonzero(values)
@@ -178,7 +180,7 @@ class RunningSums:
         is_finite = clean == values
         row[_FINITE] = finite = torch.count_nonzero(is_finite)
         row[_MEAN] = mean = clean.sum() / finite
-        if self._spread:  # what is left out stands at the mean, where it adds nothing
+        if self._spread:  # excluded values are set to the mean: they add nothing
             spread = torch.var(torch.where(is_finite, values, mean), correction=0)
             row[_SQUARES] = spread * values.numel()
         if self._extremes:
@@ -188,47 +190,42 @@ class RunningSums:
             if bounds is None:
                 beyond = clean.abs() > clean.abs().amax() * self._saturated_at
             else:
-                middle, reach = _bounded(bounds, self._saturated_at)
-                beyond = ((clean - middle).abs() > reach) & is_finite
+                center, reach = _bounded(bounds, self._saturated_at)
+                beyond = ((clean - center).abs() > reach) & is_finite
             row[_SATURATED] = torch.count_nonzero(beyond)
         return row
 
-    # -- folding ----------------------------------------------------------------------------------
+    # -- merging ----------------------------------------------------------------------------------
 
-    def _fold(self, modules: int) -> None:
-        """Make one row of all rows of a module, for each device."""
+    def _merge(self, modules: int) -> None:
+        """Merge all rows of a module into one, for each device."""
         with self._lock:
             by_device: dict[torch.device, list[tuple[int, Row]]] = {}
-            for _ in range(len(self._rows)):  # others may go on adding
+            for _ in range(len(self._rows)):  # other threads may add meanwhile
                 number, device, row = self._rows.popleft()
                 by_device.setdefault(device, []).append((number, row))
             for device, rows in by_device.items():
                 numbers, values = [number for number, _ in rows], [row for _, row in rows]
-                ids, table = _sent(numbers, torch.int64, device), _table(values, device)
+                ids, table = _to_device(numbers, torch.int64, device), _table(values, device)
                 known = self._tables.get(device)
                 modules = max(modules, max(numbers) + 1)
                 if known is not None:
                     modules = max(modules, len(known))
                     ids = torch.cat([torch.arange(len(known), device=device), ids])
                     table = torch.cat([known, table])
-                self._tables[device] = _folded(table, ids, modules)
+                self._tables[device] = _merged(table, ids, modules)
 
 
-_SUMMED = (torch.float32, torch.float64)  # types that are summed as they are
+_SUMMED = (torch.float32, torch.float64)  # summed in their own type
 
 
-def wide(device: torch.device) -> torch.dtype:
-    """The widest floating type there; Apple's devices have no double precision."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _reads_at_once(device: torch.device) -> bool:
-    """Whether a value can be read without waiting for anything."""
+def _can_read(device: torch.device) -> bool:
+    """Return whether values can be read without waiting for the device."""
     return device.type == "cpu"
 
 
-def _gone() -> None:
-    """Stands for a reference to a tensor that is no more."""
+def _no_tensor() -> None:
+    """Stand in for a weak reference whose tensor was freed."""
 
 
 def _empty(size: int) -> Row:
@@ -236,17 +233,17 @@ def _empty(size: int) -> Row:
 
 
 def _squares(values: Tensor, total: float, mean: float) -> float:
-    """The sum of squared distances from the mean."""
+    """Return the sum of squared distances from the mean."""
     squares = torch.dot(values, values).item()
     distances = squares - total * mean
-    if distances < _EXACT * squares or not math.isfinite(squares):
+    if distances < _CANCELLATION * squares or not math.isfinite(squares):
         off = values.double() - mean
         return torch.dot(off, off).item()
     return distances
 
 
 def _reach(pieces: Iterable[Tensor], bounds: Bounds, share: float) -> tuple[float, float]:
-    """The middle, and the distance from it beyond which a value is saturated."""
+    """Return the center, and the distance from it beyond which a value is saturated."""
     if bounds is not None:
         return _bounded(bounds, share)
     largest = 0.0
@@ -264,59 +261,59 @@ def _bounded(bounds: tuple[float, float], share: float) -> tuple[float, float]:
 
 
 def _table(rows: list[Row], device: torch.device) -> Tensor:
-    """Stack rows, on their device."""
+    """Return rows as a table on their device."""
     if not isinstance(rows[0][_FINITE], Tensor):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
-    kind = wide(device)
+    dtype = widest_float(device)
     columns: list[Tensor] = []
     for values in zip(*rows, strict=True):
         if isinstance(values[0], Tensor):
-            columns.append(torch.stack(values).to(kind))
+            columns.append(torch.stack(values).to(dtype))
         else:
-            columns.append(_sent(values, kind, device))
+            columns.append(_to_device(values, dtype, device))
     return torch.stack(columns, dim=1)
 
 
-def _sent(values: Sequence[Any], kind: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, without waiting for it."""
-    tensor = torch.tensor(values, dtype=kind, device="cpu")
+def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def _folded(table: Tensor, ids: Tensor, modules: int) -> Tensor:
-    """Fold the rows with the same id into one."""
+def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
+    """Merge the rows with the same id into one."""
 
-    def added(column: Tensor) -> Tensor:
+    def add(column: Tensor) -> Tensor:
         return torch.zeros(modules, dtype=table.dtype, device=table.device).index_add(
             0, ids, column
         )
 
     size, finite, mean, squares, low, high, nonzero, saturated = table.unbind(1)
-    mean = torch.where(finite > 0, mean, 0)  # of nothing, it is none
+    mean = torch.where(finite > 0, mean, 0)  # without values it is NaN
     squares = torch.where(finite > 0, squares, 0)
-    all_finite = added(finite)
-    all_mean = added(finite * mean) / all_finite.clamp(min=1)
-    away = mean - all_mean[ids]
+    all_finite = add(finite)
+    all_mean = add(finite * mean) / all_finite.clamp(min=1)
+    distance = mean - all_mean[ids]
     return torch.stack(
         [
-            added(size),
+            add(size),
             all_finite,
             all_mean,
-            added(squares + finite * away.square()),
+            add(squares + finite * distance.square()),
             _extreme(low, ids, modules, "amin", math.inf),
             _extreme(high, ids, modules, "amax", -math.inf),
-            added(nonzero),
-            added(saturated),
+            add(nonzero),
+            add(saturated),
         ],
         dim=1,
     )
 
 
-def _extreme(column: Tensor, ids: Tensor, modules: int, which: str, none: float) -> Tensor:
-    start = torch.full((modules,), none, dtype=column.dtype, device=column.device)
-    return start.scatter_reduce(0, ids, column, which)
+def _extreme(column: Tensor, ids: Tensor, modules: int, reduction: str, initial: float) -> Tensor:
+    start = torch.full((modules,), initial, dtype=column.dtype, device=column.device)
+    return start.scatter_reduce(0, ids, column, reduction)
 
 
 def _totals(row: Sequence[float]) -> Totals:

