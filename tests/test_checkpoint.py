@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,8 +23,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from leftovers import UnfinishedWriter, leave_unfinished_folder
+from loops import make
 from torch import nn
 
+import hookline
 import hookline.checkpoint
 from hookline.checkpoint import (
     CheckpointError,
@@ -545,6 +549,97 @@ def test_a_checkpoint_that_somebody_writes_is_not_cleaned(tmp_path: Path) -> Non
         save(tmp_path / "step_000002")
         assert busy.exists()
     assert not busy.exists()
+
+
+def test_the_temporary_folder_of_another_process_is_removed_only_once_it_is_dead(
+    tmp_path: Path,
+) -> None:
+    writer = UnfinishedWriter(tmp_path, "step_000001")
+    save(tmp_path / "step_000002")
+    point(tmp_path, "last", tmp_path / "step_000002")
+    assert (writer.folder / "step_000001" / "model.safetensors").read_bytes() == b"half"
+    writer.die()
+    assert writer.folder.exists()
+    save(tmp_path / "step_000003")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step_000002", "step_000003"]
+
+
+def test_the_leftover_of_a_dead_process_is_removed_with_everything_in_it(tmp_path: Path) -> None:
+    (tmp_path / "outside.txt").write_text("keep")
+    left = leave_unfinished_folder(tmp_path, "step_000001")
+    (left / "link").symlink_to(tmp_path / "outside.txt")
+    (left / "step_000001" / "folder").symlink_to(tmp_path)
+    save(tmp_path / "step_000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["outside.txt", "step_000002"]
+    assert (tmp_path / "outside.txt").read_text() == "keep"
+
+
+def test_files_and_folders_that_only_look_like_leftovers_are_kept(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    left = leave_unfinished_folder(elsewhere, "step_000001")  # has our marker
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in (
+        ".tmp-notes.txt",
+        ".tmp-manifest.json-0123abcd",
+        ".tmp-notes-0123abcd.hookline",
+        ".tmp-x-0123abcd",
+        "tmp-a-0123abcd.hookline",
+    ):
+        (folder / name).write_text("keep")
+    for name in (
+        ".tmp-data",
+        ".tmp-step_000001-0123abcd",
+        ".tmp-step_000001-0123abcg.hookline",
+        ".tmp-step_000001-0123abcd.hookline.d",
+        ".tmp-step_000001-0123abcd.hookline",  # the form of ours, but no marker
+    ):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text("keep")
+    for name in (".tmp-data-with-our-marker", ".tmp-step_000001-0123456.hookline"):
+        shutil.copytree(left, folder / name)
+    (folder / ".tmp-link-0123abcd.hookline").symlink_to(left)
+    linked = folder / ".tmp-linked-0123abcd.hookline"
+    linked.mkdir()
+    (linked / ".hookline-writer").symlink_to(left / ".hookline-writer")
+    before = sorted((p, p.is_symlink()) for p in tmp_path.rglob("*"))
+    saved = save(folder / "mine")
+    point(folder, "last", saved)
+    new = set(tmp_path.rglob("*")) - {p for p, _ in before}
+    assert new == {saved, folder / "last", *(saved / name for name in FILES)}
+    assert all(p.is_symlink() == link and (link or p.exists()) for p, link in before)
+
+
+def test_saving_into_the_working_folder_keeps_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".tmp-notes.txt").write_text("mine")
+    Path(".tmp-data").mkdir()
+    model, optimizer = make()
+    trainer = hookline.Trainer(hookline.TrainerConfig(runs=None), model, optimizer)
+    trainer.save_checkpoint("mine")
+    assert {p.name for p in tmp_path.iterdir()} == {".tmp-notes.txt", ".tmp-data", "last", "mine"}
+    assert {p.name for p in Path("mine").iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_file_locks_checkpoints_are_saved_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    left = leave_unfinished_folder(tmp_path, "step_000001")
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    save(tmp_path / "step_000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [left.name, "step_000002"]
+    assert (left / ".hookline-writer").exists()
+    monkeypatch.undo()
+    save(tmp_path / "step_000003")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
 def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from leftovers import leave_unfinished_folder
 
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
@@ -319,7 +320,7 @@ def test_closing_writes_everything_and_how_it_ended(run: Run) -> None:
 def test_resuming_keeps_the_id_and_adds_a_part(run: Run) -> None:
     run.log(0, 0, "x", 1.0)
     run.close("interrupted", error="SIGTERM")
-    (run.path / ".tmp-manifest.json-dead").write_text("{")
+    leave_unfinished_folder(run.path, "manifest.json")
     again = Run.open(run.path, resume=True)
     assert again.id == run.id
     assert manifest(again)["status"] == "training"

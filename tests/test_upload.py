@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from leftovers import leave_unfinished_folder
 from loops import batches, make
 from torch.nn import functional as F
 
@@ -146,9 +147,9 @@ def test_what_an_upload_that_was_killed_left_behind_is_cleaned_up(tmp_path):
 
     class Leaves(hookline.Hook):
         def on_epoch_start(self, trainer):
-            left = tmp_path / "copies" / trainer.run.id / ".tmp-epoch_0000-1234"
-            left.mkdir(parents=True, exist_ok=True)
-            (left / "model.safetensors").write_bytes(b"half")
+            folder = tmp_path / "copies" / trainer.run.id
+            folder.mkdir(parents=True, exist_ok=True)
+            leave_unfinished_folder(folder, "epoch_0000")
 
     trainer.add_hook(Leaves())
     trainer.fit(batches(2))

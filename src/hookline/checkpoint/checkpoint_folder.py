@@ -23,7 +23,13 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hookline.checkpoint.atomic_files import TEMPORARY, clean, digest, sync, temporary_folder
+from hookline.checkpoint.atomic_files import (
+    TEMPORARY,
+    hash_file,
+    remove_leftovers,
+    sync,
+    temporary_folder,
+)
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.checkpoint.tensor_files import read_tensors, write_tensors
 from hookline.errors import CheckpointError, listed
@@ -90,8 +96,10 @@ def save_checkpoint(
     facts = Encoder("info", numbers=True).encode(dict(info))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        clean(folder.parent)
-        with temporary_folder(folder.parent, folder.name) as temporary:
+        remove_leftovers(folder.parent)
+        with temporary_folder(folder.parent, folder.name) as parent:
+            temporary = parent / folder.name
+            temporary.mkdir()
             write_tensors(temporary / "model.safetensors", weights)
             write_tensors(temporary / "state.safetensors", encoder.tensors)
             _write(temporary / "state.json", json.dumps(tree, allow_nan=False))
@@ -193,7 +201,7 @@ def _write(path: Path, text: str) -> None:
 
 def _manifest(folder: Path, info: Any) -> str:
     files = {
-        name: {"size": (folder / name).stat().st_size, "xxh3_64": digest(folder / name)}
+        name: {"size": (folder / name).stat().st_size, "xxh3_64": hash_file(folder / name)}
         for name in _FILES
     }
     manifest: dict[str, Any] = {
@@ -228,7 +236,7 @@ def _verify(file: Path, facts: Mapping[str, Any]) -> None:
         size = file.stat().st_size
         if size != facts["size"]:
             raise _damaged(file, f"has {size} bytes instead of {facts['size']}")
-        if digest(file) != facts["xxh3_64"]:
+        if hash_file(file) != facts["xxh3_64"]:
             raise _damaged(file, "has other bytes than were written (its hash differs)")
     except FileNotFoundError:
         raise _damaged(file, "is missing") from None

@@ -10,15 +10,13 @@ import logging
 import math
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import TEMPORARY
+from hookline.checkpoint.atomic_files import temporary_folder
 from hookline.checkpoint.checkpoint_folder import read_manifest
 from hookline.checkpoint.find_checkpoint import point
 from hookline.errors import CheckpointError, listed
@@ -288,9 +286,8 @@ def remove_checkpoint(path: Path) -> bool:
             what = f"it holds {listed(sorted(foreign))} too" if foreign else "it is a link"
             log.warning("The checkpoint %s is not removed: %s.", path, what)
             return False
-        gone = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)  # what is left, the next checkpoint cleans up
+        with temporary_folder(path.parent, path.name) as temporary:
+            path.rename(temporary / path.name)
     except (CheckpointError, OSError) as error:
         log.warning("The checkpoint %s could not be removed: %s", path, error)
         return False

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from hookline.checkpoint.atomic_files import clean
+from hookline.checkpoint.atomic_files import remove_leftovers
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.runs.jsonable import number, plain, shown
@@ -146,7 +146,7 @@ class Run:
         _warn_of_another_writer(path, manifest)
         facts = Facts(config=config, seed=seed, hooks=hooks, device=device)
         try:
-            clean(path)
+            remove_leftovers(path)
             manifest = continued(path, manifest, facts)
             write_manifest(path, manifest)
             return cls(path, manifest, writes=True)
