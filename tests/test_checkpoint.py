@@ -33,8 +33,8 @@ from hookline.checkpoint import (
     CheckpointError,
     find_checkpoint,
     load_checkpoint,
-    point,
     save_checkpoint,
+    set_pointer,
 )
 from hookline.context import LazyFloat, Metrics
 
@@ -446,13 +446,13 @@ def test_the_state_of_a_grad_scaler_and_of_a_plateau_scheduler_come_back(tmp_pat
 WRITER = """
 import sys, torch
 from pathlib import Path
-from hookline.checkpoint import save_checkpoint, point
+from hookline.checkpoint import save_checkpoint, set_pointer
 folder = Path(sys.argv[1])
 model = {f"w{i}": torch.full((200, 200), float(i)) for i in range(20)}
 print("ready", flush=True)
 for step in range(1, 100_000):
     path = save_checkpoint(folder / f"step_{step:06d}", model=model, state={"step": step}, info={})
-    point(folder, "last", path)
+    set_pointer(folder, "last", path)
 """
 
 
@@ -556,7 +556,7 @@ def test_the_temporary_folder_of_another_process_is_removed_only_once_it_is_dead
 ) -> None:
     writer = UnfinishedWriter(tmp_path, "step_000001")
     save(tmp_path / "step_000002")
-    point(tmp_path, "last", tmp_path / "step_000002")
+    set_pointer(tmp_path, "last", tmp_path / "step_000002")
     assert (writer.folder / "step_000001" / "model.safetensors").read_bytes() == b"half"
     writer.die()
     assert writer.folder.exists()
@@ -605,7 +605,7 @@ def test_files_and_folders_that_only_look_like_leftovers_are_kept(tmp_path: Path
     (linked / ".hookline-writer").symlink_to(left / ".hookline-writer")
     before = sorted((p, p.is_symlink()) for p in tmp_path.rglob("*"))
     saved = save(folder / "mine")
-    point(folder, "last", saved)
+    set_pointer(folder, "last", saved)
     new = set(tmp_path.rglob("*")) - {p for p, _ in before}
     assert new == {saved, folder / "last", *(saved / name for name in FILES)}
     assert all(p.is_symlink() == link and (link or p.exists()) for p, link in before)
@@ -691,10 +691,10 @@ def test_every_flipped_byte_is_noticed(good: Path, name: str) -> None:
 
 
 def test_a_file_with_a_right_hash_that_cannot_be_read_is_a_clear_error(good: Path) -> None:
-    from hookline.checkpoint.checkpoint_folder import _manifest
+    from hookline.checkpoint.checkpoint_folder import _encode_manifest
 
     (good / "state.json").write_text('{"state": {"$": "tensor", "v": "t9"}, "model": {}}')
-    (good / "manifest.json").write_text(_manifest(good, {}))
+    (good / "manifest.json").write_text(_encode_manifest(good, {}))
     with pytest.raises(CheckpointError, match=r"state\.json cannot be read: KeyError"):
         load_checkpoint(good)
 
@@ -710,7 +710,7 @@ def test_a_newer_version_and_foreign_folders_say_what_to_do(good: Path, tmp_path
     (good / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         load_checkpoint(good)
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         load_checkpoint(tmp_path / "nowhere")
 
 
@@ -723,8 +723,8 @@ def test_finding_by_checkpoint_run_folder_and_pointer(tmp_path: Path) -> None:
     first, second, third = (save(folder / f"step_00000{n}") for n in (3, 1, 2))
     assert find_checkpoint(first) == first
     assert find_checkpoint(tmp_path) == find_checkpoint(str(folder)) == third  # the newest
-    point(folder, "last", second)
-    point(folder, "best", first)
+    set_pointer(folder, "last", second)
+    set_pointer(folder, "best", first)
     assert (folder / "last").read_text() == "step_000001\n"
     assert find_checkpoint(tmp_path) == second
     assert find_checkpoint(folder / "best") == first
@@ -734,7 +734,7 @@ def test_a_pointer_to_nothing_falls_back_to_the_newest_complete_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = (save(tmp_path / f"step_00000{n}") for n in (1, 2, 3))
-    point(tmp_path, "last", third)
+    set_pointer(tmp_path, "last", third)
     shutil.rmtree(third)
     (second / "state.json").unlink()
     assert find_checkpoint(tmp_path) == first
@@ -760,11 +760,11 @@ def test_finding_nothing_says_what_was_found(tmp_path: Path) -> None:
 def test_pointers_name_checkpoints_of_their_own_folder_only(tmp_path: Path) -> None:
     path = save(tmp_path / "a" / "step_000001")
     with pytest.raises(CheckpointError, match="can only name"):
-        point(tmp_path, "last", path)
-    with pytest.raises(CheckpointError, match="'last' or 'best'"):
-        point(path.parent, "newest", path)  # type: ignore[arg-type]
+        set_pointer(tmp_path, "last", path)
+    with pytest.raises(CheckpointError, match="'last' and 'best'"):
+        set_pointer(path.parent, "newest", path)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError):
-        point(path.parent, "last", path.parent / "step_000009")
+        set_pointer(path.parent, "last", path.parent / "step_000009")
 
 
 # -- no code in files -----------------------------------------------------------------------------

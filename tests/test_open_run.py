@@ -229,7 +229,7 @@ def test_checkpoints_are_listed_and_their_weights_load(finished: hookline.Traine
 
 
 def test_a_checkpoint_tells_its_metrics_also_what_is_not_finite(tmp_path: Path) -> None:
-    from hookline.checkpoint import point, save_checkpoint
+    from hookline.checkpoint import save_checkpoint, set_pointer
 
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     metrics = {"val/loss": math.nan, "val/accuracy": 0.5, "x": -math.inf}
@@ -237,7 +237,7 @@ def test_a_checkpoint_tells_its_metrics_also_what_is_not_finite(tmp_path: Path) 
     saved = save_checkpoint(
         run.checkpoints / "best_one", model=Net().state_dict(), state={}, info=info
     )
-    point(run.checkpoints, "best", saved)
+    set_pointer(run.checkpoints, "best", saved)
     run.close()
     (found,) = open_run(run.path).checkpoints()
     assert (found.is_best, found.is_last) == (True, False)
@@ -260,7 +260,7 @@ def test_a_model_that_does_not_fit_is_told_everything_and_left_alone(
     with pytest.raises(CheckpointError) as raised:
         open_run(finished.run.path).checkpoints()[-1].load_into(model)
     text = str(raised.value)
-    assert "step_000006 does not fit this Wider, which was left as it was" in text
+    assert "step_000006 does not match this Wider, which was not changed" in text
     assert "the checkpoint lacks 'third.weight', 'third.bias'" in text
     assert "the model lacks 'second.bias', 'second.weight'" in text
     assert "'first.weight' is (16, 8) in the checkpoint and (32, 8) here" in text
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_there(
     data[-1] ^= 1
     file.write_bytes(data)
     run = open_run(path)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has other bytes"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
         run.checkpoints()[-1].load_into(Net())
     file.write_bytes(data[:-1])
     assert [one.step for one in run.checkpoints()] == [2]
@@ -294,11 +294,11 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_there(
     file.unlink()
     assert run.damage == ["checkpoints/step_000006: model.safetensors is missing"]
     (file.parent / "manifest.json").write_text("{")
-    assert "step_000006: its manifest cannot be read" in run.damage[0]
+    assert "step_000006: manifest.json cannot be read" in run.damage[0]
     (file.parent / "manifest.json").write_text("[]")
-    assert "step_000006: its manifest cannot be read" in run.damage[0]
+    assert "step_000006: manifest.json is not the manifest of a checkpoint" in run.damage[0]
     (file.parent / "manifest.json").unlink()
-    assert run.damage == ["checkpoints/step_000006: it has no manifest.json"]
+    assert run.damage == ["checkpoints/step_000006: manifest.json is missing"]
     (path / "checkpoints" / ".tmp-step_000007-1").mkdir()  # being written
     assert len(run.damage) == 1
 

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import ConfigError, Trainer, TrainerConfig
-from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.checkpoint.checkpoint_folder import complete_checkpoints
+from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from hookline.errors import RunError
-from hookline.runs.checkpoint_reader import SavedCheckpoint, saved_checkpoints
+from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.find_run import find_run
 from hookline.runs.formatting import as_html, as_line, as_text
 from hookline.runs.jsonl_reader import Records, from_the_end, read_file
@@ -95,7 +95,7 @@ class OpenedRun:
             *([] if problem is None else [problem]),
             *self._read("metrics.jsonl", growing).damage,
             *self._read("events.jsonl", growing).damage,
-            *saved_checkpoints(self.path / "checkpoints")[1],
+            *read_checkpoints(self.path / "checkpoints")[1],
         ]
 
     @property
@@ -166,7 +166,7 @@ class OpenedRun:
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that are whole, oldest first."""
-        return saved_checkpoints(self.path / "checkpoints")[0]
+        return read_checkpoints(self.path / "checkpoints")[0]
 
     def results(self) -> dict[str, Result]:
         """Return the last and the best value of each scalar metric, by name."""

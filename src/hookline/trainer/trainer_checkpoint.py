@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import find_checkpoint, load_checkpoint, point, save_checkpoint
+from hookline.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_pointer
 from hookline.errors import CheckpointError, TrainingError
-from hookline.runs.checkpoint_reader import differences
+from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import plain
 from hookline.runs.masking import masked
@@ -47,7 +47,7 @@ def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
     }
     weights = trainer._strategy.save(trainer.model)
     saved = save_checkpoint(folder, model=weights, state=state, info=info)
-    point(saved.parent, "last", saved)
+    set_pointer(saved.parent, "last", saved)
     return saved
 
 
@@ -89,7 +89,7 @@ def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> 
         trainer._strategy.load(trainer.model, weights)
     except RuntimeError as error:
         model = trainer.model
-        lines = differences(weights, trainer._strategy.save(model)) or [str(error)]
+        lines = describe_mismatches(weights, trainer._strategy.save(model)) or [str(error)]
         lines += _other_settings(trainer, found.parent.parent)
         raise CheckpointError(
             f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "

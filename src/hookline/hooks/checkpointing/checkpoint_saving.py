@@ -35,11 +35,11 @@ class SavingHook(BuiltIn):
     def on_checkpoint_load(self, checkpoint_path: Any) -> None:
         """Compare what was known with what is still there."""
         if self._resumed:
-            self._retention.resumed(Path(checkpoint_path))
+            self._retention.reconcile(Path(checkpoint_path))
 
     def on_checkpoint_save(self, checkpoint_path: Any) -> None:
         """A checkpoint is durable: rank it and remove what is not kept, if it is one of ours."""
-        self._retention.saved(Path(checkpoint_path))
+        self._retention.mark_saved(Path(checkpoint_path))
 
     def _release(self) -> None:
         """Nothing is saved any more."""
@@ -58,7 +58,7 @@ class SavingHook(BuiltIn):
     @property
     def last_model_path(self) -> Path | None:
         """The newest checkpoint of this hook."""
-        return self._retention.path(self._retention.newest)
+        return self._retention.path_of(self._retention.newest)
 
     def _where(self, trainer: Any) -> Path:
         who = type(self).__name__

@@ -23,7 +23,7 @@ from hookline.checkpoint.atomic_files import (
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_folder import read_manifest
+from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, ConfigError
 
 __all__ = ["Bundle", "Destination", "Folder", "Remote", "StoppedError", "destination_of"]

@@ -79,7 +79,7 @@ class ModelCheckpoint(SavingHook, Monitors):
         self._retention = Retention(
             keep=save_top_k,
             order="newest" if monitor is None else mode,
-            newest_too=save_last,
+            keep_newest=save_last,
         )
         self._latest = Metrics()
         self._saved_at = self._measured_at = -1
@@ -91,7 +91,7 @@ class ModelCheckpoint(SavingHook, Monitors):
     @property
     def best_model_path(self) -> Path | None:
         """The best checkpoint; None without `monitor`, or when no score was a finite number."""
-        return self._retention.path(self._retention.best)
+        return self._retention.path_of(self._retention.best)
 
     @property
     def best_model_score(self) -> float | None:
@@ -171,9 +171,9 @@ class ModelCheckpoint(SavingHook, Monitors):
         score = self._score(metrics)
         if score is not None and not math.isfinite(score) and self._monitor in metrics:
             log.warning("'%s' is %s at step %d: it ranks last.", self._monitor, score, step)
-        if self._retention.wants(score):
+        if self._retention.would_keep(score):
             name = self._filename.render(epoch, step, lambda field: self._value(metrics, field))
-            trainer.save_checkpoint(self._retention.ask(name, step, score))
+            trainer.save_checkpoint(self._retention.reserve(name, step, score))
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         return None if self._monitor is None else self._value(metrics, self._monitor)
