@@ -31,8 +31,8 @@ _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 _INT64_LIMIT = 1 << 63
 _HINT = (
     "A checkpoint can hold None, bool, int, float, complex, str, bytes, dicts, lists, tuples, "
-    "sets, dense tensors, numpy arrays and torch's Size, dtype and device. Convert the value to these "
-    "types, or remove it from the state."
+    "sets, dense tensors, numpy arrays and torch's Size, dtype and device. Convert the value to "
+    "these types, or remove it from the state."
 )
 
 
