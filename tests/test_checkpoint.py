@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -22,15 +23,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from leftovers import UnfinishedWriter, leave_unfinished_folder
+from loops import make
 from torch import nn
 
+import hookline
 import hookline.checkpoint
 from hookline.checkpoint import (
     CheckpointError,
     find_checkpoint,
     load_checkpoint,
-    point,
     save_checkpoint,
+    set_pointer,
 )
 from hookline.context import LazyFloat, Metrics
 
@@ -442,13 +446,13 @@ def test_the_state_of_a_grad_scaler_and_of_a_plateau_scheduler_come_back(tmp_pat
 WRITER = """
 import sys, torch
 from pathlib import Path
-from hookline.checkpoint import save_checkpoint, point
+from hookline.checkpoint import save_checkpoint, set_pointer
 folder = Path(sys.argv[1])
 model = {f"w{i}": torch.full((200, 200), float(i)) for i in range(20)}
 print("ready", flush=True)
 for step in range(1, 100_000):
     path = save_checkpoint(folder / f"step_{step:06d}", model=model, state={"step": step}, info={})
-    point(folder, "last", path)
+    set_pointer(folder, "last", path)
 """
 
 
@@ -547,6 +551,97 @@ def test_a_checkpoint_that_somebody_writes_is_not_cleaned(tmp_path: Path) -> Non
     assert not busy.exists()
 
 
+def test_the_temporary_folder_of_another_process_is_removed_only_once_it_is_dead(
+    tmp_path: Path,
+) -> None:
+    writer = UnfinishedWriter(tmp_path, "step_000001")
+    save(tmp_path / "step_000002")
+    set_pointer(tmp_path, "last", tmp_path / "step_000002")
+    assert (writer.folder / "step_000001" / "model.safetensors").read_bytes() == b"half"
+    writer.die()
+    assert writer.folder.exists()
+    save(tmp_path / "step_000003")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step_000002", "step_000003"]
+
+
+def test_the_leftover_of_a_dead_process_is_removed_with_everything_in_it(tmp_path: Path) -> None:
+    (tmp_path / "outside.txt").write_text("keep")
+    left = leave_unfinished_folder(tmp_path, "step_000001")
+    (left / "link").symlink_to(tmp_path / "outside.txt")
+    (left / "step_000001" / "folder").symlink_to(tmp_path)
+    save(tmp_path / "step_000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["outside.txt", "step_000002"]
+    assert (tmp_path / "outside.txt").read_text() == "keep"
+
+
+def test_files_and_folders_that_only_look_like_leftovers_are_kept(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    left = leave_unfinished_folder(elsewhere, "step_000001")  # has our marker
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in (
+        ".tmp-notes.txt",
+        ".tmp-manifest.json-0123abcd",
+        ".tmp-notes-0123abcd.hookline",
+        ".tmp-x-0123abcd",
+        "tmp-a-0123abcd.hookline",
+    ):
+        (folder / name).write_text("keep")
+    for name in (
+        ".tmp-data",
+        ".tmp-step_000001-0123abcd",
+        ".tmp-step_000001-0123abcg.hookline",
+        ".tmp-step_000001-0123abcd.hookline.d",
+        ".tmp-step_000001-0123abcd.hookline",  # the form of ours, but no marker
+    ):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text("keep")
+    for name in (".tmp-data-with-our-marker", ".tmp-step_000001-0123456.hookline"):
+        shutil.copytree(left, folder / name)
+    (folder / ".tmp-link-0123abcd.hookline").symlink_to(left)
+    linked = folder / ".tmp-linked-0123abcd.hookline"
+    linked.mkdir()
+    (linked / ".hookline-writer").symlink_to(left / ".hookline-writer")
+    before = sorted((p, p.is_symlink()) for p in tmp_path.rglob("*"))
+    saved = save(folder / "mine")
+    set_pointer(folder, "last", saved)
+    new = set(tmp_path.rglob("*")) - {p for p, _ in before}
+    assert new == {saved, folder / "last", *(saved / name for name in FILES)}
+    assert all(p.is_symlink() == link and (link or p.exists()) for p, link in before)
+
+
+def test_saving_into_the_working_folder_keeps_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".tmp-notes.txt").write_text("mine")
+    Path(".tmp-data").mkdir()
+    model, optimizer = make()
+    trainer = hookline.Trainer(hookline.TrainerConfig(runs=None), model, optimizer)
+    trainer.save_checkpoint("mine")
+    assert {p.name for p in tmp_path.iterdir()} == {".tmp-notes.txt", ".tmp-data", "last", "mine"}
+    assert {p.name for p in Path("mine").iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_file_locks_checkpoints_are_saved_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    left = leave_unfinished_folder(tmp_path, "step_000001")
+
+    def unsupported(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    save(tmp_path / "step_000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [left.name, "step_000002"]
+    assert (left / ".hookline-writer").exists()
+    monkeypatch.undo()
+    save(tmp_path / "step_000003")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
 def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     paths = [save(tmp_path / "step_000001", {"n": n}) for n in range(3)]
     assert [p.name for p in paths] == ["step_000001", "step_000001_2", "step_000001_3"]
@@ -596,10 +691,10 @@ def test_every_flipped_byte_is_noticed(good: Path, name: str) -> None:
 
 
 def test_a_file_with_a_right_hash_that_cannot_be_read_is_a_clear_error(good: Path) -> None:
-    from hookline.checkpoint.checkpoint_folder import _manifest
+    from hookline.checkpoint.checkpoint_folder import _encode_manifest
 
     (good / "state.json").write_text('{"state": {"$": "tensor", "v": "t9"}, "model": {}}')
-    (good / "manifest.json").write_text(_manifest(good, {}))
+    (good / "manifest.json").write_text(_encode_manifest(good, {}))
     with pytest.raises(CheckpointError, match=r"state\.json cannot be read: KeyError"):
         load_checkpoint(good)
 
@@ -615,7 +710,7 @@ def test_a_newer_version_and_foreign_folders_say_what_to_do(good: Path, tmp_path
     (good / "manifest.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
         load_checkpoint(good)
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         load_checkpoint(tmp_path / "nowhere")
 
 
@@ -628,8 +723,8 @@ def test_finding_by_checkpoint_run_folder_and_pointer(tmp_path: Path) -> None:
     first, second, third = (save(folder / f"step_00000{n}") for n in (3, 1, 2))
     assert find_checkpoint(first) == first
     assert find_checkpoint(tmp_path) == find_checkpoint(str(folder)) == third  # the newest
-    point(folder, "last", second)
-    point(folder, "best", first)
+    set_pointer(folder, "last", second)
+    set_pointer(folder, "best", first)
     assert (folder / "last").read_text() == "step_000001\n"
     assert find_checkpoint(tmp_path) == second
     assert find_checkpoint(folder / "best") == first
@@ -639,7 +734,7 @@ def test_a_pointer_to_nothing_falls_back_to_the_newest_complete_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = (save(tmp_path / f"step_00000{n}") for n in (1, 2, 3))
-    point(tmp_path, "last", third)
+    set_pointer(tmp_path, "last", third)
     shutil.rmtree(third)
     (second / "state.json").unlink()
     assert find_checkpoint(tmp_path) == first
@@ -665,11 +760,11 @@ def test_finding_nothing_says_what_was_found(tmp_path: Path) -> None:
 def test_pointers_name_checkpoints_of_their_own_folder_only(tmp_path: Path) -> None:
     path = save(tmp_path / "a" / "step_000001")
     with pytest.raises(CheckpointError, match="can only name"):
-        point(tmp_path, "last", path)
-    with pytest.raises(CheckpointError, match="'last' or 'best'"):
-        point(path.parent, "newest", path)  # type: ignore[arg-type]
+        set_pointer(tmp_path, "last", path)
+    with pytest.raises(CheckpointError, match="'last' and 'best'"):
+        set_pointer(path.parent, "newest", path)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError):
-        point(path.parent, "last", path.parent / "step_000009")
+        set_pointer(path.parent, "last", path.parent / "step_000009")
 
 
 # -- no code in files -----------------------------------------------------------------------------

@@ -159,7 +159,8 @@ def test_an_unknown_id_is_one_line_with_the_near_ones(three: Three) -> None:
     for command in (("show", near), ("diff", near, three.first.id), ("diff", "--json", near, "x")):
         done = runs(*command, cwd=three.folder)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith(f"hookline: There is no run '{near}' in runs. Near it: ")
+        start = f"hookline: There is no run '{near}' in runs. Did you mean one of these: "
+        assert done.stderr.startswith(start)
         assert three.first.id in done.stderr
         assert len(done.stderr.splitlines()) == 1
     done = runs("show", "2", cwd=three.folder)

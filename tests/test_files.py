@@ -20,7 +20,7 @@ from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingC
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.python_function import is_python, load_python
 from hookline.config_files.resuming import NEWEST, find_resume
-from hookline.runs.config_hash import config_hash
+from hookline.runs.recorded_config import config_hash
 
 PROJECT = """
 import torch

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
-from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.checkpoint.checkpoint_folder import complete_checkpoints
+from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 
@@ -251,7 +250,7 @@ def test_every_n_steps_with_the_latest_metric_there_is(tmp_path):
     hook = ModelCheckpoint(save_top_k=-1, monitor="val/score", every_n_steps=2, filename="{step}")
     trainer = fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook, max_epochs=3)
     assert steps(trainer) == [2, 4, 6, 8]
-    scores = {one.step: one.score for one in hook._retention.written}
+    scores = {one.step: one.score for one in hook._retention.saved}
     assert math.isnan(scores[2]), "nothing was known yet"
     # At step 6 the epoch ends: the validation that follows measures the same weights.
     assert (scores[4], scores[6], scores[8]) == (5.0, 4.0, 4.0)
@@ -279,7 +278,7 @@ def test_every_n_steps_ranks_by_the_loss_of_the_step(tmp_path):
     trainer = fit(tmp_path, hook, max_epochs=1)
     lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     losses = [r["value"] for r in map(json.loads, lines) if r["name"] == "train/loss"]
-    assert [one.score for one in hook._retention.written] == losses
+    assert [one.score for one in hook._retention.saved] == losses
 
 
 def test_every_n_steps_saves_a_skipped_step_only_once(tmp_path):
@@ -408,7 +407,7 @@ def test_a_resumed_run_knows_its_checkpoints_and_scores(tmp_path):
     assert trainer.run.path == first.run.path
     assert steps(trainer) == steps(whole) == [6, 9]
     assert hook.best_model_score == 2.0, "that of the checkpoint resumed from, the newest"
-    assert [one.score for one in hook._retention.written] == [3.0, 2.0]
+    assert [one.score for one in hook._retention.saved] == [3.0, 2.0]
 
 
 def test_a_resumed_run_prunes_what_it_wrote_before(tmp_path):
@@ -428,7 +427,7 @@ def test_a_resumed_run_with_steps_goes_on_with_the_latest_metrics(tmp_path):
     again = hook()
     trainer = fit(tmp_path, again, resume_from=first.run.path, max_epochs=3, validate=False)
     assert steps(trainer) == [4, 8]
-    assert [one.score for one in again._retention.written] == [5.0, 5.0]
+    assert [one.score for one in again._retention.saved] == [5.0, 5.0]
 
 
 def test_another_metric_than_before_starts_afresh_and_leaves_the_old_ones(tmp_path, caplog):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
-from hookline.runs.jsonl_reader import from_the_end
+from hookline.runs.jsonl_file import read_jsonl_backwards
 from hookline.runs.metric_summary import is_better_when_low
 
 
@@ -89,23 +89,25 @@ def test_what_is_no_run_is_an_error_that_names_the_nearest(
     finished: hookline.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunError, match=r"no run '1': runs holds no runs"):
+    with pytest.raises(RunError, match=r"no run '1': runs contains no runs"):
         open_run("1")
     ids = ["20200101-000000-aaaaaa", "20200101-000000-bbbbbb"]
     for one in ids:
         Path("runs", one).mkdir(parents=True)
-    with pytest.raises(RunError, match=f"fits 2 runs in runs: '{ids[1]}', '{ids[0]}'. Give more"):
+    several = f"matches 2 runs in runs: '{ids[1]}', '{ids[0]}'. Give more"
+    with pytest.raises(RunError, match=several):
         open_run("2020")
-    with pytest.raises(RunError, match=f"no run '20200101-000000-aaaaax'.*Near it: '{ids[0]}'"):
+    similar = f"no run '20200101-000000-aaaaax'.*Did you mean one of these: '{ids[0]}'"
+    with pytest.raises(RunError, match=similar):
         open_run("20200101-000000-aaaaax")
     with pytest.raises(RunError, match=f"no run 'zzz' in runs. The newest are: '{ids[1]}'"):
         open_run("zzz")
-    with pytest.raises(RunError, match=r"runs holds 2 runs\. Give one of them"):
+    with pytest.raises(RunError, match=r"runs contains 2 runs\. Give one of them"):
         open_run("runs")
     Path("empty").mkdir()
-    with pytest.raises(RunError, match=r"empty is no run: it has neither a manifest.json nor"):
+    with pytest.raises(RunError, match=r"empty is not a run: it has neither a manifest.json nor"):
         open_run("empty")
-    with pytest.raises(RunError, match="is no run"):  # it has a manifest, but not of a run
+    with pytest.raises(RunError, match="is not a run"):  # it has a manifest, but not of a run
         open_run(finished.run.checkpoints / "step_000002")
 
 
@@ -171,7 +173,7 @@ def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "list"
-    assert second.startswith("RunError A frame needs pandas")
+    assert second.startswith("RunError frame=True needs pandas")
     assert second.endswith("pip install pandas")
 
 
@@ -229,7 +231,7 @@ def test_checkpoints_are_listed_and_their_weights_load(finished: hookline.Traine
 
 
 def test_a_checkpoint_tells_its_metrics_also_what_is_not_finite(tmp_path: Path) -> None:
-    from hookline.checkpoint import point, save_checkpoint
+    from hookline.checkpoint import save_checkpoint, set_pointer
 
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     metrics = {"val/loss": math.nan, "val/accuracy": 0.5, "x": -math.inf}
@@ -237,7 +239,7 @@ def test_a_checkpoint_tells_its_metrics_also_what_is_not_finite(tmp_path: Path) 
     saved = save_checkpoint(
         run.checkpoints / "best_one", model=Net().state_dict(), state={}, info=info
     )
-    point(run.checkpoints, "best", saved)
+    set_pointer(run.checkpoints, "best", saved)
     run.close()
     (found,) = open_run(run.path).checkpoints()
     assert (found.is_best, found.is_last) == (True, False)
@@ -260,7 +262,7 @@ def test_a_model_that_does_not_fit_is_told_everything_and_left_alone(
     with pytest.raises(CheckpointError) as raised:
         open_run(finished.run.path).checkpoints()[-1].load_into(model)
     text = str(raised.value)
-    assert "step_000006 does not fit this Wider, which was left as it was" in text
+    assert "step_000006 does not match this Wider, which was not changed" in text
     assert "the checkpoint lacks 'third.weight', 'third.bias'" in text
     assert "the model lacks 'second.bias', 'second.weight'" in text
     assert "'first.weight' is (16, 8) in the checkpoint and (32, 8) here" in text
@@ -283,7 +285,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_there(
     data[-1] ^= 1
     file.write_bytes(data)
     run = open_run(path)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has other bytes"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has changed"):
         run.checkpoints()[-1].load_into(Net())
     file.write_bytes(data[:-1])
     assert [one.step for one in run.checkpoints()] == [2]
@@ -294,11 +296,11 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_there(
     file.unlink()
     assert run.damage == ["checkpoints/step_000006: model.safetensors is missing"]
     (file.parent / "manifest.json").write_text("{")
-    assert "step_000006: its manifest cannot be read" in run.damage[0]
+    assert "step_000006: manifest.json cannot be read" in run.damage[0]
     (file.parent / "manifest.json").write_text("[]")
-    assert "step_000006: its manifest cannot be read" in run.damage[0]
+    assert "step_000006: manifest.json is not the manifest of a checkpoint" in run.damage[0]
     (file.parent / "manifest.json").unlink()
-    assert run.damage == ["checkpoints/step_000006: it has no manifest.json"]
+    assert run.damage == ["checkpoints/step_000006: manifest.json is missing"]
     (path / "checkpoints" / ".tmp-step_000007-1").mkdir()  # being written
     assert len(run.damage) == 1
 
@@ -357,9 +359,9 @@ def test_torn_lines_are_counted_and_left_out(finished: hookline.Trainer, tmp_pat
     run = open_run(path)
     lines = len((finished.run.path / "metrics.jsonl").read_bytes().splitlines())
     assert run.damage == [
-        "metrics.jsonl: its last line is cut off",
+        "metrics.jsonl: its last line is incomplete",
         f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}, {lines + 2})",
-        "metrics.jsonl: records of version 2 were left out; this hookline reads up to 1. "
+        "metrics.jsonl: records of version 2 were skipped; this hookline reads up to 1. "
         "Install a newer one: pip install -U hookline",
         "events.jsonl is missing",
     ]
@@ -507,10 +509,10 @@ def test_records_are_read_from_the_end_across_blocks(tmp_path: Path) -> None:
         run.log(step, 0, "x" if step else "first/é" * 20_000, float(step))
     run.close()
     file = run.path / "metrics.jsonl"
-    assert [record["step"] for record in from_the_end(file)] == list(range(3999, -1, -1))
-    some = [record["step"] for record in from_the_end(file, most=70_000)]
+    assert [record["step"] for record in read_jsonl_backwards(file)] == list(range(3999, -1, -1))
+    some = [record["step"] for record in read_jsonl_backwards(file, max_bytes=70_000)]
     assert 500 < len(some) < 3000
-    assert list(from_the_end(tmp_path / "none")) == []
+    assert list(read_jsonl_backwards(tmp_path / "none")) == []
 
 
 # -- showing itself -------------------------------------------------------------------------------

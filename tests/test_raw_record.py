@@ -38,7 +38,7 @@ def test_an_unchanged_loop_leaves_a_run_with_the_loss_of_each_step(tmp_path: Pat
     assert rows(run, "train/loss") == [(i + 1, None, loss) for i, loss in enumerate(losses)]
     assert (run.status, run.damage) == ("completed", [])
     assert session.run.id == run.id
-    assert session.run.journal is None  # it is closed
+    assert session.run.metrics_log is None  # it is closed
     assert [event["kind"] for event in run.events()] == ["start", "end"]
     assert run.manifest["devices"]["used"] == "cpu"
 
@@ -299,7 +299,7 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error_before_training(tmp_pa
     (tmp_path / "file").write_text("")
     model, optimizer = make()
     with (
-        pytest.raises(RunError, match="No run can be recorded"),
+        pytest.raises(RunError, match="Cannot create a run"),
         hookline.attach(model, optimizer, runs=tmp_path / "file"),
     ):
         pass

@@ -10,8 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.checkpoint import CheckpointError, find_checkpoint, point, save_checkpoint
-from hookline.checkpoint.retention import Retention, Written, ranked, remove_checkpoint
+from hookline.checkpoint import CheckpointError, find_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint.retention import (
+    RetainedCheckpoint,
+    Retention,
+    rank_checkpoints,
+    remove_checkpoint,
+)
 
 
 def write(path: Path) -> Path:
@@ -25,9 +30,9 @@ def opened(folder: Path, **options) -> Retention:
 
 
 def save(retention: Retention, name: str, score: float | None = None, step: int = 0) -> Path:
-    path = write(retention.ask(name, step, score))
-    point(path.parent, "last", path)  # as the trainer does
-    assert retention.saved(path)
+    path = write(retention.reserve(name, step, score))
+    set_pointer(path.parent, "last", path)  # as the trainer does
+    assert retention.mark_saved(path)
     return path
 
 
@@ -35,8 +40,8 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_dir())
 
 
-def scored(*scores: float | None) -> list[Written]:
-    return [Written(f"c{i}", i, i, score) for i, score in enumerate(scores)]
+def scored(*scores: float | None) -> list[RetainedCheckpoint]:
+    return [RetainedCheckpoint(f"c{i}", i, i, score) for i, score in enumerate(scores)]
 
 
 # -- rank -----------------------------------------------------------------------------------------
@@ -46,18 +51,18 @@ def scored(*scores: float | None) -> list[Written]:
     ("order", "expected"), [("min", [1, 3, 0, 2]), ("max", [2, 0, 1, 3]), ("newest", [3, 2, 1, 0])]
 )
 def test_the_best_comes_first_and_of_equals_the_earlier(order, expected):
-    assert [one.number for one in ranked(scored(2.0, 1.0, 3.0, 1.0), order)] == expected
+    assert [one.number for one in rank_checkpoints(scored(2.0, 1.0, 3.0, 1.0), order)] == expected
 
 
 @pytest.mark.parametrize("order", ["min", "max"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, order, bad):
-    assert [one.number for one in ranked(scored(bad, 5.0), order)] == [1, 0]
+    assert [one.number for one in rank_checkpoints(scored(bad, 5.0), order)] == [1, 0]
     retention = opened(tmp_path, order=order)
     save(retention, "a", bad)
     assert retention.best is None
     assert not (tmp_path / "best").exists()
-    assert not retention.wants(bad), "an equal score does not displace the earlier one"
+    assert not retention.would_keep(bad), "an equal score does not displace the earlier one"
     save(retention, "b", 5.0)
     assert retention.best is not None
     assert retention.best.name == "b"
@@ -69,14 +74,14 @@ def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, order, ba
     st.integers(0, 4),
     st.booleans(),
 )
-def test_what_is_wanted_is_exactly_what_would_be_kept(scores, keep, newest_too):
+def test_what_is_wanted_is_exactly_what_would_be_kept(scores, keep, keep_newest):
     kept = scored(*scores)[:keep]
-    retention = Retention(keep=keep, order="max", newest_too=newest_too)
-    retention._written, retention._number = list(kept), len(scores)
+    retention = Retention(keep=keep, order="max", keep_newest=keep_newest)
+    retention._saved, retention._number = list(kept), len(scores)
     for score in scores:
-        new = Written("", 0, len(scores), score)
-        expected = newest_too or new in ranked([*kept, new], "max")[:keep]
-        assert retention.wants(score) == expected
+        new = RetainedCheckpoint("", 0, len(scores), score)
+        expected = keep_newest or new in rank_checkpoints([*kept, new], "max")[:keep]
+        assert retention.would_keep(score) == expected
 
 
 # -- what is kept ---------------------------------------------------------------------------------
@@ -88,7 +93,7 @@ def test_the_best_k_are_kept_and_named(tmp_path):
         save(retention, name, score)
     assert names(tmp_path) == ["b", "d"]
     assert find_checkpoint(tmp_path / "best").name == "d"
-    assert [one.name for one in retention.written] == ["b", "d"]
+    assert [one.name for one in retention.saved] == ["b", "d"]
 
 
 def test_all_are_kept_with_minus_one(tmp_path):
@@ -110,7 +115,7 @@ def test_without_scores_the_newest_are_kept_and_none_is_the_best(tmp_path):
 
 
 def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
-    retention = opened(tmp_path, keep=1, newest_too=True)
+    retention = opened(tmp_path, keep=1, keep_newest=True)
     save(retention, "a", 1.0)
     save(retention, "b", 2.0)
     assert names(tmp_path) == ["a", "b"]
@@ -121,26 +126,26 @@ def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
 def test_what_last_or_best_names_is_never_removed(tmp_path):
     retention = opened(tmp_path, keep=1)
     a = save(retention, "a", 3.0)
-    b = write(retention.ask("b", 1, 2.0))
-    point(tmp_path, "last", a)  # somebody points it elsewhere
-    retention.saved(b)
+    b = write(retention.reserve("b", 1, 2.0))
+    set_pointer(tmp_path, "last", a)  # somebody points it elsewhere
+    retention.mark_saved(b)
     assert names(tmp_path) == ["a", "b"]
-    c = write(retention.ask("c", 2, 1.0))
-    point(tmp_path, "last", c)
-    retention.saved(c)
+    c = write(retention.reserve("c", 2, 1.0))
+    set_pointer(tmp_path, "last", c)
+    retention.mark_saved(c)
     assert names(tmp_path) == ["c"], "and is when nothing names it any more"
 
 
 def test_what_others_wrote_is_neither_ours_nor_removed(tmp_path):
     retention = opened(tmp_path, keep=1)
     other = write(tmp_path / "other")
-    assert not retention.saved(other)
+    assert not retention.mark_saved(other)
     save(retention, "a", 2.0)
     save(retention, "b", 1.0)
     assert names(tmp_path) == ["b", "other"]
     elsewhere = write(tmp_path / "sub" / "c")
-    retention.ask("c", 0, 0.0)
-    assert not retention.saved(elsewhere), "the same name in another folder"
+    retention.reserve("c", 0, 0.0)
+    assert not retention.mark_saved(elsewhere), "the same name in another folder"
 
 
 def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
@@ -150,7 +155,7 @@ def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
     write(a)  # another one under its name
     save(retention, "b", 1.0)
     assert names(tmp_path) == ["a", "b"]
-    assert [one.name for one in retention.written] == ["b"]
+    assert [one.name for one in retention.saved] == ["b"]
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -158,52 +163,52 @@ def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
 
 def test_two_writers_never_get_the_same_name(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path, order="max")
-    first, second = one.ask("x", 1, 1.0), two.ask("x", 1, 1.0)
+    first, second = one.reserve("x", 1, 1.0), two.reserve("x", 1, 1.0)
     assert (first.name, second.name) == ("x", "x_2")
     write(first)
     write(second)
-    assert not two.saved(first)
-    assert one.saved(first)
-    assert not one.saved(second)
-    assert two.saved(second)
+    assert not two.mark_saved(first)
+    assert one.mark_saved(first)
+    assert not one.mark_saved(second)
+    assert two.mark_saved(second)
 
 
 def test_what_another_writer_asked_for_is_not_taken_for_a_variant_of_ours(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path)
-    one.ask("x", 1, 1.0)
-    second = write(two.ask("x", 1, 1.0))
-    assert not one.saved(second)
-    assert two.saved(second)
+    one.reserve("x", 1, 1.0)
+    second = write(two.reserve("x", 1, 1.0))
+    assert not one.mark_saved(second)
+    assert two.mark_saved(second)
 
 
 def test_what_is_being_saved_counts_when_asked_whether_more_is_wanted(tmp_path):
     retention = opened(tmp_path, keep=1)
-    retention.ask("x", 1, 1.0)
-    assert not retention.wants(2.0)
-    assert retention.wants(0.5)
+    retention.reserve("x", 1, 1.0)
+    assert not retention.would_keep(2.0)
+    assert retention.would_keep(0.5)
 
 
 def test_a_name_that_exists_is_never_given(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x_2").symlink_to(tmp_path / "nowhere")
-    assert opened(tmp_path).ask("x", 0, None).name == "x_3"
+    assert opened(tmp_path).reserve("x", 0, None).name == "x_3"
 
 
 def test_a_name_is_free_again_when_nothing_is_saved_any_more(tmp_path):
     retention = opened(tmp_path)
-    assert retention.ask("x", 0, None).name == "x"
+    assert retention.reserve("x", 0, None).name == "x"
     retention.release()
-    assert opened(tmp_path).ask("x", 0, None).name == "x"
+    assert opened(tmp_path).reserve("x", 0, None).name == "x"
 
 
 def test_a_name_that_another_process_took_meanwhile_is_recognised(tmp_path):
     retention = opened(tmp_path)
-    path = retention.ask("x", 0, 1.0)
+    path = retention.reserve("x", 0, 1.0)
     write(path)  # another process
     ours = write(path)
     assert ours.name == "x_2"
-    assert retention.saved(ours)
-    assert [one.name for one in retention.written] == ["x_2"]
+    assert retention.mark_saved(ours)
+    assert [one.name for one in retention.saved] == ["x_2"]
 
 
 # -- removing -------------------------------------------------------------------------------------
@@ -246,16 +251,16 @@ def resumed(retention: Retention, folder: Path, path: Path, **options) -> Retent
     again = Retention(**({"keep": 2, "order": "min"} | options))
     again.load_state_dict(retention.state_dict())
     again.open(folder, resumed=True)
-    again.resumed(path)
+    again.reconcile(path)
     return again
 
 
 def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
     retention = opened(tmp_path, keep=2)
     save(retention, "a", 2.0)
-    path = write(retention.ask("b", 1, 1.0))  # its state is made before it is saved
+    path = write(retention.reserve("b", 1, 1.0))  # its state is made before it is saved
     again = resumed(retention, tmp_path, path)
-    assert [(one.name, one.score) for one in again.written] == [("a", 2.0), ("b", 1.0)]
+    assert [(one.name, one.score) for one in again.saved] == [("a", 2.0), ("b", 1.0)]
     assert again.best is not None
     assert again.best.name == "b"
     save(again, "c", 1.5)
@@ -264,17 +269,17 @@ def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
 
 def test_it_is_known_under_the_name_that_it_got(tmp_path):
     retention = opened(tmp_path, keep=2)
-    path = retention.ask("b", 1, 1.0)
+    path = retention.reserve("b", 1, 1.0)
     write(path)
     ours = write(path)
-    assert [one.name for one in resumed(retention, tmp_path, ours).written] == ["b_2"]
+    assert [one.name for one in resumed(retention, tmp_path, ours).saved] == ["b_2"]
 
 
 def test_what_was_asked_for_and_never_saved_is_forgotten(tmp_path):
     retention = opened(tmp_path, keep=2)
-    retention.ask("b", 1, 1.0)
+    retention.reserve("b", 1, 1.0)
     other = write(tmp_path / "other")
-    assert resumed(retention, tmp_path, other).written == ()
+    assert resumed(retention, tmp_path, other).saved == ()
 
 
 def test_what_vanished_meanwhile_is_forgotten_and_said(tmp_path, caplog):
@@ -283,7 +288,7 @@ def test_what_vanished_meanwhile_is_forgotten_and_said(tmp_path, caplog):
     a, b = save(retention, "a", 1.0), save(retention, "b", 2.0)
     remove_checkpoint(a)
     again = resumed(retention, tmp_path, b)
-    assert [one.name for one in again.written] == ["b"]
+    assert [one.name for one in again.saved] == ["b"]
     assert "forgotten: 'a'" in caplog.text
 
 
@@ -293,14 +298,14 @@ def test_a_folder_that_was_moved_is_found_again(tmp_path):
     b = save(retention, "b", 2.0)
     (tmp_path / "here").rename(tmp_path / "there")
     again = resumed(retention, tmp_path / "there", tmp_path / "there" / b.name)
-    assert [one.name for one in again.written] == ["a", "b"]
+    assert [one.name for one in again.saved] == ["a", "b"]
 
 
 def test_a_run_that_is_not_resumed_begins_with_nothing(tmp_path):
     retention = opened(tmp_path / "one", keep=1)
     save(retention, "a", 1.0)
     retention.open(tmp_path / "two", resumed=False)
-    assert retention.written == ()
+    assert retention.saved == ()
     save(retention, "a", 2.0)
     assert names(tmp_path / "one") == ["a"]
     assert find_checkpoint(tmp_path / "two" / "best") == tmp_path / "two" / "a"

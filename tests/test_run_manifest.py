@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.runs import Run, open_run
-from hookline.runs.config_hash import canonical, config_hash
-from hookline.runs.environment import packages
-from hookline.runs.git import git_facts
+from hookline.runs.environment import installed_packages
+from hookline.runs.git import read_git_state
+from hookline.runs.recorded_config import canonical_json, config_hash
 
 
 def git(folder: Path, *words: str) -> str:
@@ -53,7 +53,7 @@ def repository(tmp_path: Path) -> Path:
 
 def test_a_clean_repository_has_commit_and_branch_and_no_diff(repository: Path) -> None:
     (repository / "cache.pyc").write_text("ignored")
-    facts = git_facts(repository)
+    facts = read_git_state(repository)
     assert facts == {
         "commit": git(repository, "rev-parse", "HEAD"),
         "branch": "main",
@@ -69,11 +69,11 @@ def test_changed_files_make_it_dirty_and_the_hash_tells_changes_apart(repository
     hashes = []
     for text in ("lr = 0.2\n", "lr = 0.3\n", "lr = 0.2\n"):
         (repository / "train.py").write_text(text)
-        facts = git_facts(repository)
+        facts = read_git_state(repository)
         assert facts["dirty"] is True
         hashes.append(facts["diff_sha256"])
     git(repository, "add", ".")  # staged or not is the same
-    hashes.append(git_facts(repository)["diff_sha256"])
+    hashes.append(read_git_state(repository)["diff_sha256"])
     assert hashes[0] == hashes[2] == hashes[3] != hashes[1]
     assert len(hashes[0]) == 64
 
@@ -82,7 +82,7 @@ def test_the_hash_of_the_diff_does_not_depend_on_how_the_user_likes_diffs(
     repository: Path,
 ) -> None:
     (repository / "train.py").write_text("lr = 0.2\n")
-    before = git_facts(repository)["diff_sha256"]
+    before = read_git_state(repository)["diff_sha256"]
     settings = {
         "diff.noprefix": "true",
         "color.ui": "always",
@@ -93,7 +93,7 @@ def test_the_hash_of_the_diff_does_not_depend_on_how_the_user_likes_diffs(
     }
     for name, value in settings.items():
         git(repository, "config", name, value)
-    assert git_facts(repository)["diff_sha256"] == before
+    assert read_git_state(repository)["diff_sha256"] == before
 
 
 def test_untracked_files_are_counted_and_do_not_make_it_dirty(repository: Path) -> None:
@@ -101,7 +101,7 @@ def test_untracked_files_are_counted_and_do_not_make_it_dirty(repository: Path) 
     (repository / "runs").mkdir()
     for name in ("a", "b"):
         (repository / "runs" / name).write_text("")
-    facts = git_facts(repository)
+    facts = read_git_state(repository)
     assert (facts["dirty"], facts["untracked"]) == (False, 2)  # a file and a folder
 
 
@@ -112,7 +112,7 @@ def test_a_folder_within_a_repository_a_detached_head_and_a_git_hook(
     inner.mkdir()
     git(repository, "checkout", "-q", "--detach")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as git sets it for its hooks
-    facts = git_facts(inner)
+    facts = read_git_state(inner)
     assert facts["commit"] is not None
     assert facts["branch"] is None
 
@@ -121,15 +121,15 @@ def test_without_a_commit_a_placeholder_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = {"commit": None, "branch": None, "dirty": None, "diff_sha256": None, "untracked": None}
-    outside = git_facts(tmp_path)
+    outside = read_git_state(tmp_path)
     assert outside == {**empty, "folder": str(tmp_path), "problem": "not in a git repository"}
     new = tmp_path / "new"
     new.mkdir()
     git(new, "init", "-q")
-    assert git_facts(new)["problem"] == "the repository has no commit yet"
-    assert "NotADirectoryError" in git_facts(Path(__file__))["problem"]
+    assert read_git_state(new)["problem"] == "the repository has no commit yet"
+    assert "NotADirectoryError" in read_git_state(Path(__file__))["problem"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_facts(new) == {**empty, "folder": str(new), "problem": "git is not installed"}
+    assert read_git_state(new) == {**empty, "folder": str(new), "problem": "git is not installed"}
 
 
 @pytest.mark.parametrize(
@@ -216,13 +216,15 @@ def test_the_same_meaning_has_the_same_hash_whatever_the_order_of_keys(config: A
 @given(configs, st.text(), values)
 def test_another_value_has_another_hash(config: Any, key: str, value: Any) -> None:
     other = {**config, key: value}
-    assert (canonical(config) == canonical(other)) == (config_hash(config) == config_hash(other))
+    assert (canonical_json(config) == canonical_json(other)) == (
+        config_hash(config) == config_hash(other)
+    )
     assert config_hash({**config, key: [value]}) != config_hash(other)
 
 
 def test_the_hash_stays_what_it_is_from_version_to_version() -> None:
     config = {"b": [1, 2.5, True, None], "a": {"é": "x"}}
-    assert canonical(config) == '{"a":{"é":"x"},"b":[1,2.5,true,null]}'
+    assert canonical_json(config) == '{"a":{"é":"x"},"b":[1,2.5,true,null]}'
     assert config_hash(config).startswith("9b7698d168ab")
 
 
@@ -255,7 +257,7 @@ def test_versions_packages_platform_devices_and_process_are_told(tmp_path: Path)
     found = json.loads((run.path / "manifest.json").read_text())
     run.close()
     assert found["packages"]["pytest"] == pytest.__version__
-    assert found["packages"] == packages()
+    assert found["packages"] == installed_packages()
     assert list(found["packages"]) == sorted(found["packages"])
     assert len(found["packages_sha256"]) == 64
     devices = found["devices"]
@@ -467,7 +469,7 @@ def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
 
 
 def test_what_only_sounds_like_a_secret_stays():
-    from hookline.runs.masking import masked
+    from hookline.runs.recorded_config import mask_secrets
 
     config = {
         "tokens_seen": 3,
@@ -476,4 +478,4 @@ def test_what_only_sounds_like_a_secret_stays():
         "api_key": "x",
         "a": [{"token": "t"}],
     }
-    assert masked(config) == config | {"api_key": "***", "a": [{"token": "***"}]}
+    assert mask_secrets(config) == config | {"api_key": "***", "a": [{"token": "***"}]}

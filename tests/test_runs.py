@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from leftovers import leave_unfinished_folder
 
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
-from hookline.runs.jsonl_file import Journal, JsonlFile
+from hookline.runs.jsonl_file import JsonlFile
+from hookline.runs.metrics_log import MetricsLog
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def test_a_value_that_does_not_fit_is_recorded_as_text_and_no_other_is_lost(
     assert [line["was"] for line in odd_lines] == ["scalar"] * 10 + ["histogram", "image"]
     assert odd_lines[0]["value"] == "'word'"
     assert (lines[0]["value"], lines[-1]["value"], len(lines)) == (1.0, 2.0, 15)
-    assert "no image" in caplog.text
+    assert "Cannot log 'odd' as image" in caplog.text
 
 
 def test_text_and_histograms(run: Run) -> None:
@@ -249,20 +251,20 @@ def test_events_are_there_at_once(run: Run) -> None:
 
 
 def test_the_buffer_is_bounded_by_count_and_by_time(tmp_path: Path) -> None:
-    journal = Journal(JsonlFile(tmp_path / "a"), most=3, seconds=1e9)
+    metrics_log = MetricsLog(JsonlFile(tmp_path / "a"), max_records=3, seconds=1e9)
 
     def written() -> int:
         return len(list(read_records(tmp_path / "a")))
 
-    def add(journal: Journal, late: float = 0.0) -> None:
-        journal.add((0, 0, journal._flushed + late, "x", "scalar", 1.0))
+    def add(metrics_log: MetricsLog, late: float = 0.0) -> None:
+        metrics_log.add((0, 0, metrics_log._flushed + late, "x", "scalar", 1.0))
 
-    add(journal)
-    add(journal)
+    add(metrics_log)
+    add(metrics_log)
     assert written() == 0
-    add(journal)
+    add(metrics_log)
     assert written() == 3
-    patient = Journal(journal.file, most=10**9, seconds=60.0)
+    patient = MetricsLog(metrics_log.file, max_records=10**9, seconds=60.0)
     add(patient, 59.0)
     assert written() == 3
     add(patient, 61.0)
@@ -319,7 +321,7 @@ def test_closing_writes_everything_and_how_it_ended(run: Run) -> None:
 def test_resuming_keeps_the_id_and_adds_a_part(run: Run) -> None:
     run.log(0, 0, "x", 1.0)
     run.close("interrupted", error="SIGTERM")
-    (run.path / ".tmp-manifest.json-dead").write_text("{")
+    leave_unfinished_folder(run.path, "manifest.json")
     again = Run.open(run.path, resume=True)
     assert again.id == run.id
     assert manifest(again)["status"] == "training"
@@ -392,13 +394,13 @@ def test_a_run_that_nobody_has_any_more_writes_its_records_and_closes_its_files(
 
 
 def test_the_journal_of_metrics_is_there_while_the_run_writes(run: Run) -> None:
-    assert run.journal is not None
-    run.journal.add((5, 1, 123.5, "train/loss", "scalar", 0.25))
+    assert run.metrics_log is not None
+    run.metrics_log.add((5, 1, 123.5, "train/loss", "scalar", 0.25))
     (record,) = records(run)
     assert (record["step"], record["epoch"], record["time"]) == (5, 1, 123.5)
     run.close()
-    assert run.journal is None
-    assert Run.open(run.path).journal is None
+    assert run.metrics_log is None
+    assert Run.open(run.path).metrics_log is None
 
 
 # -- kills and full disks -------------------------------------------------------------------------
@@ -502,10 +504,10 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error_at_creation(
         )
         command = [sys.executable, "-c", code, str(root)]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "No run can be recorded" in result.stdout
+        assert "Cannot create a run" in result.stdout
         assert not list(root.iterdir())
         return
-    with pytest.raises(RunError, match="No run can be recorded"):
+    with pytest.raises(RunError, match="Cannot create a run"):
         Run.create(root, config={}, seed=0, hooks=[])
 
 

@@ -12,13 +12,13 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from leftovers import leave_unfinished_folder
 from loops import batches, make
 from torch.nn import functional as F
 
 import hookline
 from hookline import ConfigError, Trainer, TrainerConfig
-from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.checkpoint.checkpoint_folder import complete_checkpoints
+from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook
@@ -146,9 +146,9 @@ def test_what_an_upload_that_was_killed_left_behind_is_cleaned_up(tmp_path):
 
     class Leaves(hookline.Hook):
         def on_epoch_start(self, trainer):
-            left = tmp_path / "copies" / trainer.run.id / ".tmp-epoch_0000-1234"
-            left.mkdir(parents=True, exist_ok=True)
-            (left / "model.safetensors").write_bytes(b"half")
+            folder = tmp_path / "copies" / trainer.run.id
+            folder.mkdir(parents=True, exist_ok=True)
+            leave_unfinished_folder(folder, "epoch_0000")
 
     trainer.add_hook(Leaves())
     trainer.fit(batches(2))

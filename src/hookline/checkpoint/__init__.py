@@ -1,22 +1,41 @@
-"""Checkpoints: durable, verified, readable without running any code from the file."""
+"""Checkpoints: durable, verified, and readable without running code from the file.
+
+Names are loaded when first used: finding checkpoints does not need torch.
+"""
 
 from __future__ import annotations
 
-from hookline.checkpoint.checkpoint_folder import (
-    FORMAT_VERSION,
-    Checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from hookline.checkpoint.find_checkpoint import find_checkpoint, point
+from typing import TYPE_CHECKING
+
 from hookline.errors import CheckpointError
+from hookline.lazy_exports import lazy_getattr
+
+if TYPE_CHECKING:
+    from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint, save_checkpoint
+    from hookline.checkpoint.checkpoint_lookup import (
+        FORMAT_VERSION,
+        complete_checkpoints,
+        find_checkpoint,
+        set_pointer,
+    )
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "CheckpointError",
+    "complete_checkpoints",
     "find_checkpoint",
     "load_checkpoint",
-    "point",
     "save_checkpoint",
+    "set_pointer",
 ]
+
+__getattr__ = lazy_getattr(
+    __name__,
+    {
+        "checkpoint_folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+        "checkpoint_lookup": (
+            *("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
+        ),
+    },
+)

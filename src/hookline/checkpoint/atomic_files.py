@@ -1,30 +1,49 @@
-"""Writing that survives a kill: a file or a folder is there as a whole, or not at all."""
+"""Files and folders that exist completely or not at all, also after a crash.
+
+Everything is first written into a temporary folder, `.tmp-<name>-<8 hex digits>.hookline`, beside
+its destination and then renamed. The folder holds a marker file, which its writer keeps locked. The
+kernel drops the lock when the process dies: a marked folder whose lock is free is a leftover.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
-__all__ = ["TEMPORARY", "clean", "digest", "sync", "temporary_folder", "write_atomic"]
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+__all__ = [
+    "TEMPORARY",
+    "hash_file",
+    "remove_leftovers",
+    "sync",
+    "temporary_folder",
+    "write_atomic",
+]
 
 TEMPORARY = ".tmp-"
-"""How the names of unfinished files and folders begin. Whoever reads skips them."""
+"""Prefix of the names of unfinished files and folders. Readers skip them."""
 
+_FOLDER_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}\.hookline", re.DOTALL)
+_MARKER = ".hookline-writer"
 _CHUNK = 1 << 22
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the entries of a folder, survive a power cut."""
+    """Flush a file, or the entries of a folder, to the disk."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:
-        if path.is_dir():  # Windows opens no folders
+        if path.is_dir():  # Windows does not open folders
             return
         raise
     try:
@@ -33,8 +52,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def digest(path: Path) -> str:
-    """Return the xxh3_64 of a file's bytes, in hexadecimal."""
+def hash_file(path: Path) -> str:
+    """Return the xxh3_64 hash of a file's bytes, in hexadecimal."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -43,63 +62,86 @@ def digest(path: Path) -> str:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a file. After a kill it holds the old text or the new one, never a part."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
+    """Replace a file. After a crash it holds either the old or the new text."""
+    with temporary_folder(path.parent, path.name) as folder:
+        temporary = folder / path.name
         temporary.write_bytes(text.encode())
         sync(temporary)
         temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
     sync(path.parent)
 
 
 @contextmanager
 def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
-    """Give a new folder beside the final one, and remove it unless it was renamed.
+    """Create a temporary folder, and remove it with everything that is still in it at the end.
 
-    It is locked while its process lives; the kernel drops the lock when the process is killed, so
-    that `clean` never takes a folder which somebody still writes.
+    Move finished files and folders out of it, to a destination in `parent`.
+
+    Args:
+        parent: Where to create it.
+        name: What is written in it; part of the folder's name.
     """
-    folder = parent / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    lock = _lock(folder)
+    folder, lock = _create_locked_folder(parent, name)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing is there after the rename
-        if lock is not None:
-            os.close(lock)
+        _remove_folder(folder, lock)
 
 
-def clean(parent: Path) -> None:
-    """Remove what killed processes left unfinished."""
-    for left in parent.glob(f"{TEMPORARY}*"):
-        if not left.is_dir():
-            with suppress(OSError):
-                left.unlink()
+def remove_leftovers(parent: Path) -> None:
+    """Remove the temporary folders of processes that died while writing.
+
+    Nothing else is touched: a folder is removed if its name has the form that `temporary_folder`
+    gives, it is not a link, it contains the marker, and no process holds the marker's lock. A
+    folder of that form without a marker is removed only if it is empty.
+    """
+    for folder in parent.glob(f"{TEMPORARY}*.hookline"):
+        if not _FOLDER_NAME.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
             continue
-        lock = _lock(left)
-        if lock is not None:  # so nobody writes it
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
+        marker = folder / _MARKER
+        if marker.is_symlink() or not marker.is_file():
+            with suppress(OSError):  # the process died before it created the marker
+                folder.rmdir()
+            continue
+        with suppress(OSError):  # locked by its writer, or locks are not supported here
+            _remove_folder(folder, _lock(marker))
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder; None when another process holds it, or where folders cannot be locked."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock | None]:
+    while True:
+        folder = parent / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}.hookline"
+        folder.mkdir()
+        try:
+            return folder, _lock(folder / _MARKER)
+        except (FileNotFoundError, TimeoutError):
+            continue  # another process removed the folder before it was locked
+        except OSError:
+            # Locks are not supported here. Without a marker, no other process removes the folder.
+            (folder / _MARKER).unlink(missing_ok=True)
+            return folder, None
+
+
+def _lock(marker: Path) -> BaseFileLock:
+    """Lock a marker file; raise TimeoutError if another process holds the lock."""
+    from filelock import FileLock  # here, because the import takes 50 ms
+
+    # Never a soft lock: it would outlive its process.
+    lock = FileLock(marker, blocking=False, fallback_to_soft=False)
+    lock.acquire()
+    return lock
+
+
+def _remove_folder(folder: Path, lock: BaseFileLock | None) -> None:
+    """Remove a folder, the marker last: if this is interrupted, the rest is still recognized."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _MARKER:
+                path.unlink(missing_ok=True)
+    if lock is not None:
+        lock.release()
+    with suppress(OSError):
+        if all(path.name == _MARKER for path in folder.iterdir()):
+            (folder / _MARKER).unlink(missing_ok=True)
+            folder.rmdir()

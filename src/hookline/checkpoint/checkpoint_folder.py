@@ -1,4 +1,4 @@
-"""One checkpoint: a folder that is there as a whole or not at all, and is verified when read.
+"""Saving and loading one checkpoint, a folder.
 
 step_000120/
   manifest.json       format, version, created, size and xxh3_64 of each file, info; its own
@@ -19,38 +19,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hookline.checkpoint.atomic_files import TEMPORARY, clean, digest, sync, temporary_folder
+from hookline.checkpoint.atomic_files import hash_file, remove_leftovers, sync, temporary_folder
+from hookline.checkpoint.checkpoint_lookup import (
+    FORMAT,
+    FORMAT_VERSION,
+    damage_error,
+    hash_manifest,
+    read_manifest,
+)
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.checkpoint.tensor_files import read_tensors, write_tensors
-from hookline.errors import CheckpointError, listed
+from hookline.errors import CheckpointError
 
-__all__ = [
-    "FORMAT_VERSION",
-    "Checkpoint",
-    "complete_checkpoints",
-    "load_checkpoint",
-    "read_manifest",
-    "save_checkpoint",
-]
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
-FORMAT_VERSION = 1
-_FORMAT = "hookline.checkpoint"
 _FILES = ("model.safetensors", "state.safetensors", "state.json")
 
 
 @dataclass
 class Checkpoint:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         path: Its folder.
-        info: What the manifest says about it: step, epoch, metrics, run id …
+        info: The manifest's `info`: step, epoch, metrics, run id …
         model: The model's `state_dict`.
-        state: The state as it was saved, its tensors on the CPU.
+        state: The state as it was saved, with its tensors on the CPU.
     """
 
     path: Path
@@ -64,67 +61,68 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint, and return once it is durable.
 
-    A kill at any moment leaves the whole checkpoint or none. A folder that exists is never
-    touched: the new one is then called `step_000120_2`, `step_000120_3` …
+    A crash at any time leaves the complete checkpoint or none. An existing folder is never changed:
+    the new checkpoint is then called `step_000120_2`, `step_000120_3` …
 
     Args:
         folder: Where to write it, such as `checkpoints/step_000120`.
         model: The model's `state_dict`. Tied weights are written once.
         state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
-            `dict`, `OrderedDict`, `Counter` and all other types come back exactly as they were.
-        info: Facts for the manifest, numbers and strings. Tensors of one element become numbers.
+            `dict`, `OrderedDict`, `Counter` and all other types are restored exactly.
+        info: Numbers and strings for the manifest. Tensors with one element become numbers.
 
     Returns:
         The folder that was written.
 
     Raises:
-        CheckpointError: Something cannot be saved (nothing is written then), or the disk fails.
+        CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
     """
     folder = Path(folder)
     weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
-    checked = Encoder("model")
-    checked.encode(weights)
+    Encoder("model").encode(weights)  # raises if a weight cannot be saved
     encoder = Encoder("state")
-    extra = {k: v for k, v in model.items() if k not in weights}  # of `get_extra_state`
+    extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
     tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
-    facts = Encoder("info", numbers=True).encode(dict(info))
+    encoded_info = Encoder("info", numbers_only=True).encode(dict(info))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        clean(folder.parent)
-        with temporary_folder(folder.parent, folder.name) as temporary:
+        remove_leftovers(folder.parent)
+        with temporary_folder(folder.parent, folder.name) as parent:
+            temporary = parent / folder.name
+            temporary.mkdir()
             write_tensors(temporary / "model.safetensors", weights)
             write_tensors(temporary / "state.safetensors", encoder.tensors)
-            _write(temporary / "state.json", json.dumps(tree, allow_nan=False))
+            (temporary / "state.json").write_bytes(json.dumps(tree, allow_nan=False).encode())
             for name in _FILES:
                 sync(temporary / name)
-            _write(temporary / "manifest.json", _manifest(temporary, facts))
+            manifest = _encode_manifest(temporary, encoded_info)
+            (temporary / "manifest.json").write_bytes(manifest.encode())
             sync(temporary / "manifest.json")
             sync(temporary)
             final = _rename(temporary, folder)
         sync(final.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The checkpoint {folder} could not be written: {error}. Nothing of it was left "
-            "behind. Is the disk full, or the folder read-only?"
+            f"The checkpoint {folder} could not be written: {error}. No partial files were left. "
+            "Check that the folder is writable and the disk is not full."
         ) from error
     return final
 
 
 def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkpoint:
-    """Read a checkpoint after verifying sizes and hashes of all its files.
+    """Read a checkpoint after verifying the sizes and hashes of all its files.
 
     Args:
         path: The checkpoint's folder; `find_checkpoint` finds it from a run's folder.
         device: Where the weights go. The state's tensors stay on the CPU: random states have to,
-            and optimizers move theirs to where their parameters are.
+            and optimizers move theirs to their parameters' devices.
 
     Raises:
-        CheckpointError: It is damaged, or written by a newer version; the message names the file.
+        CheckpointError: The checkpoint is damaged, or written by a newer version. The message names
+            the file.
     """
     path = Path(path)
-    manifest = read_manifest(path)
-    for name, facts in manifest["files"].items():
-        _verify(path / name, facts)
+    manifest = read_manifest(path, verify_files=True)
     name = ""
     try:
         name = "model.safetensors"
@@ -139,75 +137,25 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
         return Checkpoint(path, decode(manifest["info"], {}), model, state)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a wrong file makes of its readers
-        raise _damaged(path / name, f"cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a file with the right hash may still have the wrong content
+        problem = f"cannot be read: {type(error).__name__}: {error}"
+        raise damage_error(path, name, problem) from error
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest, after checking it against its own hash."""
-    file = path / "manifest.json"
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        what = "is no folder" if not path.is_dir() else "has no manifest.json"
-        raise CheckpointError(f"{path} {what}: it is no checkpoint.{_others(path)}") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise _damaged(file, f"cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{file} is not the manifest of a checkpoint: its 'format' should be '{_FORMAT}'. "
-            f"Give the folder of a checkpoint.{_others(path)}"
-        )
-    version = manifest.get("version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{file} has format version {version}; this hookline reads up to version "
-            f"{FORMAT_VERSION}. Install a newer hookline: pip install -U hookline"
-        )
-    if manifest.pop("check", None) != _check(manifest) or version != FORMAT_VERSION:
-        raise _damaged(file, "does not match its own hash")
-    return manifest
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder whose files are all there, oldest first."""
-    found: list[tuple[str, str, Path]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith(TEMPORARY) or not path.is_dir():
-            continue
-        try:
-            manifest = read_manifest(path)
-            whole = all(
-                (path / n).stat().st_size == f["size"] for n, f in manifest["files"].items()
-            )
-        except (CheckpointError, OSError):
-            continue
-        if whole:
-            found.append((manifest["created"], path.name, path))
-    return [path for _, _, path in sorted(found)]
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_bytes(text.encode())
-
-
-def _manifest(folder: Path, info: Any) -> str:
+def _encode_manifest(folder: Path, info: Any) -> str:
     files = {
-        name: {"size": (folder / name).stat().st_size, "xxh3_64": digest(folder / name)}
+        name: {"size": (folder / name).stat().st_size, "xxh3_64": hash_file(folder / name)}
         for name in _FILES
     }
     manifest: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": FORMAT_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "files": files,
         "info": info,
     }
-    return json.dumps({**manifest, "check": _check(manifest)}, indent=1, allow_nan=False) + "\n"
-
-
-def _check(manifest: dict[str, Any]) -> str:
-    return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    hashed = {**manifest, "check": hash_manifest(manifest)}
+    return json.dumps(hashed, indent=1, allow_nan=False) + "\n"
 
 
 def _rename(temporary: Path, folder: Path) -> Path:
@@ -218,42 +166,6 @@ def _rename(temporary: Path, folder: Path) -> Path:
         try:
             return temporary.rename(final)
         except OSError:
-            if not final.exists():  # else another process was faster
+            if not final.exists():  # otherwise another process took the name
                 raise
     raise AssertionError
-
-
-def _verify(file: Path, facts: Mapping[str, Any]) -> None:
-    try:
-        size = file.stat().st_size
-        if size != facts["size"]:
-            raise _damaged(file, f"has {size} bytes instead of {facts['size']}")
-        if digest(file) != facts["xxh3_64"]:
-            raise _damaged(file, "has other bytes than were written (its hash differs)")
-    except FileNotFoundError:
-        raise _damaged(file, "is missing") from None
-    except OSError as error:
-        raise _damaged(file, f"cannot be read: {error}") from error
-
-
-def _damaged(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{file} {what}. The checkpoint is damaged and was not loaded.{_others(file.parent)}"
-    )
-
-
-def _others(path: Path) -> str:
-    names = [p.name for p in _beside(path)]
-    if not names:
-        return f" There is no other complete checkpoint in {path.parent}."
-    return f" Complete ones in {path.parent}, newest first: {listed(reversed(names[-5:]))}."
-
-
-def _beside(path: Path) -> list[Path]:
-    """Return folders beside a checkpoint that look complete; cheap, it reads no manifest."""
-    try:
-        beside = [p for p in path.parent.iterdir() if p != path and p.name[0] != "."]
-        whole = [p for p in beside if all((p / n).is_file() for n in ("manifest.json", *_FILES))]
-        return sorted(whole, key=lambda p: (p.stat().st_mtime_ns, p.name))
-    except OSError:
-        return []

@@ -1,7 +1,7 @@
-"""Which checkpoints are kept: what was written, how it ranks, what is removed, and how.
+"""Retention: which checkpoints of a writer are kept, and how the others are removed.
 
-A `Retention` belongs to one writer. It removes only what that writer wrote, never what `last` or
-`best` names, and only after the next checkpoint is durable.
+A `Retention` belongs to one writer. It removes only checkpoints that this writer wrote, never one
+that `last` or `best` names, and only after the next checkpoint is durable.
 """
 
 from __future__ import annotations
@@ -10,41 +10,38 @@ import logging
 import math
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import TEMPORARY
-from hookline.checkpoint.checkpoint_folder import read_manifest
-from hookline.checkpoint.find_checkpoint import point
+from hookline.checkpoint.atomic_files import temporary_folder
+from hookline.checkpoint.checkpoint_lookup import read_manifest, read_pointers, set_pointer
 from hookline.errors import CheckpointError, listed
 
-__all__ = ["Order", "Retention", "Written", "pointed", "ranked", "remove_checkpoint"]
+__all__ = ["Order", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
 
 log = logging.getLogger("hookline")
 
 Order = Literal["min", "max", "newest"]
-"""Which checkpoint is the better one: that with the lower or the higher score, or the newer."""
+"""What ranks higher: the checkpoint with the lower score, the higher score, or the newer one."""
 
-_asked_for: set[Path] = set()
-"""What all writers of this process have asked for and is not saved yet: no name is given twice."""
+_reserved_paths: set[Path] = set()
+"""Paths that writers of this process have reserved and not saved yet."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """A checkpoint that a writer wrote, or has asked for.
+class RetainedCheckpoint:
+    """A checkpoint that a writer has written or reserved a name for.
 
     Attributes:
         name: Its folder's name.
-        step: The step it was made at.
-        number: How many this writer had asked for before.
-        score: The number it ranks by; None where nothing is ranked.
-        created: When it was written, as its manifest says; "" before that. It tells a checkpoint
-            from another one that somebody put in its place.
+        step: The step it was saved at.
+        number: How many checkpoints the writer had reserved before.
+        score: The number it is ranked by; None if checkpoints are not ranked by a score.
+        created: The manifest's time of creation; "" before it is saved. It distinguishes the
+            checkpoint from another one that replaced it.
     """
 
     name: str
@@ -54,251 +51,248 @@ class Written:
     created: str = ""
 
     @property
-    def may_be_best(self) -> bool:
-        """Whether there is a score to compare: NaN and infinities are none."""
+    def has_finite_score(self) -> bool:
+        """Whether the score can be compared: NaN and infinities cannot."""
         return self.score is not None and math.isfinite(self.score)
 
 
-def ranked(written: Iterable[Written], order: Order) -> list[Written]:
+def rank_checkpoints(
+    checkpoints: Iterable[RetainedCheckpoint], order: Order
+) -> list[RetainedCheckpoint]:
     """Return checkpoints, the best first.
 
-    Of equal scores the earlier comes first; scores that are not finite come last.
+    Of equal scores the earlier comes first. Scores that are not finite come last.
     """
 
-    def place(one: Written) -> tuple[bool, float, int]:
+    def key(checkpoint: RetainedCheckpoint) -> tuple[bool, float, int]:
         if order == "newest":
-            return False, -one.number, 0
-        if one.score is None or not one.may_be_best:
-            return True, 0.0, one.number
-        return False, one.score if order == "min" else -one.score, one.number
+            return False, -checkpoint.number, 0
+        if checkpoint.score is None or not checkpoint.has_finite_score:
+            return True, 0.0, checkpoint.number
+        score = checkpoint.score if order == "min" else -checkpoint.score
+        return False, score, checkpoint.number
 
-    return sorted(written, key=place)
+    return sorted(checkpoints, key=key)
 
 
 class Retention:
     """The checkpoints of one writer.
 
-    Before a checkpoint is saved, `ask` gives its path and notes it: so the checkpoint itself, whose
-    state is made while it is being saved, knows of it too. `saved` is told of every checkpoint that
-    is durable, and removes what is not kept any more.
+    Call `reserve` before a checkpoint is saved: the writer's state, which is part of that
+    checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
+    the checkpoints that are no longer kept.
 
     Args:
-        keep: How many are kept, the best of them; -1 for all.
-        order: What makes one better.
-        newest_too: The newest one is kept as well, whatever its rank.
+        keep: How many of the best checkpoints are kept; -1 for all.
+        order: What ranks higher.
+        keep_newest: Also keep the newest checkpoint, whatever its rank.
     """
 
-    def __init__(self, *, keep: int, order: Order, newest_too: bool = False) -> None:
+    def __init__(self, *, keep: int, order: Order, keep_newest: bool = False) -> None:
         self._keep = keep
         self._order: Order = order
-        self._newest_too = newest_too
+        self._keep_newest = keep_newest
         self._folder: Path | None = None
-        self._written: list[Written] = []
-        self._pending: dict[str, Written] = {}
+        self._saved: list[RetainedCheckpoint] = []
+        self._pending: dict[str, RetainedCheckpoint] = {}
         self._number = 0
-        self._pointed_at: str | None = None
+        self._best_name: str | None = None
 
-    # -- what there is ----------------------------------------------------------------------------
+    # -- the checkpoints --------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """The folder of the checkpoints."""
         if self._folder is None:
             raise CheckpointError("Checkpoints have no folder before training has started.")
         return self._folder
 
     @property
-    def written(self) -> tuple[Written, ...]:
-        """What was written and is still kept, oldest first."""
-        return tuple(self._written)
+    def saved(self) -> tuple[RetainedCheckpoint, ...]:
+        """The checkpoints that were saved and are kept, oldest first."""
+        return tuple(self._saved)
 
     @property
-    def best(self) -> Written | None:
-        """The best one; None where nothing is ranked, or no score is a finite number."""
+    def best(self) -> RetainedCheckpoint | None:
+        """The best checkpoint; None if nothing is ranked, or no score is finite."""
         if self._order == "newest" or not self._keep:
             return None
-        first = ranked(self._written, self._order)[:1]
-        return first[0] if first and first[0].may_be_best else None
+        first = rank_checkpoints(self._saved, self._order)[:1]
+        return first[0] if first and first[0].has_finite_score else None
 
     @property
-    def newest(self) -> Written | None:
-        """The newest one."""
-        return max(self._written, key=lambda one: one.number, default=None)
+    def newest(self) -> RetainedCheckpoint | None:
+        """The newest checkpoint."""
+        return max(self._saved, key=lambda checkpoint: checkpoint.number, default=None)
 
-    def path(self, one: Written | None) -> Path | None:
-        """Return where a checkpoint is."""
-        return None if one is None else self.folder / one.name
+    def path_of(self, checkpoint: RetainedCheckpoint | None) -> Path | None:
+        """Return the folder of a checkpoint; None for None."""
+        return None if checkpoint is None else self.folder / checkpoint.name
 
-    # -- writing ----------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------
 
     def open(self, folder: Path, *, resumed: bool) -> None:
-        """Begin a run: with what was loaded, when it is resumed, else with nothing."""
+        """Set the folder when training starts; unless resumed, start with no checkpoints."""
         self.release()
         self._folder = Path(folder)
-        self._pointed_at = None
+        self._best_name = None
         if not resumed:
-            self._written, self._pending, self._number = [], {}, 0
+            self._saved, self._pending, self._number = [], {}, 0
 
-    def wants(self, score: float | None) -> bool:
-        """Whether a checkpoint with this score would be kept."""
-        if self._newest_too or self._keep < 0:
+    def would_keep(self, score: float | None) -> bool:
+        """Return whether a new checkpoint with this score would be kept."""
+        if self._keep_newest or self._keep < 0:
             return True
-        new = Written("", 0, self._number, score)
-        return (
-            new in ranked([*self._written, *self._pending.values(), new], self._order)[: self._keep]
-        )
+        new = RetainedCheckpoint("", 0, self._number, score)
+        known = [*self._saved, *self._pending.values(), new]
+        return new in rank_checkpoints(known, self._order)[: self._keep]
 
-    def ask(self, name: str, step: int, score: float | None) -> Path:
-        """Return where a checkpoint is to be saved: a path that nobody has, and nobody else gets.
+    def reserve(self, name: str, step: int, score: float | None) -> Path:
+        """Reserve a path for a checkpoint: it does not exist, and no other writer gets it.
 
         Args:
-            name: How to call it; when that is taken, `_2`, `_3` … is added.
+            name: The name to use; if it is taken, `_2`, `_3` … is added.
             step: The step.
-            score: The number to rank it by.
+            score: The number to rank the checkpoint by.
         """
         names = chain([name], (f"{name}_{number}" for number in count(2)))
         path = next(path for name in names if _is_free(path := self.folder / name))
-        _asked_for.add(path.resolve())
-        self._pending[path.name] = Written(path.name, step, self._number, score)
+        _reserved_paths.add(path.resolve())
+        self._pending[path.name] = RetainedCheckpoint(path.name, step, self._number, score)
         self._number += 1
         return path
 
     def rescore(self, step: int, score: float | None) -> None:
-        """Give what was asked for at this step a score that came later, and rank anew."""
-        for name, one in self._pending.items():
-            if one.step == step:
-                self._pending[name] = replace(one, score=score)
-        self._written = [
-            replace(one, score=score) if one.step == step else one for one in self._written
+        """Set the score of the checkpoints of a step, and rank again."""
+        for name, checkpoint in self._pending.items():
+            if checkpoint.step == step:
+                self._pending[name] = replace(checkpoint, score=score)
+        self._saved = [
+            replace(checkpoint, score=score) if checkpoint.step == step else checkpoint
+            for checkpoint in self._saved
         ]
-        self._point_at_best()
+        self._update_best_pointer()
         self._prune()
 
-    def saved(self, path: Path) -> bool:
-        """Take note of a durable checkpoint and remove what is not kept; False: it is not ours."""
-        one = self._asked(path)
-        if one is None:
+    def mark_saved(self, path: Path) -> bool:
+        """Register a durable checkpoint and remove those that are no longer kept.
+
+        Returns:
+            False if the checkpoint was not reserved by this writer.
+        """
+        checkpoint = self._find_pending(path)
+        if checkpoint is None:
             return False
-        self._drop(one.name)
-        self._written.append(replace(one, name=path.name, created=_created(path) or ""))
-        self._forget_vanished()
-        self._point_at_best()
+        del self._pending[checkpoint.name]
+        _reserved_paths.discard((self.folder / checkpoint.name).resolve())
+        created = _read_created(path) or ""
+        self._saved.append(replace(checkpoint, name=path.name, created=created))
+        self._forget_missing()
+        self._update_best_pointer()
         self._prune()
         return True
 
     def release(self) -> None:
-        """Give back the names that were asked for: nothing is saved any more."""
+        """Free the reserved names: nothing more will be saved under them."""
         if self._folder is not None:
-            _asked_for.difference_update((self._folder / name).resolve() for name in self._pending)
+            paths = ((self._folder / name).resolve() for name in self._pending)
+            _reserved_paths.difference_update(paths)
 
-    def _asked(self, path: Path) -> Written | None:
-        """What was asked for under this path; another process may have taken the name."""
+    def _find_pending(self, path: Path) -> RetainedCheckpoint | None:
+        """Return what was reserved for this path; another process may have taken the name."""
         if path.parent.resolve() != self.folder.resolve():
             return None
         if path.name in self._pending:
             return self._pending[path.name]
-        if path.resolve() in _asked_for:
-            return None  # another writer's
-        return next((one for one in self._pending.values() if _is_variant(path, one.name)), None)
+        if path.resolve() in _reserved_paths:
+            return None  # reserved by another writer
+        return next((c for c in self._pending.values() if _is_variant(path, c.name)), None)
 
-    def _drop(self, name: str) -> None:
-        del self._pending[name]
-        _asked_for.discard((self.folder / name).resolve())
-
-    def _point_at_best(self) -> None:
+    def _update_best_pointer(self) -> None:
         best = self.best
-        if best is not None and best.name != self._pointed_at:
-            point(self.folder, "best", self.folder / best.name)
-            self._pointed_at = best.name
+        if best is not None and best.name != self._best_name:
+            set_pointer(self.folder, "best", self.folder / best.name)
+            self._best_name = best.name
 
     def _prune(self) -> None:
         if self._keep < 0:
             return
-        kept = {one.name for one in ranked(self._written, self._order)[: self._keep]}
-        kept |= pointed(self.folder)
-        if self._newest_too and self.newest is not None:
+        kept = {c.name for c in rank_checkpoints(self._saved, self._order)[: self._keep]}
+        kept.update(read_pointers(self.folder).values())
+        if self._keep_newest and self.newest is not None:
             kept.add(self.newest.name)
-        for one in self._written:
-            if one.name not in kept:
-                remove_checkpoint(self.folder / one.name)
-        self._written = [one for one in self._written if one.name in kept]
+        for checkpoint in self._saved:
+            if checkpoint.name not in kept:
+                remove_checkpoint(self.folder / checkpoint.name)
+        self._saved = [checkpoint for checkpoint in self._saved if checkpoint.name in kept]
 
-    def _forget_vanished(self) -> None:
-        """Forget what somebody else has removed, damaged or replaced."""
-        there = [one for one in self._written if _created(self.folder / one.name) == one.created]
-        gone = [one.name for one in self._written if one not in there]
-        if gone:
-            log.info("No longer in %s, and forgotten: %s.", self.folder, listed(gone))
-        self._written = there
+    def _forget_missing(self) -> None:
+        """Forget checkpoints that were removed, damaged or replaced by someone else."""
+        present = [c for c in self._saved if _read_created(self.folder / c.name) == c.created]
+        missing = [c.name for c in self._saved if c not in present]
+        if missing:
+            log.info("No longer in %s, and forgotten: %s.", self.folder, listed(missing))
+        self._saved = present
 
     # -- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs; what is being saved is part of it."""
+        """Return the state for resuming; it includes checkpoints that are being saved."""
         return {
-            "written": [asdict(one) for one in self._written],
-            "pending": [asdict(one) for one in self._pending.values()],
+            "written": [asdict(checkpoint) for checkpoint in self._saved],
+            "pending": [asdict(checkpoint) for checkpoint in self._pending.values()],
             "number": self._number,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back; `resumed` then compares it with what is there."""
-        self._written = [Written(**one) for one in state["written"]]
-        self._pending = {one["name"]: Written(**one) for one in state["pending"]}
+        """Restore the state; `reconcile` then compares it with the folder."""
+        self._saved = [RetainedCheckpoint(**fields) for fields in state["written"]]
+        self._pending = {f["name"]: RetainedCheckpoint(**f) for f in state["pending"]}
         self._number = int(state["number"])
 
-    def resumed(self, path: Path) -> None:
-        """Compare what was loaded with the folder; this path is what training was resumed from."""
-        for name, one in self._pending.items():
-            itself = path.parent.resolve() == self.folder.resolve() and (
+    def reconcile(self, path: Path) -> None:
+        """Compare the restored state with the folder.
+
+        Args:
+            path: The checkpoint that training was resumed from.
+        """
+        for name, checkpoint in self._pending.items():
+            is_resumed_from = path.parent.resolve() == self.folder.resolve() and (
                 path.name == name or _is_variant(path, name)
             )
-            found = path if itself else self.folder / name
-            created = _created(found)
+            found = path if is_resumed_from else self.folder / name
+            created = _read_created(found)
             if created is None:
-                log.info("The checkpoint %s was asked for and never saved.", found)
+                log.info("The checkpoint %s was requested but never saved.", found)
             else:
-                self._written.append(replace(one, name=found.name, created=created))
+                self._saved.append(replace(checkpoint, name=found.name, created=created))
         self._pending = {}
-        self._forget_vanished()
-
-
-def pointed(folder: Path) -> set[str]:
-    """Return the names of the checkpoints that `last` and `best` name."""
-    names: set[str] = set()
-    for pointer in ("last", "best"):
-        try:
-            names.add((folder / pointer).read_bytes().decode(errors="replace").strip())
-        except OSError:
-            continue
-    return names
+        self._forget_missing()
 
 
 def remove_checkpoint(path: Path) -> bool:
-    """Remove a checkpoint's folder; False, with a line in the log, when it is left alone.
+    """Remove a checkpoint's folder; return False and log a warning if it is not removed.
 
-    Only what was written as a checkpoint is removed: a folder with a valid manifest and nothing
-    that the manifest does not name. It gets a temporary name first, so that a kill leaves nothing
-    that looks like a checkpoint.
+    A folder is removed only if it has a valid manifest and no file that the manifest does not name.
+    It is first moved into a temporary folder, so that a crash leaves no partial checkpoint.
     """
     try:
         manifest = read_manifest(path)
         foreign = {p.name for p in path.iterdir()} - {"manifest.json", *manifest["files"]}
         if path.is_symlink() or foreign:
-            what = f"it holds {listed(sorted(foreign))} too" if foreign else "it is a link"
-            log.warning("The checkpoint %s is not removed: %s.", path, what)
+            reason = f"it also contains {listed(sorted(foreign))}" if foreign else "it is a link"
+            log.warning("The checkpoint %s is not removed: %s.", path, reason)
             return False
-        gone = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:8]}")
-        path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)  # what is left, the next checkpoint cleans up
+        with temporary_folder(path.parent, path.name) as temporary:
+            path.rename(temporary / path.name)
     except (CheckpointError, OSError) as error:
         log.warning("The checkpoint %s could not be removed: %s", path, error)
         return False
     return True
 
 
-def _created(path: Path) -> str | None:
-    """When a checkpoint was written; None when there is none."""
+def _read_created(path: Path) -> str | None:
+    """Return when a checkpoint was written; None if it does not exist or is damaged."""
     try:
         return str(read_manifest(path)["created"])
     except CheckpointError:
@@ -306,9 +300,9 @@ def _created(path: Path) -> str | None:
 
 
 def _is_free(path: Path) -> bool:
-    return not os.path.lexists(path) and path.resolve() not in _asked_for
+    return not os.path.lexists(path) and path.resolve() not in _reserved_paths
 
 
 def _is_variant(path: Path, name: str) -> bool:
-    """Whether this is the name with `_2`, `_3` … added, because it was taken."""
+    """Return whether a path has this name with `_2`, `_3` … added."""
     return re.fullmatch(re.escape(name) + r"_\d+", path.name) is not None

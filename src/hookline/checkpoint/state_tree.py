@@ -1,8 +1,8 @@
-"""State as JSON: every type comes back as it was, tensors stand in a file of their own.
+"""State as JSON that restores every type exactly, with tensors in a separate file.
 
-What JSON has stands as it is: None, booleans, integers of 64 bits, finite floats, strings, lists,
-and dicts whose keys are strings. Everything else is an object with the key `$`, which names the
-type, and `v`, the value. A tensor is a name in the tensors' file: `{"$": "tensor", "v": "t0"}`.
+Types that JSON has are written as they are: None, booleans, 64-bit integers, finite floats,
+strings, lists, and dicts with string keys. Everything else is an object with the key `$`, the type,
+and `v`, the value. A tensor is a name in the tensors' file: `{"$": "tensor", "v": "t0"}`.
 """
 
 from __future__ import annotations
@@ -23,54 +23,56 @@ from hookline.errors import CheckpointError
 
 __all__ = ["Encoder", "decode"]
 
-_DEEPEST = 100  # levels; JSON's own parsers give up at several hundred
-_PLAIN = (type(None), bool)
+_MAX_DEPTH = 100  # JSON parsers fail at several hundred levels
 _KEYS = (type(None), bool, int, float, str, bytes)
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
-_LONG = 1 << 63
+_INT64_LIMIT = 1 << 63
 _HINT = (
-    "A checkpoint holds None, bool, int, float, complex, str, bytes, dicts, lists, tuples, sets, "
-    "dense tensors, numpy arrays and torch's Size, dtype and device. Save it as these, or leave it "
-    "out of the state."
+    "A checkpoint can hold None, bool, int, float, complex, str, bytes, dicts, lists, tuples, "
+    "sets, dense tensors, numpy arrays and torch's Size, dtype and device. Convert the value to "
+    "these types, or remove it from the state."
 )
 
 
 class Encoder:
-    """Turns a tree into JSON, and collects its tensors by the names that stand for them.
+    """Converts a tree to JSON, and collects its tensors by name.
 
-    A tensor that occurs several times is collected once. A `LazyFloat` is saved as the float it
-    stands for, a `Metrics` as a dict, a `Parameter` as a tensor.
+    A tensor that occurs several times is collected once. A `LazyFloat` is saved as a float, a
+    `Metrics` as a dict, a `Parameter` as a tensor.
 
     Args:
-        root: What paths in messages begin with.
-        numbers: Read tensors of one element as numbers, and refuse all others.
+        root: The first part of paths in messages.
+        numbers_only: Save tensors with one element as numbers; other tensors raise an error.
+
+    Attributes:
+        tensors: The tensors by name.
     """
 
-    def __init__(self, root: str, *, numbers: bool = False) -> None:
+    def __init__(self, root: str, *, numbers_only: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # an id stays unique as long as its object lives
+        self._alive: list[Tensor] = []  # an id is unique only while its object is alive
         self._root = root
-        self._numbers = numbers
+        self._numbers_only = numbers_only
 
     def encode(self, value: Any, path: str = "", depth: int = 0) -> Any:
-        """Return the JSON of a value, or raise an error that names its place in the tree."""
-        if depth > _DEEPEST:
+        """Return a value as JSON, or raise an error that names its path in the tree."""
+        if depth > _MAX_DEPTH:
             raise CheckpointError(
-                f"{self._root}{path[:80]}… is nested more than {_DEEPEST} levels deep. Does it "
-                "contain itself?"
+                f"{self._root}{path[:80]}… is nested more than {_MAX_DEPTH} levels deep. Check "
+                "whether it contains itself."
             )
         kind: Any = type(value)
-        if kind in _PLAIN:
+        if value is None or kind is bool:
             return value
         if kind is int:
-            return value if -_LONG <= value < _LONG else {"$": "int", "v": hex(value)}
+            return value if -_INT64_LIMIT <= value < _INT64_LIMIT else {"$": "int", "v": hex(value)}
         if kind is float or kind is LazyFloat:
             return _encode_float(float(value))
         if kind is str:
-            return value if _is_text(value) else {"$": "str", "v": _text64(value)}
+            return value if _is_text(value) else {"$": "str", "v": _encode_surrogates(value)}
         if kind is list:
             return [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
         if kind in _SEQUENCES:
@@ -85,18 +87,20 @@ class Encoder:
 
     def _encode_dict(self, value: Mapping[Any, Any], kind: str, path: str, depth: int) -> Any:
         pairs = [
-            (key, self.encode(v, f"{path}[{_show(key)}]", depth + 1)) for key, v in value.items()
+            (key, self.encode(v, f"{path}[{_safe_repr(key)}]", depth + 1))
+            for key, v in value.items()
         ]
-        plain = all(type(key) is str and key != "$" and _is_text(key) for key, _ in pairs)
-        if plain and kind == "dict":
+        is_json = all(type(key) is str and key != "$" and _is_text(key) for key, _ in pairs)
+        if is_json and kind == "dict":
             return dict(pairs)
         return {"$": kind, "v": [[self._encode_key(k, path, depth), v] for k, v in pairs]}
 
     def _encode_key(self, key: Any, path: str, depth: int) -> Any:
         if not _is_key(key):
             raise CheckpointError(
-                f"{self._root}{path} has a key or member of type {_name(type(key))}: {_show(key)}. "
-                "Only None, numbers, str, bytes and tuples of these can be saved there."
+                f"{self._root}{path} has a key or member of type {_type_name(type(key))}: "
+                f"{_safe_repr(key)}. "
+                "Keys and set members can be None, numbers, str, bytes and tuples of these."
             )
         return self.encode(key, path, depth + 1)
 
@@ -112,28 +116,28 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._encode_numpy(numpy, value, path)
-        raise self._refused(path, f"is a {_name(kind)}")
+        raise self._unsupported(path, f"is a {_type_name(kind)}")
 
     def _encode_tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            raise self._refused(
+            raise self._unsupported(
                 path, f"is a {value.layout} tensor of {value.dtype}, {value.device}"
             )
-        if self._numbers:
+        if self._numbers_only:
             if value.numel() != 1:
-                raise self._refused(path, f"is a tensor of shape {tuple(value.shape)}")
+                raise self._unsupported(path, f"is a tensor of shape {tuple(value.shape)}")
             return self.encode(read_lazy(value), path)
         name = self._names.get(id(value))
         if name is None:
             name = self._names[id(value)] = f"t{len(self.tensors)}"
-            self._kept.append(value)
+            self._alive.append(value)
             self.tensors[name] = value.detach()
         return {"$": "tensor", "v": name}
 
     def _encode_numpy(self, numpy: Any, value: Any, path: str) -> Any:
         dtype = value.dtype
         if dtype.hasobject or not dtype.itemsize or numpy.dtype(dtype.str) != dtype:
-            raise self._refused(path, f"is a numpy {type(value).__name__} of {dtype}")
+            raise self._unsupported(path, f"is a numpy {type(value).__name__} of {dtype}")
         if isinstance(value, numpy.generic):
             raw = base64.b64encode(value.tobytes()).decode()
             return {"$": "numpy", "dtype": dtype.str, "v": raw}
@@ -144,12 +148,12 @@ class Encoder:
         )
         return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "v": name}
 
-    def _refused(self, path: str, what: str) -> CheckpointError:
+    def _unsupported(self, path: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self._root}{path} {what}, which cannot be saved. {_HINT}")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `Encoder.encode` was given."""
+    """Return the tree that `Encoder.encode` converted."""
     if isinstance(value, list):
         return [decode(v, tensors) for v in value]
     if not isinstance(value, dict):
@@ -171,8 +175,7 @@ def _decode_numpy(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         import numpy
     except ImportError:
         raise CheckpointError(
-            "This checkpoint holds numpy values, and numpy is not installed. "
-            "Install it: pip install numpy"
+            "This checkpoint contains numpy values, and numpy is not installed: pip install numpy"
         ) from None
     dtype = numpy.dtype(value["dtype"])
     if value["$"] == "numpy":
@@ -206,23 +209,23 @@ def _encode_float(value: float) -> Any:
     if math.isfinite(value):
         return value
     bits = struct.pack(">d", value)
-    same = bits == struct.pack(">d", float(repr(value)))
-    return {"$": "float", "v": repr(value) if same else "0x" + bits.hex()}
+    is_default = bits == struct.pack(">d", float(repr(value)))
+    return {"$": "float", "v": repr(value) if is_default else "0x" + bits.hex()}
 
 
 def _decode_float(text: str) -> float:
     if not text.startswith("0x"):
         return float(text)
-    number: float = struct.unpack(">d", bytes.fromhex(text[2:]))[0]  # a NaN that carries bits
+    number: float = struct.unpack(">d", bytes.fromhex(text[2:]))[0]  # a NaN with a payload
     return number
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON gives the string back: it would join halves of a surrogate pair."""
+    """Return whether JSON restores the string: it would join lone surrogates to a pair."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _text64(value: str) -> str:
+def _encode_surrogates(value: str) -> str:
     return base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()
 
 
@@ -230,14 +233,14 @@ def _is_key(key: Any) -> bool:
     return type(key) in _KEYS or (type(key) is tuple and all(_is_key(k) for k in key))
 
 
-def _show(key: Any) -> str:
+def _safe_repr(key: Any) -> str:
     try:
         return repr(key)[:60]
-    except Exception:  # a repr may fail, and that of a very long integer does
-        return f"<{_name(type(key))}>"
+    except Exception:  # a repr may fail; that of a very long integer does
+        return f"<{_type_name(type(key))}>"
 
 
-def _name(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return (
         kind.__qualname__
         if kind.__module__ == "builtins"

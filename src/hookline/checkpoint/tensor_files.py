@@ -1,8 +1,8 @@
-"""Named tensors in a safetensors file, of every dtype, tied ones written once.
+"""Named tensors of every dtype in a safetensors file.
 
-Any reader of safetensors reads the file. Two things it does not have stand in its metadata, as
-JSON: `hookline.same`, names of tensors that are another one (tied weights), and `hookline.viewed`,
-dtype and shape of tensors whose dtype the format lacks, which are written as bytes.
+Any safetensors reader can read the file. Its metadata has, as JSON, what the format lacks:
+`hookline.same` maps the names of tied weights to the tensor that is written, and `hookline.viewed`
+has the dtype and shape of tensors that are written as bytes, because the format lacks their dtype.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _NATIVE = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.ui
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any device; the call waits until their values are there."""
-    first: dict[Any, str] = {}
+    """Write tensors of any device. Tied tensors are written once."""
+    first_names: dict[Any, str] = {}
     written: dict[str, Tensor] = {}
     same: dict[str, str] = {}
     viewed: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
-        key = _identity(tensor, name)
-        if first.setdefault(key, name) != name:
-            same[name] = first[key]
+        key = _memory_key(tensor, name)
+        if first_names.setdefault(key, name) != name:
+            same[name] = first_names[key]
             continue
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if plain.dtype not in _NATIVE:
-            viewed[name] = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
-            plain = plain.reshape(-1).view(torch.uint8)
-        written[name] = plain
+        values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if values.dtype not in _NATIVE:
+            viewed[name] = [str(values.dtype).removeprefix("torch."), list(values.shape)]
+            values = values.reshape(-1).view(torch.uint8)
+        written[name] = values
     metadata = {"format": "pt"}
     if same:
         metadata["hookline.same"] = json.dumps(same)
@@ -48,18 +48,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         metadata["hookline.viewed"] = json.dumps(viewed)
     path.touch()
     mode = path.stat().st_mode
-    save_file(unshared(written), path, metadata=metadata)  # makes it readable to its owner only
+    save_file(unshared(written), path, metadata=metadata)  # sets the mode to 0600
     path.chmod(mode)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Read all tensors into memory of their own: the file may go away afterwards."""
+    """Return all tensors of a file, copied to memory: the file may be removed afterwards."""
     tensors: dict[str, Tensor] = {}
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, str] = file.metadata() or {}
         viewed = json.loads(metadata.get("hookline.viewed", "{}"))
-        for name in file.keys():  # noqa: SIM118 - no mapping
-            tensor: Tensor = file.get_tensor(name).clone()  # a clone: it is mapped from the file
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+            tensor: Tensor = file.get_tensor(name).clone()  # it is a memory map of the file
             if name in viewed:
                 dtype, shape = viewed[name]
                 tensor = tensor.view(getattr(torch, dtype)).reshape(shape)
@@ -69,9 +69,9 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def _identity(tensor: Tensor, name: str) -> Any:
-    """Return what two names of the very same memory have in common."""
+def _memory_key(tensor: Tensor, name: str) -> Any:
+    """Return a key that is equal for two tensors in the same memory."""
     if tensor.numel() == 0:
         return name
-    where = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-    return (*where, tensor.is_conj(), tensor.is_neg())
+    memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    return (*memory, tensor.is_conj(), tensor.is_neg())

@@ -17,7 +17,7 @@ from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
 from hookline.options import Option, options_of
-from hookline.runs.jsonable import plain
+from hookline.runs.jsonable import to_jsonable
 
 __all__ = ["GROUPS", "facts_of", "group_of"]
 
@@ -114,7 +114,7 @@ def _option(one: Option) -> dict[str, Any]:
         "name": one.name,
         "type": _readable(one.type),
         "required": one.required,
-        "default": None if one.required else plain(one.default),
+        "default": None if one.required else to_jsonable(one.default),
         "meaning": one.text,
     }
 

@@ -124,10 +124,10 @@ def _open(folder: Path, *ids: str) -> list[OpenedRun]:
 
 
 def _list_runs(folder: Path, as_json: bool) -> None:
-    from hookline.runs.find_run import run_folders
+    from hookline.runs.run_lookup import list_run_folders
     from hookline.runs.run_reader import OpenedRun
 
-    found = [OpenedRun(path).overview() for path in run_folders(folder)]
+    found = [OpenedRun(path).overview() for path in list_run_folders(folder)]
     if as_json:
         _print_json(found)
     elif found:
@@ -141,21 +141,26 @@ def _list_runs(folder: Path, as_json: bool) -> None:
 
 
 def _listing(overviews: list[dict[str, Any]]) -> str:
-    from hookline.runs.formatting import duration, figure, moment, table
+    from hookline.runs.formatting import (
+        format_duration,
+        format_number,
+        format_table,
+        format_time,
+    )
 
     columns = {
         "id": [one["id"] for one in overviews],
-        "started (UTC)": [moment(one["started"]) for one in overviews],
-        "duration": [duration(one["seconds"]) for one in overviews],
+        "started (UTC)": [format_time(one["started"]) for one in overviews],
+        "duration": [format_duration(one["seconds"]) for one in overviews],
         "status": [one["status"] for one in overviews],
-        "steps": [figure(one["steps"]) for one in overviews],
-        "last loss": [figure(one["loss"]) for one in overviews],
+        "steps": [format_number(one["steps"]) for one in overviews],
+        "last loss": [format_number(one["loss"]) for one in overviews],
         "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
         "git": [_commit(one["git"]) for one in overviews],
     }
     width, less_needed = room(), list(_LESS_NEEDED)
     while True:
-        text = table(list(columns), list(zip(*columns.values(), strict=True)))
+        text = format_table(list(columns), list(zip(*columns.values(), strict=True)))
         if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]
@@ -178,25 +183,25 @@ def _all_of(run: OpenedRun) -> dict[str, Any]:
 
 
 def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> str:
-    from hookline.runs.formatting import table
+    from hookline.runs.formatting import format_table
 
     blocks: list[str] = []
     for section, pairs in differences.items():
         rows = [(name, _short(one), _short(other)) for name, (one, other) in pairs.items()]
-        blocks.append(table((section, a, b), rows) if rows else f"{section}  the same")
+        blocks.append(format_table((section, a, b), rows) if rows else f"{section}  the same")
     return "\n\n".join(blocks)
 
 
 def _short(value: Any) -> str:
-    from hookline.runs.formatting import figure
+    from hookline.runs.formatting import format_number
 
     if value is None:
         return "-"
-    text = value if isinstance(value, str) else figure(value)
+    text = value if isinstance(value, str) else format_number(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
 def _print_json(value: Any) -> None:
-    from hookline.runs.jsonable import plain
+    from hookline.runs.jsonable import to_jsonable
 
-    print(json.dumps(plain(value), indent=1, ensure_ascii=False))
+    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))

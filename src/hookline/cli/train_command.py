@@ -215,7 +215,7 @@ def _check_runs(training: Training) -> None:
 
 
 def _as_table(facts: dict[str, Any]) -> str:
-    from hookline.runs.formatting import figure, table
+    from hookline.runs.formatting import format_number, format_table
 
     train, val = facts["train"], facts["val"]
     hooks = ", ".join(
@@ -228,7 +228,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("model", f"{facts['model']}, {facts['parameters']:,} parameters"),
         ("train", _data(train)),
         *([("val", _data(val))] if val is not None else []),
-        ("loss", f"{figure(train['loss'])} of the first batch"),
+        ("loss", f"{format_number(train['loss'])} of the first batch"),
         ("backward", f"reaches {train['gradients']} of {train['parameters']} tensors"),
         ("optimizer", ", ".join(facts["optimizers"])),
         *([("scheduler", ", ".join(facts["schedulers"]))] if facts["schedulers"] else []),
@@ -238,7 +238,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "not recorded"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
-    return table(rows[0], rows[1:])
+    return format_table(rows[0], rows[1:])
 
 
 def _data(facts: dict[str, Any]) -> str:
@@ -247,6 +247,6 @@ def _data(facts: dict[str, Any]) -> str:
 
 
 def _print_json(value: Any) -> None:
-    from hookline.runs.jsonable import plain
+    from hookline.runs.jsonable import to_jsonable
 
-    print(json.dumps(plain(value), indent=1, ensure_ascii=False))
+    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))

@@ -40,14 +40,14 @@ class Training:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as the run's manifest will have it."""
-        from hookline.runs.masking import masked
+        from hookline.runs.recorded_config import mask_secrets
 
-        return cast("dict[str, Any]", masked(self.trainer.config.model_dump(mode="json")))
+        return cast("dict[str, Any]", mask_secrets(self.trainer.config.model_dump(mode="json")))
 
     @property
     def config_hash(self) -> str:
         """The hash of the resolved configuration, as the run's manifest will have it."""
-        from hookline.runs.config_hash import config_hash
+        from hookline.runs.recorded_config import config_hash
 
         return config_hash(self.config)
 

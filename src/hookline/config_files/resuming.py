@@ -9,10 +9,10 @@ from typing import Any
 from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError
-from hookline.runs.config_hash import canonical
-from hookline.runs.find_run import find_run, run_folders
+from hookline.runs.environment import is_process_alive
+from hookline.runs.recorded_config import canonical_json
+from hookline.runs.run_lookup import find_run, list_run_folders
 from hookline.runs.run_reader import OpenedRun
-from hookline.runs.writer_process import is_alive
 
 __all__ = ["NEWEST", "find_resume"]
 
@@ -42,7 +42,7 @@ def find_resume(training: Training, given: str) -> tuple[Path | None, str]:
 def _newest(meaning: str, runs: Path) -> tuple[Path | None, str]:
     """The newest run counts; an older one is taken only where those after it have no checkpoint."""
     without = 0
-    for folder in run_folders(runs):
+    for folder in list_run_folders(runs):
         run = OpenedRun(folder)
         config = run.manifest.get("config")
         if not isinstance(config, dict) or _meaning(config) != meaning or not _is_unfinished(run):
@@ -67,14 +67,14 @@ def _meaning(config: Mapping[str, Any]) -> str:
     trainer = config.get("trainer", config)  # a file has a section for it
     shown = {"runs", "progress"}
     kept = {name: one for name, one in trainer.items() if name not in shown}
-    return canonical(kept if trainer is config else {**config, "trainer": kept})
+    return canonical_json(kept if trainer is config else {**config, "trainer": kept})
 
 
 def _is_unfinished(run: OpenedRun) -> bool:
     status = run.status
     if status == "training":
         parts = run.manifest.get("parts") or [{}]
-        return is_alive(parts[-1]) is not True  # of another machine nobody knows
+        return is_process_alive(parts[-1]) is not True  # of another machine nobody knows
     if status == "stopped":  # a time limit is no end, it is how a job makes room for the next
         ends = run.events("end")
         return bool(ends) and "time limit" in str(ends[-1].get("reason"))

@@ -1,6 +1,7 @@
-"""The record of a run: a folder with a manifest, metrics, events and checkpoints.
+"""Runs on disk: a folder with a manifest, metrics, events and checkpoints.
 
-`Run` writes one, `open_run` reads one. Names are loaded when first used: reading needs no torch.
+`Run` writes a run, `open_run` reads one. Names are loaded when first used: reading does not need
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Where a run takes place: versions, platform, devices, the process."""
+"""The environment of a run: versions, platform, devices, and the process that writes it.
+
+torch is imported by the functions that need it: reading a run does not.
+"""
 
 from __future__ import annotations
 
@@ -7,72 +10,120 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from hookline._version import __version__
-from hookline.runs.jsonable import plain
-from hookline.runs.writer_process import process_facts
+from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["device_facts", "environment", "packages"]
+__all__ = ["describe_environment", "installed_packages", "is_process_alive"]
 
 
-def environment(device: Any = None) -> dict[str, Any]:
-    """Return the facts of this process's surroundings.
+def describe_environment(device: Any = None) -> dict[str, Any]:
+    """Return the environment of this process, as manifest fields.
 
     Args:
-        device: where the model is trained; None when nobody knows.
+        device: Where the model is trained; None if unknown.
     """
-    installed = packages()
-    listing = "\n".join(f"{name}=={version}" for name, version in installed.items())
+    import torch
+
+    packages = installed_packages()
+    listing = "\n".join(f"{name}=={version}" for name, version in packages.items())
     return {
-        "command": plain(sys.orig_argv),
+        "command": to_jsonable(sys.orig_argv),
         "versions": {
             "hookline": __version__,
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
         },
-        "packages": dict(installed),
+        "packages": dict(packages),
         "packages_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         "platform": platform.platform(),
-        "devices": device_facts(device),
+        "devices": _describe_devices(device),
         "host": socket.gethostname(),
-        **process_facts(),
+        "pid": os.getpid(),
+        "pid_started": _start_time(os.getpid()),
+        "pid_namespace": _pid_namespace(),
     }
 
 
 @lru_cache(maxsize=1)
-def packages() -> dict[str, str]:
-    """Return the version of each installed distribution, by name; read once in a process."""
-    found: dict[str, str] = {}
+def installed_packages() -> dict[str, str]:
+    """Return the version of each installed distribution by name; read once per process."""
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         try:
-            about = distribution.metadata  # read once: each look parses the file anew
-            name, version = about["Name"], about["Version"]
-        except Exception:  # a broken installation of somebody else's
+            fields = distribution.metadata  # parses the file at each access
+            name, version = fields["Name"], fields["Version"]
+        except Exception:  # a broken installation
             continue
         if name and version:
-            found.setdefault(name.lower(), version)  # the first one on the path is imported
-    return dict(sorted(found.items()))
+            versions.setdefault(name.lower(), version)  # the first one on the path is imported
+    return dict(sorted(versions.items()))
 
 
-def device_facts(device: Any) -> dict[str, Any]:
-    """Return which devices there are, and which one is used."""
+def _describe_devices(device: Any) -> dict[str, Any]:
+    """Return which devices exist, and which one is used."""
+    import torch
+
     used = None if device is None else torch.device(device)
-    usable = getattr(os, "sched_getaffinity", None)
-    facts: dict[str, Any] = {
+    affinity = getattr(os, "sched_getaffinity", None)
+    devices: dict[str, Any] = {
         "used": None if used is None else str(used),
         "cpus": os.cpu_count(),
-        "cpus_usable": None if usable is None else len(usable(0)),
+        "cpus_usable": None if affinity is None else len(affinity(0)),
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.device_count(),
         "names": None,
     }
-    # Asking CUDA for names starts it, which who trains on the CPU pays for in memory.
+    # Reading the names initializes CUDA, which costs memory: not if the model is on the CPU.
     if (used is not None and used.type == "cuda") or torch.cuda.is_initialized():
-        facts["names"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return facts
+        devices["names"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return devices
+
+
+# -- the process that writes a run ----------------------------------------------------------------
+
+
+def is_process_alive(part: Mapping[str, Any]) -> bool | None:
+    """Return whether the process of a part of a run is alive; None if that is unknown here.
+
+    It is known on the same machine and within the same container.
+    """
+    pid = part.get("pid")
+    if type(pid) is not int or part.get("host") != socket.gethostname() or os.name != "posix":
+        return None
+    if part.get("pid_namespace") != _pid_namespace():
+        return None
+    try:
+        os.kill(pid, 0)  # only checks whether the process exists
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's process
+        pass
+    started = _start_time(pid)
+    return started is None or part.get("pid_started") in (None, started)
+
+
+def _pid_namespace() -> str | None:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in Linux clock ticks since boot; -1 for a zombie.
+
+    It distinguishes the process from a later one with the same number.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        state, *rest = text.rpartition(")")[2].split()  # the name before it may contain anything
+        return -1 if state in "ZX" else int(rest[18])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,7 +1,7 @@
-"""Files of JSON lines: appended to by one system call, each line whole after a kill.
+"""Files of JSON lines: each append is one system call, and readers skip damaged lines.
 
-A killed process, or a full disk, can leave a part of a line at the end of a file. Whoever appends
-next starts on a fresh line, and whoever reads skips lines that are not JSON.
+A crash or a full disk can leave part of a line at the end of a file. The next append starts a new
+line.
 """
 
 from __future__ import annotations
@@ -9,159 +9,180 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hookline.runs.jsonable import number, plain, shown
-
-__all__ = ["VERSION", "InvalidValue", "Journal", "JsonlFile", "line", "read_records"]
+__all__ = [
+    "VERSION",
+    "JsonlContents",
+    "JsonlFile",
+    "encode_line",
+    "read_jsonl",
+    "read_jsonl_backwards",
+    "read_records",
+]
 
 log = logging.getLogger("hookline")
 
 VERSION = 1
-"""The schema of records, the field `v`."""
+"""The schema version of records, in the field `v`."""
 
-Record = tuple[Any, Any, float, str, str, Any]
-"""step, epoch, time, name, kind, value"""
-
-
-class InvalidValue(NamedTuple):
-    """A value that does not fit the kind it was logged as; its `repr` is recorded."""
-
-    text: str
-    was: str
+_BLOCK_SIZE = 1 << 16
 
 
 class JsonlFile:
-    """A file that lines are appended to. A failure is logged once and counted, never raised."""
+    """A file that lines are appended to.
+
+    A failure to write is logged once and counted in `lost`, never raised.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
         self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._handle).st_size
-        self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        self._ends_within_line = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
 
     def append(self, lines: list[bytes]) -> None:
-        """Append lines, each of which ends with a line feed, by one write."""
+        """Append lines, each of which ends with a line feed, in one write."""
         if not lines:
             return
         if self._handle is None:
-            self._failed(lines, OSError("the file is closed"))
+            self._count_lost(lines, OSError("the file is closed"))
             return
-        fresh = b"\n" if self._torn else b""
-        data = fresh + b"".join(lines)
+        separator = b"\n" if self._ends_within_line else b""
+        data = separator + b"".join(lines)
         written = 0
         try:
             while written < len(data):  # one call, unless the disk is full
                 written += os.write(self._handle, data[written:])
         except OSError as error:
             if written:
-                self._torn = data[written - 1 : written] != b"\n"
-            whole = max(0, data[:written].count(b"\n") - len(fresh))
-            self._failed(lines[whole:], error)
+                self._ends_within_line = data[written - 1 : written] != b"\n"
+            complete = max(0, data[:written].count(b"\n") - len(separator))
+            self._count_lost(lines[complete:], error)
         else:
-            self._torn = False
+            self._ends_within_line = False
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Flush what was written to the disk."""
         if self._handle is not None:
             with suppress(OSError):
                 os.fsync(self._handle)
 
     def close(self) -> None:
-        """Make what was written durable, and close the file."""
+        """Flush what was written to the disk, and close the file."""
         self.sync()
         if self._handle is not None:
             with suppress(OSError):
                 os.close(self._handle)
             self._handle = None
 
-    def _failed(self, lines: list[bytes], error: OSError) -> None:
+    def _count_lost(self, lines: list[bytes], error: OSError) -> None:
         if not self.lost:
-            log.error("Cannot write %s: %s. Training goes on without a record.", self.path, error)
+            log.error("Cannot write %s: %s. Training continues without it.", self.path, error)
         self.lost += len(lines)
 
 
-class Journal:
-    """Collects records and writes them when there are many, or the first of them is old.
-
-    `add` is on training's hot path: it appends a tuple. Values are read, and so a device is waited
-    for, when the buffer is written.
-
-    Args:
-        file: Where to write.
-        most: Write when so many records are waiting.
-        seconds: Write when so much time has passed since the last write (seen at the next `add`).
-    """
-
-    def __init__(self, file: JsonlFile, most: int = 1000, seconds: float = 5.0) -> None:
-        self.file = file
-        self._most = most
-        self._seconds = seconds
-        self._records: list[Record] = []
-        self._flushed = time.time()
-        self._lock = threading.RLock()  # a signal's handler may close the run while it is written
-
-    def add(self, record: Record) -> None:
-        """Append a record, and write the buffer when it is due."""
-        self._records.append(record)
-        # A clock that was set back counts as due, too.
-        if len(self._records) >= self._most or not 0 <= record[2] - self._flushed < self._seconds:
-            self.flush()
-
-    def flush(self) -> None:
-        """Read the waiting values and write the records."""
-        with self._lock:
-            records = self._records[:]  # other threads may append meanwhile
-            del self._records[: len(records)]
-            self._flushed = time.time()
-            self.file.append([_line(record) for record in records])
-
-
-def line(fields: dict[str, Any]) -> bytes:
+def encode_line(fields: dict[str, Any]) -> bytes:
     """Return fields as a line of JSON."""
     return json.dumps(fields, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+@dataclass
+class JsonlContents:
+    """The records of a file, and a description of what is damaged in it."""
+
+    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    damage: list[str] = field(default_factory=list[str])
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines."""
     with Path(path).open("rb") as file:
-        for raw in file:
-            if not raw.endswith(b"\n"):
-                return  # being written, or cut by a kill
-            with suppress(ValueError):
-                record = json.loads(raw)
-                if isinstance(record, dict):
-                    yield record
+        for line in file:  # the last line may be incomplete
+            if line.endswith(b"\n") and (record := _parse_line(line)) is not None:
+                yield record
 
 
-def _line(record: Record) -> bytes:
-    """Return a record as a line of JSON: what is usual by hand, some times as fast as `json`."""
-    step, epoch, when, name, kind, value = record
-    found = number(value) if kind == "scalar" else value
-    usual = type(found) is float or type(found) is int
-    if usual and type(step) is int and type(epoch) is int and type(name) is str:
-        head = f'{_HEAD}{step}, "epoch": {epoch}, "time": {when!r}, "name": '
-        return f"{head}{_quoted(name)}{_TAIL}{found!r}}}\n".encode()
-    fields = {"v": VERSION, "step": plain(step), "epoch": plain(epoch), "time": when}
-    fields["name"] = plain(name)
-    if found is None:
-        found = value if type(value) is InvalidValue else InvalidValue(shown(value), kind)
-    if type(found) is InvalidValue:
-        return line({**fields, "kind": "text", "value": found.text, "was": found.was})
-    return line({**fields, "kind": kind, "value": plain(found)})
+def read_jsonl(file: Path, *, growing: bool = False) -> JsonlContents:
+    """Return all records of a file, and what is damaged.
+
+    Args:
+        file: `metrics.jsonl` or `events.jsonl`.
+        growing: The file may still be written: then an incomplete last line is not damage.
+    """
+    contents = JsonlContents()
+    damaged: list[int] = []
+    newer: set[Any] = set()
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                record = _parse_line(line)
+                if not line.endswith(b"\n"):
+                    if not growing:
+                        contents.damage.append(f"{file.name}: its last line is incomplete")
+                elif record is None:
+                    damaged.append(number)
+                elif not _is_known(record):
+                    newer.add(record.get("v"))
+                else:
+                    contents.records.append(record)
+    except FileNotFoundError:
+        contents.damage.append(f"{file.name} is missing")
+    except OSError as error:
+        contents.damage.append(f"{file.name} cannot be read: {error}")
+    if damaged:
+        numbers = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+        contents.damage.append(f"{file.name}: {len(damaged)} lines cannot be read (line {numbers})")
+    if newer:
+        versions = ", ".join(sorted(map(str, newer)))
+        contents.damage.append(
+            f"{file.name}: records of version {versions} were skipped; this hookline reads up to "
+            f"{VERSION}. Install a newer one: pip install -U hookline"
+        )
+    return contents
 
 
-_HEAD = f'{{"v": {VERSION}, "step": '
-_TAIL = ', "kind": "scalar", "value": '
+def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
+    """Yield a file's records, the last first, reading only as much as is consumed.
+
+    Args:
+        file: `metrics.jsonl` or `events.jsonl`.
+        max_bytes: How many bytes to read at most; a run may have gigabytes.
+    """
+    try:
+        with file.open("rb") as lines:
+            end = position = lines.seek(0, os.SEEK_END)
+            rest = b""
+            while position > 0 and end - position < max_bytes:
+                size = min(_BLOCK_SIZE, position)
+                position = lines.seek(position - size)
+                # The first line may begin in the block before.
+                rest, *complete = (lines.read(size) + rest).split(b"\n")
+                for line in reversed(complete):
+                    if (record := _parse_line(line)) is not None and _is_known(record):
+                        yield record
+            if position == 0 and (record := _parse_line(rest)) is not None and _is_known(record):
+                yield record
+    except OSError:
+        return
 
 
-@lru_cache(maxsize=4096)
-def _quoted(name: str) -> str:
-    return json.dumps(plain(name), ensure_ascii=False)
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_known(record: dict[str, Any]) -> bool:
+    version = record.get("v")
+    return type(version) is int and version <= VERSION

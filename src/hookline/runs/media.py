@@ -1,4 +1,4 @@
-"""Histograms as counts and edges, images as PNG files."""
+"""Histograms and images: counts and edges, PNG files."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.runs.jsonable import plain
+from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["BINS", "histogram", "save_image"]
+__all__ = ["make_histogram", "save_image"]
 
-BINS = 64
-_PNG = b"\x89PNG\r\n\x1a\n"
-_COLOURS = {1: 0, 3: 2, 4: 6}  # channels to PNG's colour type
+_BINS = 64
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
 
 
-def histogram(value: Any) -> dict[str, Any]:
-    """Return counts and edges.
+def make_histogram(value: Any) -> dict[str, Any]:
+    """Return the counts and edges of a histogram.
 
     Args:
-        value: Counts and edges (a mapping with these keys, or a pair), one edge more than counts;
-            or the values themselves, a tensor or an array, which are put into 64 bins. Values that
-            are not finite are counted apart, as `nonfinite`.
+        value: Counts and edges (a mapping with these keys, or a pair), with one more edge than
+            counts; or a tensor or an array of values, which are counted in 64 bins. Values that
+            are not finite are counted separately, as `nonfinite`.
     """
     if isinstance(value, Mapping):
         value = (value["counts"], value["edges"])
     if isinstance(value, tuple | list) and len(cast("list[Any]", value)) == 2:
-        counts, edges = (plain(_listed(part)) for part in cast("list[Any]", value))
+        counts, edges = (to_jsonable(_to_list(part)) for part in cast("list[Any]", value))
         if len(edges) != len(counts) + 1:
-            raise ValueError("a histogram has one edge more than counts")
+            raise ValueError("a histogram has one more edge than counts")
         return {"counts": counts, "edges": edges}
     values = torch.as_tensor(value).detach().reshape(-1).double()
     finite = values[values.isfinite()].cpu()
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    counts = torch.histc(finite, BINS, low, high).long().tolist()
-    edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64).tolist()
+    counts = torch.histc(finite, _BINS, low, high).long().tolist()
+    edges = torch.linspace(low, high, _BINS + 1, dtype=torch.float64).tolist()
     return {"counts": counts, "edges": edges, "nonfinite": len(values) - len(finite)}
 
 
 def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]:
-    """Write an image as a new PNG file, and return its path in the run and its size.
+    """Write an image as a new PNG file, and return its path in the run, its width and height.
 
     Args:
-        value: A tensor or array, height × width, or with 1, 3 or 4 channels first or last; bytes,
-            or floats from 0 to 1. Or the bytes of a PNG file.
+        value: A tensor or array, height × width, or with 1, 3 or 4 channels first or last, of
+            integers from 0 to 255 or floats from 0 to 1. Or the bytes of a PNG file.
         folder: The run's folder `media/`.
         step: The step, for the file's name.
         name: The image's name, for the file's name.
     """
-    data = value if isinstance(value, bytes) else _png(_pixels(value))
-    if data[:8] != _PNG:
-        raise ValueError("these bytes are no PNG file")
+    data = value if isinstance(value, bytes) else _encode_png(_to_pixels(value))
+    if data[:8] != _PNG_SIGNATURE:
+        raise ValueError("the bytes are not a PNG file")
     width, height = struct.unpack(">II", data[16:24])
     folder.mkdir(exist_ok=True)
     stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:80]}-{step}"
@@ -69,11 +69,11 @@ def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]
     return {"path": f"{folder.name}/{path.name}", "width": width, "height": height}
 
 
-def _listed(part: Any) -> Any:
+def _to_list(part: Any) -> Any:
     return part.tolist() if hasattr(part, "tolist") else part
 
 
-def _pixels(value: Any) -> Tensor:
+def _to_pixels(value: Any) -> Tensor:
     """Return pixels as bytes, height × width × channels."""
     pixels = torch.as_tensor(value).detach().cpu()
     if pixels.is_floating_point():
@@ -81,21 +81,21 @@ def _pixels(value: Any) -> Tensor:
     pixels = pixels.to(torch.uint8)
     if pixels.dim() == 2:
         pixels = pixels[..., None]
-    first = isinstance(value, Tensor) or pixels.shape[-1] not in _COLOURS
-    if first and pixels.dim() == 3 and pixels.shape[0] in _COLOURS and value.ndim == 3:
+    first = isinstance(value, Tensor) or pixels.shape[-1] not in _COLOR_TYPES
+    if first and pixels.dim() == 3 and pixels.shape[0] in _COLOR_TYPES and value.ndim == 3:
         pixels = pixels.permute(1, 2, 0)
-    if pixels.dim() != 3 or pixels.shape[-1] not in _COLOURS or not pixels.numel():
+    if pixels.dim() != 3 or pixels.shape[-1] not in _COLOR_TYPES or not pixels.numel():
         raise ValueError(f"{tuple(pixels.shape)} is not the shape of an image")
     return pixels.contiguous()
 
 
-def _png(pixels: Tensor) -> bytes:
+def _encode_png(pixels: Tensor) -> bytes:
     height, width, channels = pixels.shape
     rows = torch.nn.functional.pad(pixels.reshape(height, -1), (1, 0))  # filter 0 before each row
     raw = bytes(rows.reshape(-1).tolist())
-    header = struct.pack(">IIBBBBB", width, height, 8, _COLOURS[channels], 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
-    return _PNG + b"".join(
+    return _PNG_SIGNATURE + b"".join(
         struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body))
         for tag, body in chunks
     )

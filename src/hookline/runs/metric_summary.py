@@ -1,4 +1,4 @@
-"""What came of a run: the last and the best value of each metric."""
+"""The last and best value of each metric of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Result", "is_better_when_low", "number_of", "results_of"]
+__all__ = ["MetricSummary", "is_better_when_low", "parse_number", "summarize_metrics"]
 
 _LOW = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|bits|divergence")
 _HIGH = re.compile(
@@ -17,11 +17,11 @@ _HIGH = re.compile(
 
 
 @dataclass
-class Result:
-    """The values of one metric.
+class MetricSummary:
+    """A summary of the values of one metric.
 
-    `best` is the lowest or the highest one where the name tells which is meant (`val/loss`,
-    `val/accuracy`), else None. Values that are not finite are never the lowest or highest.
+    `best` is the lowest or highest value if the name says which is better (`val/loss`,
+    `val/accuracy`), otherwise None. Values that are not finite are never the lowest or highest.
     """
 
     count: int = 0
@@ -35,39 +35,39 @@ class Result:
     best_step: Any = None
 
 
-def results_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, Result]:
-    """Return the result of each scalar metric, by name, in the order of their first values."""
-    results: dict[str, Result] = {}
+def summarize_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSummary]:
+    """Return a summary of each scalar metric, by name, in the order of their first values."""
+    summaries: dict[str, MetricSummary] = {}
     for row in rows:
         if row.get("kind") != "scalar":
             continue
-        value, step = number_of(row.get("value")), row.get("step")
-        result = results.setdefault(str(row.get("name")), Result())
-        result.count += 1
-        result.last, result.last_step = value, step
+        value, step = parse_number(row.get("value")), row.get("step")
+        summary = summaries.setdefault(str(row.get("name")), MetricSummary())
+        summary.count += 1
+        summary.last, summary.last_step = value, step
         if not math.isfinite(value):
             continue
-        if result.lowest is None or value < result.lowest:
-            result.lowest, result.lowest_step = value, step
-        if result.highest is None or value > result.highest:
-            result.highest, result.highest_step = value, step
-    for name, result in results.items():
-        low = is_better_when_low(name)
-        if low is not None:
-            result.best = result.lowest if low else result.highest
-            result.best_step = result.lowest_step if low else result.highest_step
-    return results
+        if summary.lowest is None or value < summary.lowest:
+            summary.lowest, summary.lowest_step = value, step
+        if summary.highest is None or value > summary.highest:
+            summary.highest, summary.highest_step = value, step
+    for name, summary in summaries.items():
+        is_low_better = is_better_when_low(name)
+        if is_low_better is not None:
+            summary.best = summary.lowest if is_low_better else summary.highest
+            summary.best_step = summary.lowest_step if is_low_better else summary.highest_step
+    return summaries
 
 
 def is_better_when_low(name: str) -> bool | None:
-    """Whether a metric of this name is to become small, or large; None: the name does not tell."""
+    """Return whether low values of a metric are better; None if its name does not say."""
     words = re.split(r"[^a-z0-9]+", name.lower())
-    low, high = (any(map(meant.fullmatch, words)) for meant in (_LOW, _HIGH))
+    low, high = (any(map(pattern.fullmatch, words)) for pattern in (_LOW, _HIGH))
     return low if low != high else None
 
 
-def number_of(value: Any) -> float:
-    """Return a recorded scalar: "NaN", "Infinity" and "-Infinity" stand for what JSON lacks."""
+def parse_number(value: Any) -> float:
+    """Return a scalar of the metrics log, also "NaN", "Infinity" and "-Infinity", as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""What a loop writes down: a run's folder, or only a line in the log."""
+"""Recording a training loop: in a run's folder, or only as a line in the log."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hookline.dispatch import HookInfo, Summary
-from hookline.runs.config_hash import config_hash
-from hookline.runs.git import describe_commit, git_facts
+from hookline.runs.git import describe_commit, read_git_state
 from hookline.runs.manifest import new_run_id
-from hookline.runs.masking import masked
+from hookline.runs.recorded_config import config_hash, mask_secrets
 from hookline.runs.run import Kind, Run
 
 __all__ = ["Recorder"]
@@ -21,16 +20,16 @@ log = logging.getLogger("hookline")
 
 
 class Recorder:
-    """The record that every loop keeps, its own trainer's or somebody else's.
+    """Records a training loop, the trainer's or another one, in a run.
 
     Args:
-        root: the folder of all runs, or a run that is open for writing; None: there is no folder,
-            and what a run would say at its start is only logged.
+        root: The folder of all runs, or a run that is open for writing. None: no run is written,
+            and the start is only logged.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Run | None) -> None:
         self._root = root
-        self.run: Run | None = None  # None also when the run is over
+        self.run: Run | None = None  # None also after the run has ended
         self.run_id: str | None = None
 
     def begin(
@@ -41,39 +40,42 @@ class Recorder:
         hooks: Sequence[HookInfo],
         device: Any,
         step: int | None = 0,
-        goes_on: Path | None = None,
+        resumed_run: Path | None = None,
         restored: Path | None = None,
     ) -> None:
-        """Begin a run, and log what it is: id, commit, hash of the configuration, hooks.
+        """Start a run, and log its id, commit, configuration hash and hooks.
 
         Args:
-            config: the resolved configuration; what its keys call a secret is masked.
-            seed: the seed.
-            hooks: all hooks, in order.
-            device: where the model is trained.
-            step: completed steps; None when that is not known yet.
-            goes_on: the folder of the run that is resumed.
-            restored: the checkpoint that was loaded.
+            config: The resolved configuration; secrets are masked.
+            seed: The seed.
+            hooks: All hooks, in order.
+            device: Where the model is trained.
+            step: Completed steps; None if unknown.
+            resumed_run: The folder of the run that is resumed.
+            restored: The checkpoint that was loaded.
         """
-        config, said = masked(config), [masked(_told(info)) for info in hooks]
+        config = mask_secrets(config)
+        described = [mask_secrets(_describe_hook(info)) for info in hooks]
         if isinstance(self._root, Run):
             self.run = self._root
-        elif goes_on is not None:
+        elif resumed_run is not None:
             self.run = Run.open(
-                goes_on, resume=True, config=config, seed=seed, hooks=said, device=device
+                resumed_run, resume=True, config=config, seed=seed, hooks=described, device=device
             )
         elif self._root is not None:
-            self.run = Run.create(self._root, config=config, seed=seed, hooks=said, device=device)
+            self.run = Run.create(
+                self._root, config=config, seed=seed, hooks=described, device=device
+            )
         if self.run is not None or log.isEnabledFor(logging.INFO):
-            self._announce(config, hooks)
+            self._log_start(config, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
 
-    def _announce(self, config: Mapping[str, Any], hooks: Sequence[HookInfo]) -> None:
+    def _log_start(self, config: Mapping[str, Any], hooks: Sequence[HookInfo]) -> None:
         run = self.run
         self.run_id = new_run_id() if run is None else run.id
         if not log.isEnabledFor(logging.INFO):
             return
-        git = git_facts() if run is None else run.manifest.get("git") or {}
+        git = read_git_state() if run is None else run.manifest.get("git") or {}
         log.info(
             "Run %s starts: git commit %s%s, config hash %s, hooks: %s",
             self.run_id,
@@ -84,7 +86,7 @@ class Recorder:
         )
 
     def value(self, step: int, epoch: int | None, name: str, value: Any, kind: Kind) -> None:
-        """Record a value that somebody logged."""
+        """Record one value."""
         if self.run is not None:
             self.run.log(step, epoch, name, value, kind)
 
@@ -94,7 +96,7 @@ class Recorder:
             self.run.log_metrics(step, epoch, metrics)
 
     def epoch(self, step: int, epoch: int | None, means: Mapping[str, Any]) -> None:
-        """Record the means of an epoch; that of the loss apart from those of its steps."""
+        """Record the means of an epoch; that of the loss as `train/loss_epoch`."""
         self.metrics(
             step,
             epoch,
@@ -102,26 +104,26 @@ class Recorder:
         )
 
     def flush(self) -> None:
-        """Make durable what was recorded so far."""
+        """Flush what was recorded so far to the disk."""
         if self.run is not None:
             self.run.flush(durable=True)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Record that something happened."""
+        """Record an event."""
         if self.run is not None:
             self.run.event(kind, **fields)
 
     def close(
         self, status: str, reason: str | None, summary: Summary, error: BaseException | None
     ) -> None:
-        """End the run; what comes after it is not recorded."""
+        """End the run; nothing is recorded afterwards."""
         if self.run is not None:
             self.run.event("end", status=status, reason=reason, hooks=summary.as_dict())
             self.run.close(status, error)
             self.run = None
 
 
-def _told(info: HookInfo) -> dict[str, Any]:
+def _describe_hook(info: HookInfo) -> dict[str, Any]:
     return {
         "name": info.name,
         "kind": info.kind,

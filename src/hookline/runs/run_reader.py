@@ -1,11 +1,11 @@
-"""A run that is read: finished, still being written, or damaged."""
+"""Reading a run: finished, still training, or damaged."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from hookline.errors import RunError
-from hookline.runs.checkpoint_reader import SavedCheckpoint, saved_checkpoints
-from hookline.runs.find_run import find_run
-from hookline.runs.formatting import as_html, as_line, as_text
-from hookline.runs.jsonl_reader import Records, from_the_end, read_file
-from hookline.runs.manifest import read_manifest
-from hookline.runs.metric_summary import Result, number_of, results_of
-from hookline.runs.writer_process import is_alive
+from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
+from hookline.runs.environment import is_process_alive
+from hookline.runs.formatting import format_run_html, format_run_line, format_run_text
+from hookline.runs.jsonl_file import JsonlContents, read_jsonl, read_jsonl_backwards
+from hookline.runs.manifest import last_write_time, read_run_manifest
+from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
+from hookline.runs.run_lookup import find_run
 
 __all__ = ["OpenedRun", "open_run"]
 
@@ -30,26 +30,26 @@ Row = dict[str, Any]
 
 
 def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs") -> OpenedRun:
-    """Open a run to read it; nothing is written.
+    """Open a run for reading.
 
         run = hookline.open_run("runs/20261115-210655-3f9c7b")
         run.metrics("val/*")
         run.checkpoints()[-1].load_into(model)
 
     Args:
-        path: the run's folder; or its id, or the beginning or the end of its id.
-        runs: the folder in which an id is looked for.
+        path: The run's folder; or its id, or the beginning or end of its id.
+        runs: The folder of all runs, where an id is looked up.
 
     Raises:
-        RunError: There is no such run, or several; the message names the nearest ids.
+        RunError: No run matches, or several do. The message names the closest ids.
     """
     return OpenedRun(find_run(path, runs))
 
 
 class OpenedRun:
-    """One run as its folder tells it, each time it is asked: a run may still be training.
+    """A run that is read from its folder at each access, because it may still be training.
 
-    What is damaged or missing is named in `damage`, and everything else is there.
+    `damage` describes what is damaged or missing; everything else can be read.
 
     Attributes:
         path: The folder.
@@ -58,62 +58,62 @@ class OpenedRun:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- status and manifest ----------------------------------------------------------------------
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What manifest.json says; empty when it cannot be read."""
-        return self._manifest()[0]
+        """The contents of manifest.json; empty if it cannot be read."""
+        return self._read_manifest()[0]
 
-    def _manifest(self) -> tuple[dict[str, Any], str | None]:
+    def _read_manifest(self) -> tuple[dict[str, Any], str | None]:
         try:
-            return read_manifest(self.path), None
+            return read_run_manifest(self.path), None
         except RunError as error:
             missing = not (self.path / "manifest.json").exists()
             return {}, "manifest.json is missing" if missing else str(error)
 
     @property
     def id(self) -> str:
-        """The run's id; the folder's name where there is no manifest."""
+        """The run's id; the folder's name if there is no manifest."""
         return str(self.manifest.get("run_id") or self.path.name)
 
     @property
     def status(self) -> str:
-        """How it stands, or how it ended.
+        """`training`, or how the run ended.
 
-        `lost`: nothing says how it ended, and its process is gone (seen on the same host only).
+        `lost`: its process died without setting a status (detected on the same machine only).
         `unknown`: there is no manifest.
         """
         return _status(self.manifest)
 
     @property
     def damage(self) -> list[str]:
-        """What is damaged or missing, a line each; empty when nothing is. Reads everything."""
+        """What is damaged or missing, one line each. Reads all files."""
         growing = self.status == "training"
-        problem = self._manifest()[1]
+        problem = self._read_manifest()[1]
         return [
             *([] if problem is None else [problem]),
-            *self._read("metrics.jsonl", growing).damage,
-            *self._read("events.jsonl", growing).damage,
-            *saved_checkpoints(self.path / "checkpoints")[1],
+            *self._read_log("metrics.jsonl", growing).damage,
+            *self._read_log("events.jsonl", growing).damage,
+            *read_checkpoints(self._checkpoint_folder)[1],
         ]
 
     @property
     def seconds(self) -> float | None:
-        """How long it has trained, all parts together; None when nobody knows."""
+        """How long all parts have trained together; None if unknown."""
         manifest = self.manifest
         status = _status(manifest)
         parts = _parts(manifest)
         total = 0.0
         for part in parts:
-            began, ended = _timestamp(part.get("started")), _timestamp(part.get("ended"))
+            started, ended = _timestamp(part.get("started")), _timestamp(part.get("ended"))
             if ended is None and part is parts[-1]:
-                ended = time.time() if status == "training" else self._last_write()
-            if began is not None and ended is not None:
-                total += max(0.0, ended - began)
+                ended = time.time() if status == "training" else last_write_time(self.path)
+            if started is not None and ended is not None:
+                total += max(0.0, ended - started)
         return total if parts else None
 
-    # -- what it has recorded ---------------------------------------------------------------------
+    # -- metrics, events, checkpoints -------------------------------------------------------------
 
     @overload
     def metrics(
@@ -132,51 +132,57 @@ class OpenedRun:
         repeated: bool = False,
         frame: bool | None = None,
     ) -> Any:
-        """Return what was logged: a pandas frame where pandas is installed, else a list of dicts.
+        """Return the metrics as a pandas frame if pandas is installed, else as a list of dicts.
 
         Each row has `step`, `epoch`, `time`, `name`, `kind` and `value`.
 
         Args:
-            names: only these; `val/*` takes all that begin so. `eval/…` is another name for
-                `val/…`.
-            kind: only `scalar`, `text`, `histogram` or `image`.
-            repeated: also steps that were trained again after the run was resumed from before
-                them; without it, only the last time counts.
-            frame: True: a pandas frame, or an error without pandas; False: a list of dicts.
+            names: Only these metrics; `val/*` matches all that begin with `val/`. `eval/…` is
+                another name for `val/…`.
+            kind: Only this kind: `scalar`, `text`, `histogram` or `image`.
+            repeated: Also include steps that were trained again because the run was resumed from
+                an earlier checkpoint. By default only the last time is included.
+            frame: True for a pandas frame, False for a list of dicts.
         """
-        records = self._read("metrics.jsonl", growing=True).records
+        records = self._read_log("metrics.jsonl", growing=True).records
+        starts = [] if repeated else self._part_starts()
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
         rows = [
             _row(record)
-            for record in (records if repeated else self._final(records))
+            for record in records
+            if not _is_repeated(record, starts)
             if kind is None or record.get("kind") == kind
             if not patterns or any(fnmatchcase(str(record.get("name")), p) for p in patterns)
         ]
-        return _framed(rows, frame)
+        return _to_frame(rows, frame)
 
     def events(self, *kinds: str) -> list[Row]:
-        """Return what happened: starts, checkpoints, toggles, the end.
+        """Return the events: starts, checkpoints, toggles, the end.
 
         Args:
-            kinds: only these.
+            kinds: Only events of these kinds.
         """
-        records = self._read("events.jsonl", growing=True).records
+        records = self._read_log("events.jsonl", growing=True).records
         events = [{name: v for name, v in record.items() if name != "v"} for record in records]
         return [event for event in events if not kinds or event.get("kind") in kinds]
 
     def checkpoints(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints that are whole, oldest first."""
-        return saved_checkpoints(self.path / "checkpoints")[0]
+        """Return the complete checkpoints, oldest first."""
+        return read_checkpoints(self._checkpoint_folder)[0]
 
-    def results(self) -> dict[str, Result]:
-        """Return the last and the best value of each scalar metric, by name."""
-        return results_of(self.metrics(kind="scalar", frame=False))
+    @property
+    def _checkpoint_folder(self) -> Path:
+        return self.path / "checkpoints"
+
+    def results(self) -> dict[str, MetricSummary]:
+        """Return the last and best value of each scalar metric, by name."""
+        return summarize_metrics(self.metrics(kind="scalar", frame=False))
 
     def overview(self) -> dict[str, Any]:
-        """Return the run in a line of facts, from the ends of its files: quick for long runs."""
+        """Return the main facts of the run. It reads only the ends of files: fast for long runs."""
         manifest = self.manifest
         git = manifest.get("git")
-        step, loss = self._latest()
+        step, loss = self._read_latest()
         return {
             "id": str(manifest.get("run_id") or self.path.name),
             "path": str(self.path),
@@ -191,58 +197,50 @@ class OpenedRun:
             "last_error": manifest.get("last_error"),
         }
 
-    def _latest(self) -> tuple[int | None, float | None]:
+    def _read_latest(self) -> tuple[int | None, float | None]:
         step: int | None = None
-        begun = self._begun()
-        for record in from_the_end(self.path / "metrics.jsonl"):
-            if _is_repeated(record, begun):
+        starts = self._part_starts()
+        for record in read_jsonl_backwards(self.path / "metrics.jsonl"):
+            if _is_repeated(record, starts):
                 continue
             if step is None and type(record.get("step")) is int:
                 step = record["step"]
             if record.get("name") == "train/loss":
-                return step, number_of(record.get("value"))
+                return step, parse_number(record.get("value"))
         return step, None
 
-    def _read(self, name: str, growing: bool) -> Records:
-        return read_file(self.path / name, growing=growing)
+    def _read_log(self, name: str, growing: bool) -> JsonlContents:
+        return read_jsonl(self.path / name, growing=growing)
 
-    def _final(self, records: list[Row]) -> Iterable[Row]:
-        """The records without those of steps that were trained again later."""
-        begun = self._begun()
-        return [record for record in records if not _is_repeated(record, begun)]
-
-    def _begun(self) -> list[tuple[float, int]]:
-        """When a run that was resumed began and went on, each time after how many steps."""
-        begun = [
+    def _part_starts(self) -> list[tuple[float, int]]:
+        """Return the time and completed steps at each start of a resumed run."""
+        starts = [
             (event["time"], event["step"])
             for event in self.events("start", "resumed")
             if isinstance(event.get("time"), float) and type(event.get("step")) is int
         ]
-        return begun if len(begun) > 1 else []
+        return starts if len(starts) > 1 else []
 
-    def _last_write(self) -> float | None:
-        files = [self.path / name for name in ("metrics.jsonl", "events.jsonl")]
-        return max((file.stat().st_mtime for file in files if file.is_file()), default=None)
-
-    # -- how it shows itself ----------------------------------------------------------------------
+    # -- display ----------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return as_line(self.overview())
+        return format_run_line(self.overview())
 
     def __str__(self) -> str:
-        return as_text(self.overview(), self.manifest, self.results(), self._shown(), self.damage)
+        return format_run_text(
+            self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage
+        )
 
     def _repr_html_(self) -> str:
-        return as_html(self.overview(), self.manifest, self.results(), self._shown(), self.damage)
-
-    def _shown(self) -> Sequence[SavedCheckpoint]:
-        return self.checkpoints()
+        return format_run_html(
+            self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage
+        )
 
 
 def _status(manifest: Mapping[str, Any]) -> str:
     status = str(manifest.get("status") or "unknown")
     parts = _parts(manifest)
-    if status == "training" and parts and is_alive(parts[-1]) is False:
+    if status == "training" and parts and is_process_alive(parts[-1]) is False:
         return "lost"
     return status
 
@@ -255,33 +253,34 @@ def _parts(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _row(record: Row) -> Row:
     row = {name: record.get(name) for name in _COLUMNS}
     if row["kind"] == "scalar" and isinstance(row["value"], str):
-        row["value"] = number_of(row["value"])
+        row["value"] = parse_number(row["value"])
     if "was" in record:
         row["was"] = record["was"]
     return row
 
 
-def _is_repeated(record: Row, begun: list[tuple[float, int]]) -> bool:
-    when, step = record.get("time"), record.get("step")
-    if not isinstance(when, float) or type(step) is not int:
+def _is_repeated(record: Row, starts: list[tuple[float, int]]) -> bool:
+    """Return whether the record's step was trained again after a later start."""
+    logged, step = record.get("time"), record.get("step")
+    if not isinstance(logged, float) or type(step) is not int:
         return False
-    return any(when < start and step > first for start, first in begun)
+    return any(logged < started and step > completed for started, completed in starts)
 
 
-def _framed(rows: list[Row], frame: bool | None) -> Any:
+def _to_frame(rows: list[Row], frame: bool | None) -> Any:
     if frame is False or (frame is None and find_spec("pandas") is None):
         return rows
     try:
         pandas: Any = import_module("pandas")
     except ImportError as error:
-        raise RunError(f"A frame needs pandas ({error}): pip install pandas") from error
+        raise RunError(f"frame=True needs pandas ({error}): pip install pandas") from error
     return pandas.DataFrame(rows, columns=None if any("was" in r for r in rows) else _COLUMNS)
 
 
 def _timestamp(text: Any) -> float | None:
     try:
-        moment = datetime.fromisoformat(text)
+        parsed = datetime.fromisoformat(text)
     except (TypeError, ValueError):
         return None
-    stamp = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+    stamp = (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
     return stamp if math.isfinite(stamp) else None

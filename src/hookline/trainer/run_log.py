@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hookline.errors import TrainingError
 from hookline.runs.recorder import Recorder
+from hookline.runs.run_lookup import find_run_of_checkpoint
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -25,15 +26,14 @@ class RunLog(Recorder):
         """Begin a run; a resumed one goes on in its folder where that is still there."""
         if not trainer._strategy.is_main:
             return
-        folder = None if restored is None else restored.parent.parent
-        there = folder is not None and (folder / "manifest.json").is_file()
+        folder = None if restored is None else find_run_of_checkpoint(restored)
         self.begin(
             config=trainer.config.model_dump(mode="json"),
             seed=trainer.config.seed,
             hooks=trainer.hooks.describe(),
             device=trainer.device,
             step=trainer.step,
-            goes_on=folder if there and trainer.config.runs is not None else None,
+            resumed_run=folder if trainer.config.runs is not None else None,
             restored=restored,
         )
         if self.run is not None:

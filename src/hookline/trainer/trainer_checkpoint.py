@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import find_checkpoint, load_checkpoint, point, save_checkpoint
+from hookline.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_pointer
 from hookline.errors import CheckpointError, TrainingError
-from hookline.runs.checkpoint_reader import differences
+from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import plain
-from hookline.runs.masking import masked
+from hookline.runs.jsonable import to_jsonable
+from hookline.runs.recorded_config import mask_secrets
+from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
     }
     weights = trainer._strategy.save(trainer.model)
     saved = save_checkpoint(folder, model=weights, state=state, info=info)
-    point(saved.parent, "last", saved)
+    set_pointer(saved.parent, "last", saved)
     return saved
 
 
@@ -89,20 +90,20 @@ def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> 
         trainer._strategy.load(trainer.model, weights)
     except RuntimeError as error:
         model = trainer.model
-        lines = differences(weights, trainer._strategy.save(model)) or [str(error)]
-        lines += _other_settings(trainer, found.parent.parent)
+        lines = describe_mismatches(weights, trainer._strategy.save(model)) or [str(error)]
+        lines += _other_settings(trainer, find_run_of_checkpoint(found))
         raise CheckpointError(
             f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "
             "model of the run, or begin another run.\n  " + "\n  ".join(lines)
         ) from error
 
 
-def _other_settings(trainer: Trainer, folder: Path) -> list[str]:
+def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:
     """Which settings of the run are others now, in a line; none where nobody knows."""
-    before = OpenedRun(folder).manifest.get("config")
+    before = None if folder is None else OpenedRun(folder).manifest.get("config")
     if not isinstance(before, dict):
         return []
-    pairs = diff_configs(before, plain(masked(trainer.config.model_dump(mode="json"))))
+    pairs = diff_configs(before, to_jsonable(mask_secrets(trainer.config.model_dump(mode="json"))))
     told = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
     if len(told) > _SHOWN:
         told = [*told[:_SHOWN], f"and {len(told) - _SHOWN} more"]

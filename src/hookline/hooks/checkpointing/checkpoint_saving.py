@@ -35,11 +35,11 @@ class SavingHook(BuiltIn):
     def on_checkpoint_load(self, checkpoint_path: Any) -> None:
         """Compare the saved list of checkpoints with those that still exist."""
         if self._resumed:
-            self._retention.resumed(Path(checkpoint_path))
+            self._retention.reconcile(Path(checkpoint_path))
 
     def on_checkpoint_save(self, checkpoint_path: Any) -> None:
         """Rank the checkpoint if this hook requested it, and remove those that are not kept."""
-        self._retention.saved(Path(checkpoint_path))
+        self._retention.mark_saved(Path(checkpoint_path))
 
     def _release(self) -> None:
         """Release the retention at the end of training."""
@@ -58,7 +58,7 @@ class SavingHook(BuiltIn):
     @property
     def last_model_path(self) -> Path | None:
         """The newest checkpoint of this hook."""
-        return self._retention.path(self._retention.newest)
+        return self._retention.path_of(self._retention.newest)
 
     def _find_folder(self, trainer: Any) -> Path:
         hook = type(self).__name__

@@ -16,8 +16,14 @@ from typing import Any, Protocol
 
 import xxhash
 
-from hookline.checkpoint.atomic_files import TEMPORARY, clean, digest, sync, temporary_folder
-from hookline.checkpoint.checkpoint_folder import read_manifest
+from hookline.checkpoint.atomic_files import (
+    TEMPORARY,
+    hash_file,
+    remove_leftovers,
+    sync,
+    temporary_folder,
+)
+from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, ConfigError
 
 __all__ = ["Bundle", "Destination", "Folder", "Remote", "StoppedError", "destination_of"]
@@ -42,7 +48,7 @@ class Item:
     @classmethod
     def of(cls, name: str, source: Path) -> Item:
         """Return an item for a file that is not in a manifest."""
-        return cls(name, source, source.stat().st_size, digest(source))
+        return cls(name, source, source.stat().st_size, hash_file(source))
 
 
 @dataclass(frozen=True)
@@ -112,33 +118,35 @@ class Folder:
         """Copy into a temporary folder, verify, rename."""
         parent = self._root / under
         parent.mkdir(parents=True, exist_ok=True)
-        if under:  # the run's own folder, which has no temporary files of others
-            clean(parent)
+        remove_leftovers(parent)
         with temporary_folder(parent, bundle.name) as temporary:
+            copy = temporary / bundle.name
+            if bundle.is_folder:
+                copy.mkdir()
             for item in bundle.items:
-                target = temporary / item.name
+                target = temporary / bundle.path_of(item, bundle.name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("wb") as file:
                     _copy(item.source, file, is_stopped)
                 sync(target)
-                _compare(item, str(target), target.stat().st_size, digest(target))
-            sync(temporary)
-            final = self._place(bundle, temporary, parent)
+                _compare(item, str(target), target.stat().st_size, hash_file(target))
+            sync(copy)
+            final = self._place(bundle, copy, parent)
         sync(parent)
         return str(final)
 
-    def _place(self, bundle: Bundle, temporary: Path, parent: Path) -> Path:
+    def _place(self, bundle: Bundle, copy: Path, parent: Path) -> Path:
         for name in bundle.names():
             final = parent / name
             if not final.exists():
-                return (temporary if bundle.is_folder else temporary / bundle.name).rename(final)
+                return copy.rename(final)
             if self._has_copy(bundle, parent, name):
                 return final
         raise AssertionError
 
     def _has_copy(self, bundle: Bundle, parent: Path, name: str) -> bool:
         paths = [(item, parent / bundle.path_of(item, name)) for item in bundle.items]
-        return all(p.is_file() and digest(p) == item.hash for item, p in paths)
+        return all(p.is_file() and hash_file(p) == item.hash for item, p in paths)
 
 
 class Remote:

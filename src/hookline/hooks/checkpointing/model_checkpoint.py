@@ -80,7 +80,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._retention = Retention(
             keep=save_top_k,
             order="newest" if monitor is None else mode,
-            newest_too=save_last,
+            keep_newest=save_last,
         )
         self._latest_metrics = Metrics()
         self._saved_step = self._measured_step = -1
@@ -92,7 +92,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     @property
     def best_model_path(self) -> Path | None:
         """The best checkpoint; None without `monitor`, or if no score was finite."""
-        return self._retention.path(self._retention.best)
+        return self._retention.path_of(self._retention.best)
 
     @property
     def best_model_score(self) -> float | None:
@@ -180,9 +180,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             log.warning(
                 "'%s' is %s at step %d, so this checkpoint ranks last.", self._monitor, score, step
             )
-        if self._retention.wants(score):
+        if self._retention.would_keep(score):
             name = self._filename.render(epoch, step, lambda field: self._value(metrics, field))
-            trainer.save_checkpoint(self._retention.ask(name, step, score))
+            trainer.save_checkpoint(self._retention.reserve(name, step, score))
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         return None if self._monitor is None else self._value(metrics, self._monitor)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hookline.builtin import BuiltIn
-from hookline.checkpoint.retention import pointed, remove_checkpoint
+from hookline.checkpoint.checkpoint_lookup import read_pointers
+from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.hook import Rank
 from hookline.hooks.checkpointing.destination import Bundle, StoppedError, destination_of
@@ -142,7 +143,7 @@ class UploadHook(BuiltIn):
         if self._keep_local:
             return
         for path in list(self.uploaded):
-            if path.is_dir() and path.name not in pointed(path.parent):
+            if path.is_dir() and path.name not in read_pointers(path.parent).values():
                 remove_checkpoint(path)
 
 

@@ -10,9 +10,9 @@ from pydantic import PositiveInt
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.runs.jsonable import plain
-from hookline.runs.jsonl_file import JsonlFile, line
-from hookline.runs.manifest import now
+from hookline.runs.jsonable import to_jsonable
+from hookline.runs.jsonl_file import JsonlFile, encode_line
+from hookline.runs.manifest import utc_now
 
 __all__ = ["JSONLogHook"]
 
@@ -101,9 +101,9 @@ class JSONLogHook(BuiltIn):
             self._failed = True
             self._file = self._open(getattr(trainer, "run", None))
             self._failed = False
-        record = {"timestamp": now(), "event": event}
-        record.update((name, plain(value)) for name, value in fields.items())
-        self._file.append([line(record)])
+        record = {"timestamp": utc_now(), "event": event}
+        record.update((name, to_jsonable(value)) for name, value in fields.items())
+        self._file.append([encode_line(record)])
 
     def _open(self, run: Any) -> JsonlFile:
         path = self._requested_path

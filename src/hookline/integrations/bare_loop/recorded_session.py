@@ -17,7 +17,7 @@ from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventConte
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelWatch
-from hookline.runs.jsonable import plain
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
 
@@ -82,7 +82,7 @@ class SessionRecord(Recorder):
         """Begin a run, on one rank only."""
         if _rank() != 0:
             return
-        given = plain(config)
+        given = to_jsonable(config)
         named = given if isinstance(given, dict) else {} if given is None else {"config": given}
         self.begin(
             config=named,

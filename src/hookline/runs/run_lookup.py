@@ -1,0 +1,107 @@
+"""Finding runs: by folder, by id, by the beginning or end of an id, or from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from hookline.errors import RunError, listed
+from hookline.runs.manifest import read_run_manifest
+
+__all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders"]
+
+_LOG_FILES = ("metrics.jsonl", "events.jsonl")
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
+_MAX_SHOWN = 5
+
+
+def list_run_folders(root: str | os.PathLike[str]) -> list[Path]:
+    """Return the folders of all runs in a folder, the newest first."""
+    try:
+        folders = [path for path in Path(root).iterdir() if _is_run(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise RunError(f"The runs in {root} cannot be listed: {error}.") from error
+    return sorted(folders, key=lambda path: path.name, reverse=True)
+
+
+def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs") -> Path:
+    """Return the folder of a run.
+
+    Args:
+        given: The folder itself; or the id of a run in `root`, or the beginning or end of its id.
+        root: The folder of all runs.
+
+    Raises:
+        RunError: No run matches, or several do. The message names the closest ids.
+    """
+    path = Path(given)
+    if _is_run(path):
+        return path
+    if path.is_dir():
+        ids = [folder.name for folder in list_run_folders(path)]
+        if not ids:
+            raise RunError(
+                f"{path} is not a run: it has neither a manifest.json nor a metrics.jsonl. Give "
+                "the folder of a run, runs/<run_id>."
+            )
+        raise RunError(
+            f"{path} contains {len(ids)} runs. Give one of them, newest first: {_list_some(ids)}."
+        )
+    if path.parent != Path():  # `results/runs/20261115`: the beginning of an id in that folder
+        root = path.parent
+    return _find_by_id(path.name, Path(root))
+
+
+def find_run_of_checkpoint(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that saved a checkpoint, `<run>/checkpoints/<checkpoint>`.
+
+    Returns:
+        None if the checkpoint is not in the folder of a run.
+    """
+    enclosing = checkpoint.parents
+    has_run = len(enclosing) > 1 and (enclosing[1] / "manifest.json").is_file()
+    return enclosing[1] if has_run else None
+
+
+def _find_by_id(wanted: str, root: Path) -> Path:
+    ids = [folder.name for folder in list_run_folders(root)]
+    if not ids:
+        raise RunError(f"There is no run '{wanted}': {root} contains no runs.")
+    if wanted in ids:
+        return root / wanted
+    matching = [run_id for run_id in ids if wanted and run_id.startswith(wanted)]
+    matching = matching or [run_id for run_id in ids if wanted and run_id.endswith(wanted)]
+    if len(matching) == 1:
+        return root / matching[0]
+    if matching:
+        raise RunError(
+            f"'{wanted}' matches {len(matching)} runs in {root}: {_list_some(matching)}. Give more "
+            "of the id."
+        )
+    similar = get_close_matches(wanted, ids, n=_MAX_SHOWN, cutoff=0.6)
+    if similar:
+        hint = f"Did you mean one of these: {_list_some(similar)}?"
+    else:
+        hint = f"The newest are: {_list_some(ids)}."
+    raise RunError(f"There is no run '{wanted}' in {root}. {hint}")
+
+
+def _is_run(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    # A folder that has lost its files is still recognized by its name.
+    if _RUN_ID.fullmatch(path.name) or any((path / name).is_file() for name in _LOG_FILES):
+        return True
+    try:
+        read_run_manifest(path)  # checkpoints have a file of this name, too
+    except RunError:
+        return False
+    return True
+
+
+def _list_some(names: list[str]) -> str:
+    return listed(names[:_MAX_SHOWN]) + (" …" if len(names) > _MAX_SHOWN else "")
