@@ -279,7 +279,7 @@ def test_a_scheduled_monitor_reports_the_numbers_of_its_steps_only(tmp_path):
     model, optimizer = make()
     trainer = Trainer(config(runs=tmp_path), model, optimizer)
     capture = Capture("first", kwargs=False)
-    trainer.add_hook(Monitor("first", metrics=["max"], every=1), every=5)
+    trainer.add_hook(Monitor("first", metrics=["max"]), every=5)
     trainer.add_hook(capture)
     trainer.fit(batches(10))
     rows = hookline.open_run(trainer.run.path).metrics("probes/first/max")
@@ -577,9 +577,9 @@ def test_a_forward_that_returns_nothing_is_over_too():
 
 def test_outside_of_training_each_call_beside_the_model_s_own_is_a_forward():
     model = make()[0]
-    debug, capture = Debug("first", action="stop"), Capture("first", every=2)
+    debug, capture = Debug("first", action="stop"), Capture("first")
     debug.attach(model)
-    capture.attach(model)
+    capture.attach(model, every=2)
     for _ in range(4):
         model.forward(torch.ones(1, 8))
     assert [state.call for state in capture.states()] == [0, 0]

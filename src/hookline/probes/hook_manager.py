@@ -23,6 +23,7 @@ from hookline.errors import (
 from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
+from hookline.probes.forward_schedule import ForwardSchedule
 from hookline.probes.probe import Probe
 from hookline.probes.store import Counts, Policy, Store
 
@@ -114,6 +115,8 @@ class Probes:
         layer_idx: int | None = None,
         capture_input: bool = True,
         capture_output: bool = True,
+        *,
+        every: int = 1,
         **options: Any,
     ) -> str:
         """Keep what goes into a module and comes out of it.
@@ -124,14 +127,15 @@ class Probes:
             layer_idx: The layer's number, for the states.
             capture_input: Whether to keep the arguments, those by keyword too.
             capture_output: Whether to keep what the module returns.
-            options: What `Capture` takes besides: `gradient`, `device`, `dtype`, `select` …
+            every: Capture only the calls N, 2N, 3N … of the module.
+            options: Further options of `Capture`: `gradient`, `device`, `dtype`, `select` …
 
         Returns:
             The id.
         """
         took = {"layer_idx": layer_idx, "input": capture_input, "output": capture_output}
         options = {**took, "kwargs": capture_input, "store": self._store, **options}
-        return self._register(module, hook_id, "capture", lambda: Capture(module, **options))
+        return self._register(module, hook_id, "capture", lambda: Capture(module, **options), every)
 
     def register_monitoring_hook(
         self, module: torch.nn.Module, hook_id: str, metrics: Any = None, **options: Any
@@ -223,7 +227,12 @@ class Probes:
         return self._register(module, hook_id, "probe", lambda: probe)
 
     def _register(
-        self, module: torch.nn.Module, hook_id: str, kind: Kind, make: Callable[[], Probe]
+        self,
+        module: torch.nn.Module,
+        hook_id: str,
+        kind: Kind,
+        make: Callable[[], Probe],
+        every: int = 1,
     ) -> str:
         with self._lock:
             self._check_new(module, hook_id)
@@ -235,7 +244,10 @@ class Probes:
             probe.probe_name = hook_id
             entry = _Entry(hook_id, kind, probe, module)
             # Without a root: each call of the module is a forward of its own.
-            probe.attachment = Attachment(probe, {hook_id: module}, guard=self._guard(entry))
+            guard = self._guard(entry)
+            if every != 1:
+                guard = ForwardSchedule(probe, every, guard)
+            probe.attachment = Attachment(probe, {hook_id: module}, guard=guard)
             self._hooks[hook_id] = entry
             probe.attachment.on()
         return hook_id
