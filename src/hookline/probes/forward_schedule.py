@@ -43,9 +43,12 @@ class ForwardSchedule:
         """Call a function of the probe with these arguments, if it is due."""
         call = args[0] if args else None
         if isinstance(call, Call):
-            due = self._is_due(call, is_after=function == self._probe.after)
-        else:  # without arguments: the start or end of a forward; else, a gradient of a due call
-            due = call is not None or self._is_forward_due(otherwise=self._state.last)
+            due: bool | None = self._is_due(call, is_after=function == self._probe.after)
+        elif args:
+            due = True  # a gradient of a call that was due
+        else:  # the start or end of a forward
+            due = self._is_forward_due()
+            due = self._state.last if due is None else due
         return self._guard(function, *args) if due else None
 
     def _is_due(self, call: Call, *, is_after: bool) -> bool:
@@ -53,18 +56,18 @@ class ForwardSchedule:
         key = self, call.name
         if call.recomputed:
             return not is_after or noted(key) is not False
-        due = self._is_forward_due(otherwise=None)
+        due = self._is_forward_due()
         if due is None:
             due = self._is_direct_call_due(call, is_after=is_after)
         if is_after and self._probe.wants_recomputed and not torch.is_grad_enabled():
             note(key, due)
         return due
 
-    def _is_forward_due(self, otherwise: Any) -> Any:
-        """Return whether the forward in progress is due; `otherwise` outside of one."""
+    def _is_forward_due(self) -> bool | None:
+        """Return whether the forward in progress is due, or None if there is none."""
         attachment = self._probe.attachment
         number = None if attachment is None else attachment.forward_number
-        return otherwise if number is None else number % self._every == 0
+        return None if number is None else number % self._every == 0
 
     def _is_direct_call_due(self, call: Call, *, is_after: bool) -> bool:
         state = self._state
