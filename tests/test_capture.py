@@ -937,7 +937,7 @@ def test_options_are_checked():
     with pytest.raises(ConfigError, match="memory_limit_mb is a number above 0, or None"):
         Capture("*", memory_limit_mb=float("inf"))
     for options in ({"which": "h"}, {"taps": "h"}):
-        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on a function"):
+        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not of a function"):
             probe(lambda a: a, **options)
     with pytest.raises(ConfigError, match="No module matches 'zero'"):
         captured(model(), "zero")

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hookline.errors import ConfigError
 from hookline.probes.module_selection import aliases, clean_name, clean_names, select
+from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
 
 class Mlp(nn.Module):
@@ -146,7 +147,7 @@ def test_types_can_be_joined(net):
 
 @pytest.mark.parametrize("thing", [None, lambda a: a, nn.Linear])
 def test_something_that_is_no_model(thing):
-    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on"):
+    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not of"):
         select(thing, "h")
 
 
@@ -180,7 +181,7 @@ def test_a_name_that_is_not_there_is_an_error_with_near_names_and_some_that_are(
     message = refusal(net, "blocks.3.mpl")
     assert "'blocks.3.mpl'" in message
     assert "Did you mean 'blocks.3.mlp'?" in message
-    assert "Names there are: 'embed', 'blocks', 'blocks.0'" in message
+    assert "The modules are: 'embed', 'blocks', 'blocks.0'" in message
     assert f"and {len(list(net.named_modules())) - 1 - 8} more" in message
 
 
@@ -223,7 +224,7 @@ def test_a_module_of_another_model_is_an_error(net):
 
 @pytest.mark.parametrize("which", [[], ()])
 def test_asking_for_nothing_is_an_error(net, which):
-    assert "No module was asked for" in refusal(net, which)
+    assert "No modules were given" in refusal(net, which)
 
 
 def test_something_that_chooses_no_modules_is_an_error(net):
@@ -384,3 +385,34 @@ def test_a_place_without_a_module_is_passed_over():
     model = nn.Sequential(nn.ReLU())
     model.register_module("empty", None)
     assert list(clean_names(model)) == ["", "0"]
+
+
+# -- parameters
+
+
+def test_stars_in_patterns_of_parameters_mean_the_same_as_for_modules(net):
+    names = [name for name, _ in net.named_parameters()]
+    assert match_names(["*.bias"], names) == ["embed.bias", "head.bias"]
+    assert match_names(["mlp.*.bias"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    assert match_names(["blocks.[01].**.bias"], names) == [
+        f"blocks.{i}.{name}.bias" for i in (0, 1) for name in ("norm", "mlp.up", "mlp.down")
+    ]
+    assert match_names(["**"], names) == names
+    assert match_names([r"re:(embed|head)\.bias"], names) == ["embed.bias", "head.bias"]
+    assert match_names(["^mlp.*s$"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    with pytest.raises(ConfigError, match=r"'blocks.0.norm.weight' has more: write '\*\*'"):
+        match_names(["blocks.*"], names)
+    with pytest.raises(ConfigError, match="has to match the whole name"):
+        match_names(["re:embed"], names)
+
+
+def test_parameters_have_the_names_of_the_model_whatever_wraps_it(net, group):
+    plain = {id(parameter): name for name, parameter in net.named_parameters()}
+    net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+    net.mlp = torch.compile(net.mlp)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    for wrapped in (net, model, torch.compile(model)):
+        assert named_parameters(wrapped, None) == plain
+        assert list(parameters_by_name(wrapped)) == list(plain.values())
+        chosen = named_parameters(wrapped, ["blocks.0.norm.*"])
+        assert list(chosen.values()) == ["blocks.0.norm.weight", "blocks.0.norm.bias"]

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat
 
 from hookline.builtin import BuiltIn
 from hookline.hook import Rank, UpdateHook
-from hookline.tensors.parameter_names import matching, parameters_by_name
+from hookline.tensors.parameter_names import match_parameters, parameters_by_name
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import dense
 
@@ -36,7 +36,7 @@ class _ByPattern(BuiltIn, UpdateHook):
         if key not in known:
             if len(known) >= _KNOWN:
                 known.clear()
-            chosen = matching(model, patterns, others=gradients)
+            chosen = match_parameters(model, patterns, others=gradients)
             known[key] = [name for name in gradients if name in chosen]
         return [gradients[name] for name in known[key]]
 
