@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from hookline.dispatch import HookManager
 from hookline.errors import (
     HookFailedError,
     NotSuppliedError,
-    ProbeError,
     RegistrationError,
     listed,
 )
@@ -203,9 +201,10 @@ class ModuleProbeSync(ProbeSync):
             if self._registered.get(name) is not entry:
                 return None
             try:
-                returned = guarded(function if args else _raise_findings(function), *args)
-            except HookFailedError as error:
-                raise _get_cause(error) from None
+                returned = guarded(function, *args)
+            except HookFailedError as error:  # outside of training, raise the probe's own error
+                cause = error.__cause__ if type(error) is HookFailedError else None
+                raise cause or error from None
             if self._registered.get(name) is not entry:  # removed by another thread
                 entry.free()
             return returned
@@ -222,29 +221,3 @@ class ModuleProbeSync(ProbeSync):
         for attachment in list(uncalled.values())[:1]:
             cause = attachment.likely_cause(list(uncalled))
             log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
-
-
-class _FindingError(HookFailedError):
-    """What a debug probe raised at the end of a forward, which is not a failure of the probe."""
-
-    def __init__(self, error: ProbeError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def _raise_findings(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def call() -> Any:
-        try:
-            return function()
-        except ProbeError as error:
-            raise _FindingError(error) from error
-
-    return call
-
-
-def _get_cause(error: HookFailedError) -> BaseException:
-    """Return the probe's own error: outside of training it is raised as it is."""
-    if isinstance(error, _FindingError):
-        return error.error
-    return (error.__cause__ if type(error) is HookFailedError else None) or error
