@@ -103,7 +103,7 @@ def test_what_is_not_to_be_captured_is_not(kept):
         assert (state.output is not None) == (kept == "output")
 
 
-def test_what_capture_takes_besides():
+def test_further_options_of_capture():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:
         manager.register_capture_hook(layer, "a", gradient=True, select=0, dtype="float64")
@@ -354,14 +354,14 @@ def test_ids_that_are_taken_unknown_or_none():
 
 
 @pytest.mark.parametrize("thing", [None, "layer", torch.ones(1), nn.Linear])
-def test_something_that_is_no_module(thing):
+def test_anything_but_a_module_is_an_error(thing):
     with HookManager() as manager:
         with pytest.raises(ProbeError, match=r"'a': expected a torch\.nn\.Module, got"):
             manager.register_capture_hook(thing, "a")
         assert len(manager) == 0
 
 
-def test_a_probe_is_in_one_place_and_is_one():
+def test_register_probe_takes_a_probe_that_is_not_attached_yet():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:
         probe = Fails(0)
@@ -372,7 +372,7 @@ def test_a_probe_is_in_one_place_and_is_one():
             manager.register_probe(layer, "b", 3)
 
 
-def test_it_cannot_be_used_after_it_was_closed():
+def test_a_closed_manager_cannot_be_used():
     manager = HookManager()
     manager.close()
     manager.close()
@@ -464,7 +464,7 @@ def test_only_failures_in_a_row_disable():
         assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (6, True)
 
 
-def test_a_probe_is_disabled_also_when_its_look_before_the_module_goes_well():
+def test_a_probe_whose_after_fails_is_disabled_although_its_before_succeeds():
     class Adds(nn.Module):
         def forward(self, a):
             return a[None]
@@ -541,7 +541,7 @@ def test_threads_may_register_run_and_remove_at_once():
 # -- modules that are not called, and copies
 
 
-def test_in_the_end_hooks_that_saw_nothing_are_named(caplog):
+def test_on_exit_hooks_whose_module_was_not_called_are_named(caplog):
     called, around, off = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     with HookManager() as manager:
         manager.register_capture_hook(called, "called")
