@@ -495,7 +495,7 @@ class FailsAfter(Sees):
 
 
 @pytest.mark.parametrize(("kind", "where"), [(FailsBefore, "began"), (FailsAfter, "ended")])
-def test_a_failure_around_a_forward_is_isolated_and_disables(kind, where, caplog):
+def test_a_failure_around_a_forward_is_isolated_and_quarantines(kind, where, caplog):
     model, optimizer = make()
     probe = kind("first")
     trainer = Trainer(config(), model, optimizer, hooks=[probe])
@@ -506,7 +506,7 @@ def test_a_failure_around_a_forward_is_isolated_and_disables(kind, where, caplog
     assert f"failed in {where}" in caplog.text
 
 
-def test_a_probe_that_fails_at_the_start_of_a_forward_is_disabled_after_three(caplog):
+def test_a_failing_probe_with_a_beginning_is_quarantined_after_three(caplog):
     class Fails(Sees):
         def began(self):
             pass
