@@ -17,11 +17,9 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 
 from hookline.errors import ConfigError, nearest
 
-__all__ = ["REGISTRATION_OPTIONS", "Option", "check_options", "options_of"]
+__all__ = ["Option", "check_options", "options_of"]
 
-REGISTRATION_OPTIONS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
-"""Options of `add_hook` that a configuration gives beside a hook's own."""
-
+_OF_ADD_HOOK = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 _EMPTY = inspect.Parameter.empty
 
 
@@ -101,7 +99,7 @@ def check_options(
                 problems.append(f"'{name}' is {value!r}. {problem}.")
         elif any(one.kind is one.VAR_KEYWORD for one in _parameters(kind)):
             continue
-        elif name in REGISTRATION_OPTIONS:
+        elif name in _OF_ADD_HOOK:
             problems.append(_belongs_to_registration(kind, name))
         else:
             there = f"The options are: {', '.join(known)}." if known else "It has no options."

@@ -10,7 +10,7 @@ from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
-from hookline.options import REGISTRATION_OPTIONS, options_of
+from hookline.options import options_of
 
 __all__ = ["SECTIONS", "Item", "items_of"]
 
@@ -21,6 +21,8 @@ SECTIONS: Mapping[str, str] = {
     "probes": "probe",
 }
 """The sections of a configuration of hooks, and the kind that each is for."""
+
+_REGISTRATION = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,15 @@ def _word(rest: dict[str, Any], key: str) -> str | None:
 def _apart(kind: Any, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Say which keys are the hook's own options, and which are those of its registration.
 
-    An option of the class's own `__init__` wins, such as `sample_rate` of a user's hook, unless
-    the class's options stand under `init_args`.
+    What the class itself takes is its own, such as `every` of a probe, unless its options stand
+    under `init_args`.
     """
     under = rest.pop("init_args", None)
     if under is not None and not isinstance(under, Mapping):
         raise ConfigError(f"'init_args' is {under!r}; expected a mapping.")
     options = {str(key): value for key, value in (under or {}).items()}
     own = () if options else options_of(kind)
-    registration = {
-        key: rest.pop(key) for key in REGISTRATION_OPTIONS if key in rest and key not in own
-    }
+    registration = {key: rest.pop(key) for key in _REGISTRATION if key in rest and key not in own}
     twice = [key for key in rest if key in options]
     if twice:
         raise ConfigError(f"'{twice[0]}' stands under 'init_args' and beside it. Keep one.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.dispatch.schedule import Schedule
+from hookline.errors import ConfigError
 from hookline.probes.attachment import Call
 from hookline.probes.segments import note, noted
 
@@ -33,8 +33,10 @@ class ForwardSchedule:
     """
 
     def __init__(self, probe: Probe, every: int, guard: Callable[..., Any] | None = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(f"every is {every!r}; expected a whole number of at least 1.")
         self._probe = probe
-        self._every = Schedule(every=every).every  # raises if it is not a positive integer
+        self._every = every
         self._guard = guard or _call_directly
         self._state = _ThreadState()
         self._direct_calls: dict[str, count[int]] = {}
