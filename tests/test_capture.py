@@ -15,6 +15,7 @@ import torch
 from loops import batches, make, same, weights
 from torch import nn
 
+import hookline
 from hookline import Trainer, TrainerConfig
 from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
@@ -521,14 +522,52 @@ def test_a_function_that_changes_what_it_gets_or_draws_random_numbers_is_fatal()
 def test_every_n_forwards_all_calls_of_it_together():
     net = Twice()
     for options in ({}, {"input": False, "kwargs": False}):  # with a look before the module, or not
-        capture = Capture("layer", every=3, **options)
-        capture.attach(net)
-        for i in range(7):
+        capture = Capture("layer", **options)
+        capture.attach(net, every=3)
+        for i in range(1, 8):
             net(x(seed=i))
         capture.detach()
-        assert [state.call for state in capture.states()] == [0, 1] * 3
+        assert [state.call for state in capture.states()] == [0, 1] * 2
         firsts = [state.output for state in capture.states() if state.call == 0]
-        assert same(firsts, [net.layer(x(seed=i)).detach() for i in (0, 3, 6)])
+        assert same(firsts, [net.layer(x(seed=i)).detach() for i in (3, 6)])
+
+
+def test_probe_counts_forwards_of_the_model_also_for_a_module_that_some_forwards_skip():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, a, number):
+            a = self.always(a)
+            return self.sometimes(a) if number in (3, 4, 6) else a
+
+    net = Sometimes()
+    with probe(net, "*", every=3) as results:
+        for number in range(1, 9):
+            net(x(seed=number), number)
+    got = {name: [state.output for state in results[name]] for name in results}
+    firsts = {number: net.always(x(seed=number)).detach() for number in (3, 6)}
+    assert same(got["always"], list(firsts.values()))
+    assert same(got["sometimes"], [net.sometimes(first).detach() for first in firsts.values()])
+
+
+def test_probe_counts_calls_where_the_model_itself_is_not_called():
+    net = model()
+    with probe(net, "0", every=2) as results:
+        for i in range(1, 6):
+            net[0](x(seed=i))
+    assert same([s.output for s in results["0"]], [net[0](x(seed=i)).detach() for i in (2, 4)])
+
+
+def test_every_is_no_option_of_the_probe():
+    with pytest.raises(ConfigError, match="'every' belongs to the registration") as error:
+        Capture("*", every=2)
+    assert "add_hook(hook, every=…)" in str(error.value)
+    assert "hookline.probe(model, …, every=…)" in str(error.value)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"every is {wrong}; expected a whole number"):
+            probe(model(), "0", every=wrong)
 
 
 # -- gradients
@@ -893,14 +932,12 @@ def test_a_tied_module_has_all_its_names():
 def test_options_are_checked():
     with pytest.raises(ConfigError, match=r"'outputs' is no option. Did you mean 'output'"):
         Capture("*", outputs=True)
-    with pytest.raises(ConfigError, match="'every' is 0"):
-        Capture("*", every=0)
     with pytest.raises(ConfigError, match="'by' is 'ref'"):
         Capture("*", by="ref")
     with pytest.raises(ConfigError, match="memory_limit_mb is a number above 0, or None"):
         Capture("*", memory_limit_mb=float("inf"))
     for options in ({"which": "h"}, {"taps": "h"}):
-        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on a function"):
+        with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not of a function"):
             probe(lambda a: a, **options)
     with pytest.raises(ConfigError, match="No module matches 'zero'"):
         captured(model(), "zero")
@@ -910,7 +947,7 @@ def test_options_are_checked():
 
 def test_copies_and_pickles_have_the_options_and_no_states():
     net, store = model(), Store()
-    for capture in (captured(net, every=1, select=0), captured(net, store=store, select=0)):
+    for capture in (captured(net, select=0), captured(net, store=store, select=0)):
         for other in (copy.deepcopy(capture), pickle.loads(pickle.dumps(capture))):
             assert other.counts == Counts()
             other.attach(net)
@@ -956,14 +993,41 @@ def config(**fields):
 
 def test_in_a_trainer_states_have_step_and_epoch_and_every_counts_steps():
     net, optimizer = make()
-    capture = Capture("first", every=2, gradient=True)
-    loop = config(max_epochs=2, accumulate=2)
-    Trainer(loop, net, optimizer, hooks=[capture]).fit(batches(6), val_loaders=batches(2))
+    capture = Capture("first", gradient=True)
+    trainer = Trainer(config(max_epochs=2, accumulate=2), net, optimizer)
+    trainer.add_hook(capture, every=2)
+    trainer.fit(batches(6), val_loaders=batches(2))
+    # The steps 2, 4 and 6: as everywhere, `step` counts the steps that are completed.
     assert [(s.step, s.epoch) for s in capture.states()] == [
-        *((0, 0), (0, 0), (2, 0), (2, 0), (4, 1), (4, 1)),
+        *((1, 0), (1, 0), (3, 1), (3, 1), (5, 1), (5, 1)),
     ]
     assert all(state.gradient is not None for state in capture.states())
     assert {state.probe for state in capture.states()} == {"capture"}
+
+
+def test_in_a_bare_loop_every_counts_steps():
+    net, optimizer = make()
+    capture = Capture("first")
+    with hookline.attach(net, optimizer) as session:
+        session.add_hook(capture, every=2)
+        for a, b in batches(5):
+            nn.functional.mse_loss(net(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [state.step for state in capture.states()] == [1, 3]
+
+
+def test_in_a_configuration_every_belongs_to_the_registration():
+    net, optimizer = make()
+    item = {"name": "capture", "modules": "first", "every": 2}
+    trainer = Trainer(config(), net, optimizer)
+    trainer.hooks.add_configured([item])
+    trainer.fit(batches(4))
+    capture = trainer.hooks.get_hook("capture")
+    assert [state.step for state in capture.states()] == [1, 3]
+    assert trainer.hooks.describe()[0].schedule == "every 2"
+    with pytest.raises(ConfigError, match="'every' belongs to the registration"):
+        hookline.HookRegistry([{"name": "capture", "init_args": {"modules": "x", "every": 2}}])
 
 
 def test_training_is_bit_for_bit_the_same():

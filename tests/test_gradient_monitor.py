@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.runs.jsonl_file import read_records
-from hookline.tensors.parameter_names import chosen_names
+from hookline.tensors.parameter_names import match_names
 from hookline.tensors.tensor_statistics import TensorStatistics
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
@@ -290,7 +290,7 @@ def test_param_filter_takes_parts_of_names_globs_and_regular_expressions(
 
 def test_a_glob_is_not_read_as_a_regular_expression() -> None:
     names = ["layer.1.weight", "layer.10.weight", "layer_1.weight"]
-    assert chosen_names(["layer.1.*"], names) == ["layer.1.weight"]
+    assert match_names(["layer.1.*"], names) == ["layer.1.weight"]
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_near_names() -> None:

@@ -99,7 +99,7 @@ def test_a_strict_probe_that_fails_stops_training():
     assert hooks_on(model) == 0
 
 
-def test_a_module_that_is_not_there_is_said_when_the_probe_is_added():
+def test_a_module_that_is_not_there_is_an_error_when_the_probe_is_added():
     model, optimizer = make()
     trainer = Trainer(config(), model, optimizer)
     with pytest.raises(hookline.HooklineError, match="frist"):
@@ -279,7 +279,7 @@ def test_a_scheduled_monitor_reports_the_numbers_of_its_steps_only(tmp_path):
     model, optimizer = make()
     trainer = Trainer(config(runs=tmp_path), model, optimizer)
     capture = Capture("first", kwargs=False)
-    trainer.add_hook(Monitor("first", metrics=["max"], every=1), every=5)
+    trainer.add_hook(Monitor("first", metrics=["max"]), every=5)
     trainer.add_hook(capture)
     trainer.fit(batches(10))
     rows = hookline.open_run(trainer.run.path).metrics("probes/first/max")
@@ -288,7 +288,7 @@ def test_a_scheduled_monitor_reports_the_numbers_of_its_steps_only(tmp_path):
     assert [row["value"] for row in rows] == pytest.approx(expected)
 
 
-def test_schedules_of_probes_hold_in_a_bare_loop_and_need_what_it_tells():
+def test_schedules_of_probes_hold_in_a_bare_loop_and_need_what_it_provides():
     model, optimizer = make()
     probe, late = Sees("first"), Sees("first")
     with hookline.attach(model, optimizer) as session:
@@ -303,7 +303,7 @@ def test_schedules_of_probes_hold_in_a_bare_loop_and_need_what_it_tells():
     assert [step for step, *_ in late.calls] == [2, 3]
 
 
-def test_from_epoch_in_a_loop_without_epochs_is_said(caplog):
+def test_from_epoch_in_a_loop_without_epochs_is_logged_as_an_error(caplog):
     model, optimizer = make()
     with hookline.attach(model, optimizer) as session:
         session.add_hook(Sees("first"), from_epoch=1)
@@ -423,7 +423,7 @@ class Bypassed(torch.nn.Module):
         return torch.nn.functional.mse_loss(self.b.forward(hookline.tap(x, "here")), y)
 
 
-def test_modules_that_are_gone_around_are_named_after_the_first_step(caplog):
+def test_modules_that_are_not_called_are_named_after_the_first_step(caplog):
     model = Bypassed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     hooks = [Monitor("b"), Sees(["a", "b"]), Capture(None, taps="here")]
@@ -575,11 +575,11 @@ def test_a_forward_that_returns_nothing_is_over_too():
     debug.detach()
 
 
-def test_outside_of_training_each_call_beside_the_model_s_own_is_a_forward():
+def test_outside_of_training_each_call_outside_of_the_model_s_own_is_a_forward():
     model = make()[0]
-    debug, capture = Debug("first", action="stop"), Capture("first", every=2)
+    debug, capture = Debug("first", action="stop"), Capture("first")
     debug.attach(model)
-    capture.attach(model)
+    capture.attach(model, every=2)
     for _ in range(4):
         model.forward(torch.ones(1, 8))
     assert [state.call for state in capture.states()] == [0, 0]
@@ -589,7 +589,7 @@ def test_outside_of_training_each_call_beside_the_model_s_own_is_a_forward():
     capture.detach()
 
 
-def test_the_end_of_a_call_beside_the_model_s_own_is_that_of_the_outermost():
+def test_the_end_of_a_call_outside_of_the_model_s_own_is_that_of_the_outermost():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -103,7 +103,7 @@ def test_what_is_not_to_be_captured_is_not(kept):
         assert (state.output is not None) == (kept == "output")
 
 
-def test_what_capture_takes_besides():
+def test_further_options_of_capture():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:
         manager.register_capture_hook(layer, "a", gradient=True, select=0, dtype="float64")
@@ -209,7 +209,7 @@ def test_edits_need_enable_intervention():
     with HookManager() as manager:
         with pytest.raises(ProbeError, match=r"HookManager|Probes\(enable_intervention=True\)"):
             manager.register_probe(layer, "twice", Doubles(""))
-        with pytest.raises(ProbeError, match="not allowed here"):
+        with pytest.raises(ProbeError, match="does not allow edits"):
             manager.register_edit_hook(layer, "twice")
         assert torch.equal(layer(x), plain)
         assert len(manager) == 0
@@ -267,7 +267,9 @@ def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
         assert numbers["mean"] == pytest.approx(out.mean().item(), abs=1e-6)
         assert {"mean", "std"} <= set(numbers)
         assert manager.report()["b"] == {"max": pytest.approx(out.max().item())}
-        with pytest.raises(ProbeError, match="'a' is a monitoring hook and captures nothing"):
+        with pytest.raises(
+            ProbeError, match="'a' is registered as 'monitoring' and captures nothing"
+        ):
             manager.get_captured_states("a")
 
 
@@ -288,8 +290,24 @@ def test_a_debug_hook_that_is_to_stop_is_not_isolated():
         manager.register_debug_hook(layer, "a", action="stop")
         with pytest.raises(ProbeError, match="'a' found"):
             layer(torch.full((1, 2), float("nan")))
-        with pytest.raises(ProbeError, match="'a' is a debug hook and measures nothing"):
+        with pytest.raises(ProbeError, match="'a' is registered as 'debug' and measures nothing"):
             manager.get_metrics("a")
+
+
+def test_every_counts_the_calls_of_the_module():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "states", every=3)
+        manager.register_monitoring_hook(layer, "numbers", ["max"], every=2)
+        manager.register_debug_hook(layer, "findings", action="record", every=4)
+        for i in range(1, 8):
+            layer(torch.full((1, 2), float("nan" if i == 3 else i)))
+        assert [s.input[0][0, 0].item() for s in manager.get_captured_states("states")[1:]] == [6]
+        assert manager.get_metrics("numbers").keys() == {"max"}  # the third call was not measured
+        assert manager.get_findings("findings") == []
+        with pytest.raises(ValueError, match="every is 0"):
+            manager.register_capture_hook(layer, "wrong", every=0)
+        assert manager.list_hooks() == ["states", "numbers", "findings"]
 
 
 def test_an_edit_hook():
@@ -331,30 +349,30 @@ def test_ids_that_are_taken_unknown_or_none():
             with pytest.raises(UnknownHookError, match=r"'encodr'. Did you mean 'encoder'\?"):
                 function("encodr")
         for nothing in ("", None, 3):
-            with pytest.raises(ProbeError, match="hook_id is a text"):
+            with pytest.raises(ProbeError, match="hook_id must be a string"):
                 manager.register_capture_hook(layer, nothing)
 
 
 @pytest.mark.parametrize("thing", [None, "layer", torch.ones(1), nn.Linear])
-def test_something_that_is_no_module(thing):
+def test_anything_but_a_module_is_an_error(thing):
     with HookManager() as manager:
-        with pytest.raises(ProbeError, match=r"'a': a hook is put on a torch\.nn\.Module, not on"):
+        with pytest.raises(ProbeError, match=r"'a': expected a torch\.nn\.Module, got"):
             manager.register_capture_hook(thing, "a")
         assert len(manager) == 0
 
 
-def test_a_probe_is_in_one_place_and_is_one():
+def test_register_probe_takes_a_probe_that_is_not_attached_yet():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:
         probe = Fails(0)
         manager.register_probe(layer, "a", probe)
-        with pytest.raises(ProbeError, match="on a module already"):
+        with pytest.raises(ProbeError, match="attached to a module already"):
             manager.register_probe(layer, "b", probe)
-        with pytest.raises(ProbeError, match="a Probe is needed, not a int"):
+        with pytest.raises(ProbeError, match="expected a Probe, got a int"):
             manager.register_probe(layer, "b", 3)
 
 
-def test_it_cannot_be_used_after_it_was_closed():
+def test_a_closed_manager_cannot_be_used():
     manager = HookManager()
     manager.close()
     manager.close()
@@ -419,9 +437,10 @@ def test_a_failing_probe_does_not_fail_the_model_and_is_disabled_after_three(cap
         assert len(manager.get_captured_states("good")) == 5
         bad = manager.describe()[0]
         assert (bad.failures, bad.enabled) == (3, False)
+        assert bad.status not in ("enabled", "disabled")  # the same word as in a training run
         assert bad.last_error == "ZeroDivisionError: of my own"
-        assert "The hook 'bad' failed (ZeroDivisionError: of my own)" in caplog.text
-        assert "DISABLED" in caplog.text
+        assert "The hook 'bad' failed in after (ZeroDivisionError: of my own)" in caplog.text
+        assert "enable_hook('bad')" in caplog.text
         manager.enable_hook("bad")
         for _ in range(3):
             layer(x)
@@ -445,7 +464,7 @@ def test_only_failures_in_a_row_disable():
         assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (6, True)
 
 
-def test_a_probe_is_disabled_also_when_its_look_before_the_module_goes_well():
+def test_a_probe_whose_after_fails_is_disabled_although_its_before_succeeds():
     class Adds(nn.Module):
         def forward(self, a):
             return a[None]
@@ -522,7 +541,7 @@ def test_threads_may_register_run_and_remove_at_once():
 # -- modules that are not called, and copies
 
 
-def test_in_the_end_hooks_that_saw_nothing_are_named(caplog):
+def test_on_exit_hooks_whose_module_was_not_called_are_named(caplog):
     called, around, off = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     with HookManager() as manager:
         manager.register_capture_hook(called, "called")

@@ -11,7 +11,6 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -469,7 +468,7 @@ def test_a_function_that_returns_no_number_is_told_so(value):
         ({"metrics": []}, "nothing to measure"),
         ({"functions": {"std": torch.sum}}, "'std' is a metric already"),
         ({"bounds": (1, -1)}, "from low to high"),
-        ({"every": 0}, "every"),
+        ({"every": 5}, "'every' belongs to the registration"),
         ({"saturated_at": 1.5}, "saturated_at"),
         ({"bin": 3}, r"Did you mean 'bins'"),
     ],
@@ -479,19 +478,26 @@ def test_options_that_do_not_fit_are_errors_when_it_is_made(options, message):
         Monitor("**", **options)
 
 
-def test_only_steps_that_are_reported_are_measured():
-    model, _ = make()
+def test_only_steps_that_are_reported_are_measured(tmp_path):
     calls = []
-    monitor = Monitor("first", every=3, functions={"own": lambda x: calls.append(1) or 0})
-    context, logged = SimpleNamespace(step=0, epoch=0), []
-    trainer = SimpleNamespace(log=lambda name, value, kind: logged.append((context.step, name)))
-    monitor.attach(model, context=context)
-    for x, _ in batches(7):
-        model(x)
-        context.step += 1
-        monitor.on_step_end(trainer, context.step)
+    monitor = Monitor("first", functions={"own": lambda x: calls.append(1) or 0})
+    fit(monitor, every=3, data=batches(7), folder=tmp_path)
     assert len(calls) == 2
-    assert logged == [(3, "probes/first/own"), (6, "probes/first/own")]
+    assert [(one["step"], one["name"]) for one in logged(tmp_path)] == [
+        (3, "probes/first/own"),
+        (6, "probes/first/own"),
+    ]
+
+
+def test_outside_of_training_every_counts_forwards():
+    model, _ = make()
+    monitor = Monitor("first", ["mean"])
+    monitor.attach(model, every=2)
+    reports = []
+    for x, _ in batches(4):
+        model(x)
+        reports.append(monitor.report())
+    assert [bool(report) for report in reports] == [False, True, False, True]
 
 
 def test_a_copy_and_a_pickle_measure_for_themselves():
@@ -681,11 +687,18 @@ def test_times_that_nobody_asks_for_are_added_up(monkeypatch):
 
 
 def fit(
-    *hooks: Any, data: Any = None, val: Any = None, folder: Any = None, **fields: Any
+    *hooks: Any,
+    data: Any = None,
+    val: Any = None,
+    folder: Any = None,
+    every: int = 1,
+    **fields: Any,
 ) -> Trainer:
     model, optimizer = make()
     config = TrainerConfig(**{"runs": folder, "progress": "off", "seed": 3, **fields})
-    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss)
+    for hook in hooks:
+        trainer.add_hook(hook, every=every if isinstance(hook, Monitor) else 1)
     trainer.fit(data or batches(6), val_loaders=val)
     return trainer
 
@@ -708,7 +721,8 @@ def test_with_accumulation_the_numbers_are_those_of_the_whole_step(tmp_path):
     val = [(100 * x, y) for x, y in batches(2, seed=5)]
     fit(
         sees,
-        Monitor("", every=2),
+        Monitor(""),
+        every=2,
         data=batches(12),
         val=val,
         folder=tmp_path,
@@ -728,8 +742,8 @@ def test_with_accumulation_the_numbers_are_those_of_the_whole_step(tmp_path):
 
 
 def test_values_are_in_the_record_under_their_prefix(tmp_path):
-    monitor = Monitor(nn.Linear, ["mean", "histogram"], every=3, prefix="mine")
-    trainer = fit(monitor, folder=tmp_path)
+    monitor = Monitor(nn.Linear, ["mean", "histogram"], prefix="mine")
+    trainer = fit(monitor, every=3, folder=tmp_path)
     records = logged(tmp_path)
     assert [(one["step"], one["name"], one["kind"]) for one in records] == [
         (step, f"mine/{module}/{metric}", kind)
@@ -742,7 +756,7 @@ def test_values_are_in_the_record_under_their_prefix(tmp_path):
 
 
 def test_training_is_the_same_bit_for_bit_with_and_without():
-    everything = Monitor("**", list(METRICS), every=1, functions={"own": lambda x: x.std()})
+    everything = Monitor("**", list(METRICS), functions={"own": lambda x: x.std()})
     plain, observed = fit(), fit(everything)
     assert same(weights(plain.model), weights(observed.model))
     assert observed.hooks.summary().failures == {}
@@ -754,7 +768,7 @@ def test_a_monitor_may_be_disabled_and_enabled():
             {2: trainer.hooks.disable_hook, 4: trainer.hooks.enable_hook}.get(step, len)("monitor")
 
     steps = []
-    monitor = Monitor("first", every=1, functions={"own": lambda x: steps.append(1) or 0})
+    monitor = Monitor("first", functions={"own": lambda x: steps.append(1) or 0})
     fit(Toggles(), monitor)
     assert len(steps) == 4
 
@@ -767,13 +781,13 @@ def test_a_step_that_was_not_measured_to_its_end_is_not_reported(tmp_path, every
             {3: hooks.disable_hook, 4: hooks.enable_hook}.get(batch_idx, len)("monitor")
 
     sees = []
-    monitor = Monitor("", ["mean"], every=every, functions={"own": lambda x: sees.append(1) or 0})
-    fit(Toggles(), monitor, data=batches(8), folder=tmp_path, accumulate=2)
+    monitor = Monitor("", ["mean"], functions={"own": lambda x: sees.append(1) or 0})
+    fit(Toggles(), monitor, every=every, data=batches(8), folder=tmp_path, accumulate=2)
     records = [one for one in logged(tmp_path) if one["name"] == "probes/mean"]
     assert [one["step"] for one in records] == ([1, 3, 4] if every == 1 else [4])
     assert len(sees) == (7 if every == 1 else 3)
-    expected = Monitor("", ["mean"], every=every)
-    fit(expected, data=batches(8), folder=tmp_path / "all", accumulate=2)
+    expected = Monitor("", ["mean"])
+    fit(expected, every=every, data=batches(8), folder=tmp_path / "all", accumulate=2)
     whole = {one["step"]: one["value"] for one in logged(tmp_path / "all")}
     assert all(whole[one["step"]] == one["value"] for one in records)
 
@@ -784,16 +798,17 @@ def test_what_a_run_that_ended_within_a_step_has_left_is_not_reported_by_the_nex
             if batch_idx == 2:
                 raise KeyboardInterrupt
 
-    monitor = Monitor("", ["mean"], every=2)
+    monitor = Monitor("", ["mean"])
     with pytest.raises(KeyboardInterrupt):
-        fit(Interrupts(), monitor, accumulate=2)
-    fit(monitor, folder=tmp_path, data=batches(8), accumulate=2)
+        fit(Interrupts(), monitor, every=2, accumulate=2)
+    fit(monitor, every=2, folder=tmp_path, data=batches(8), accumulate=2)
     assert [one["step"] for one in logged(tmp_path)] == [2, 4]
 
 
 def test_in_a_bare_loop_it_reports_too(tmp_path):
     model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[Monitor("**", every=2)], runs=tmp_path):
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        session.add_hook(Monitor("**"), every=2)
         train(model, optimizer, batches(5))
     assert {one["step"] for one in logged(tmp_path)} == {2, 4}
     assert len(logged(tmp_path)) == 2 * 4 * len(DEFAULT_METRICS)

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from hookline.errors import ConfigError
 from hookline.probes.module_selection import aliases, clean_name, clean_names, select
+from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
 
 class Mlp(nn.Module):
@@ -141,12 +142,12 @@ def test_types_can_be_joined(net):
     both = names(net, (nn.GELU, WideMlp))
     assert names(net, WideMlp | nn.GELU) == both
     assert names(net, Union[WideMlp, nn.GELU]) == both  # noqa: UP007 - as people write it
-    assert "Optional" in refusal(net, Optional[nn.Conv2d])  # noqa: UP045
+    assert "Optional" in error_message(net, Optional[nn.Conv2d])  # noqa: UP045
 
 
 @pytest.mark.parametrize("thing", [None, lambda a: a, nn.Linear])
-def test_something_that_is_no_model(thing):
-    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not on"):
+def test_anything_but_a_model_is_an_error(thing):
+    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not of"):
         select(thing, "h")
 
 
@@ -170,42 +171,42 @@ def test_a_list_chooses_what_any_of_it_does_once_in_the_models_order(net):
 # -- when nothing is found
 
 
-def refusal(model, which):
+def error_message(model, which):
     with pytest.raises(ConfigError) as caught:
         select(model, which)
     return str(caught.value)
 
 
 def test_a_name_that_is_not_there_is_an_error_with_near_names_and_some_that_are(net):
-    message = refusal(net, "blocks.3.mpl")
+    message = error_message(net, "blocks.3.mpl")
     assert "'blocks.3.mpl'" in message
     assert "Did you mean 'blocks.3.mlp'?" in message
-    assert "Names there are: 'embed', 'blocks', 'blocks.0'" in message
+    assert "The modules are: 'embed', 'blocks', 'blocks.0'" in message
     assert f"and {len(list(net.named_modules())) - 1 - 8} more" in message
 
 
 def test_a_star_that_would_have_to_cross_dots_is_explained(net):
-    message = refusal(net, "*.norm")
+    message = error_message(net, "*.norm")
     assert "'blocks.0.norm' has more" in message
     assert "write '**'" in message
-    assert "'**'" not in refusal(net, "nothing*")
+    assert "'**'" not in error_message(net, "nothing*")
 
 
 def test_a_list_names_the_one_that_chooses_nothing(net):
-    assert "'tail'" in refusal(net, ["head", "tail"])
+    assert "'tail'" in error_message(net, ["head", "tail"])
 
 
 @pytest.mark.parametrize("which", ["re:nothing", re.compile("nothing"), "re:lock"])
 def test_a_regular_expression_that_matches_nothing_is_an_error(net, which):
-    assert "whole name" in refusal(net, which)
+    assert "whole name" in error_message(net, which)
 
 
 def test_a_broken_regular_expression_is_an_error(net):
-    assert "'re:(' is not a regular expression" in refusal(net, "re:(")
+    assert "'re:(' is not a regular expression" in error_message(net, "re:(")
 
 
 def test_a_type_that_is_not_there_is_an_error_with_those_that_are(net):
-    message = refusal(net, nn.Conv2d)
+    message = error_message(net, nn.Conv2d)
     assert "Conv2d" in message
     assert "'LayerNorm'" in message
 
@@ -214,26 +215,26 @@ def test_a_function_that_chooses_nothing_is_an_error(net):
     def nothing(name, module):
         return False
 
-    assert "nothing chose none of the modules" in refusal(net, nothing)
+    assert "nothing chose none of the modules" in error_message(net, nothing)
 
 
 def test_a_module_of_another_model_is_an_error(net):
-    assert "This Linear is not a part of the model" in refusal(net, nn.Linear(1, 1))
+    assert "This Linear is not a part of the model" in error_message(net, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("which", [[], ()])
 def test_asking_for_nothing_is_an_error(net, which):
-    assert "No module was asked for" in refusal(net, which)
+    assert "No modules were given" in error_message(net, which)
 
 
 def test_something_that_chooses_no_modules_is_an_error(net):
-    assert "cannot be chosen by a int: 3" in refusal(net, 3)
+    assert "cannot be chosen by a int: 3" in error_message(net, 3)
 
 
 # -- wrappers
 
 
-def test_compiling_does_not_show_in_names(net):
+def test_compiling_does_not_change_names(net):
     model = torch.compile(net)
     assert clean_names(model) == clean_names(net) == dict(net.named_modules())
     assert select(model, "") == {"": net}
@@ -262,7 +263,7 @@ def test_a_part_that_was_compiled_alone_keeps_its_name(net):
     assert list(select(net, Block)) == [f"blocks.{i}" for i in range(12)]
 
 
-def test_activation_checkpointing_does_not_show_in_names(net):
+def test_activation_checkpointing_does_not_change_names(net):
     plain = clean_names(net)
     for i, block in enumerate(net.blocks):
         net.blocks[i] = checkpoint_wrapper(block)
@@ -275,13 +276,13 @@ def test_a_wrapper_can_be_given_as_a_module(net):
     assert select(net, wrapper) == {"blocks.1": wrapper}
 
 
-def test_data_parallel_does_not_show_in_names(net):
+def test_data_parallel_does_not_change_names(net):
     model = nn.DataParallel(net)
     assert clean_names(model) == clean_names(net)
     assert list(select(model, "module.blocks.*.mlp")) == BLOCK_MLPS
 
 
-def test_ddp_and_compiling_do_not_show_in_names(net, group):
+def test_ddp_and_compiling_do_not_change_names(net, group):
     model = torch.compile(nn.parallel.DistributedDataParallel(net))
     assert clean_names(model) == clean_names(net)
     assert select(model, "") == {"": net}
@@ -293,7 +294,7 @@ def test_ddp_and_compiling_do_not_show_in_names(net, group):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")
-def test_fsdp_of_both_kinds_does_not_show_in_names(net, group):
+def test_fsdp_of_both_kinds_does_not_change_names(net, group):
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     cpu = torch.device("cpu")
@@ -309,7 +310,7 @@ def test_fsdp_of_both_kinds_does_not_show_in_names(net, group):
     assert list(select(second, Net)) == [""]
 
 
-def test_somebodys_own_attribute_called_module_stays():
+def test_an_attribute_of_the_model_called_module_is_kept():
     class Mine(nn.Module):
         def __init__(self):
             super().__init__()
@@ -321,7 +322,7 @@ def test_somebodys_own_attribute_called_module_stays():
     assert clean_name("module.0") == "module.0"
 
 
-def test_a_name_alone_loses_only_what_nobody_else_calls_so():
+def test_clean_name_removes_only_unambiguous_wrapper_parts():
     assert clean_name("_orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
     assert clean_name("_fsdp_wrapped_module.module.b") == "module.b"
     assert clean_name("_orig_mod") == ""
@@ -380,7 +381,38 @@ def test_a_module_that_contains_itself_is_walked_once():
     assert aliases(model) == {}
 
 
-def test_a_place_without_a_module_is_passed_over():
+def test_a_submodule_that_is_none_is_skipped():
     model = nn.Sequential(nn.ReLU())
     model.register_module("empty", None)
     assert list(clean_names(model)) == ["", "0"]
+
+
+# -- parameters
+
+
+def test_stars_in_patterns_of_parameters_mean_the_same_as_for_modules(net):
+    names = [name for name, _ in net.named_parameters()]
+    assert match_names(["*.bias"], names) == ["embed.bias", "head.bias"]
+    assert match_names(["mlp.*.bias"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    assert match_names(["blocks.[01].**.bias"], names) == [
+        f"blocks.{i}.{name}.bias" for i in (0, 1) for name in ("norm", "mlp.up", "mlp.down")
+    ]
+    assert match_names(["**"], names) == names
+    assert match_names([r"re:(embed|head)\.bias"], names) == ["embed.bias", "head.bias"]
+    assert match_names(["^mlp.*s$"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    with pytest.raises(ConfigError, match=r"'blocks.0.norm.weight' has more: write '\*\*'"):
+        match_names(["blocks.*"], names)
+    with pytest.raises(ConfigError, match="has to match the whole name"):
+        match_names(["re:embed"], names)
+
+
+def test_parameters_have_the_names_of_the_model_whatever_wraps_it(net, group):
+    plain = {id(parameter): name for name, parameter in net.named_parameters()}
+    net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+    net.mlp = torch.compile(net.mlp)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    for wrapped in (net, model, torch.compile(model)):
+        assert named_parameters(wrapped, None) == plain
+        assert list(parameters_by_name(wrapped)) == list(plain.values())
+        chosen = named_parameters(wrapped, ["blocks.0.norm.*"])
+        assert list(chosen.values()) == ["blocks.0.norm.weight", "blocks.0.norm.bias"]

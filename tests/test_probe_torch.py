@@ -140,9 +140,9 @@ def test_segments_within_segments(reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_calls_that_are_left_out_do_not_mix_up_the_others(reentrant):
     net = Net(reentrant).eval()
-    capture = Capture("blocks.1.up", gradient=True, every=2)
-    capture.attach(net)
-    for i in (1, 2, 3):
+    capture = Capture("blocks.1.up", gradient=True)
+    capture.attach(net, every=2)
+    for i in (1, 2, 3, 4):
         (net(x(seed=i)) * i).sum().backward()
     assert [(s.call, s.gradient is not None) for s in capture.states()] == [
         *((0, True), (1, True), (0, True), (1, True)),

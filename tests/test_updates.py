@@ -308,7 +308,7 @@ def test_mask_zeroes_what_matches():
 
 
 def test_a_pattern_that_matches_nothing_stops_training_with_near_names():
-    with pytest.raises(HookFailedError, match=r"'fist', neither as a part .* Near it: 'first"):
+    with pytest.raises(HookFailedError, match=r"'fist', neither as a part .* Did you mean 'first'"):
         fit(Mask(["fist"]))
 
 

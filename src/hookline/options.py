@@ -19,6 +19,7 @@ from hookline.errors import ConfigError, nearest
 
 __all__ = ["Option", "check_options", "options_of"]
 
+_OF_ADD_HOOK = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 _EMPTY = inspect.Parameter.empty
 
 
@@ -96,12 +97,26 @@ def check_options(
             problem = known[name].problem(value) if values else None
             if problem is not None:
                 problems.append(f"'{name}' is {value!r}. {problem}.")
-        elif not any(one.kind is one.VAR_KEYWORD for one in _parameters(kind)):
+        elif any(one.kind is one.VAR_KEYWORD for one in _parameters(kind)):
+            continue
+        elif name in _OF_ADD_HOOK:
+            problems.append(_belongs_to_registration(kind, name))
+        else:
             there = f"The options are: {', '.join(known)}." if known else "It has no options."
             problems.append(f"'{name}' is no option.{nearest(name, known)} {there}")
     if problems:
         raise ConfigError(f"{kind.__name__}: " + "\n  ".join(problems))
     return {name: one.default for name, one in known.items() if not one.required} | options
+
+
+def _belongs_to_registration(kind: Any, name: str) -> str:
+    problem = (
+        f"'{name}' belongs to the registration. Give it to add_hook(hook, {name}=…), or beside the "
+        "hook's name in a config file."
+    )
+    if name == "every" and kind.hookline_kind == "probe":
+        problem += " Outside of training: hookline.probe(model, …, every=…)."
+    return problem
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:

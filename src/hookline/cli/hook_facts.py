@@ -38,8 +38,8 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults alone are n
     "mask": {"patterns": ["embedding"]},
     "clip_norm": {"max_norm": 1.0},
     "clip_value": {"max_value": 0.1},
-    "capture": {"modules": "blocks.*", "every": 100},
-    "monitor": {"modules": "blocks.*", "every": 100},
+    "capture": {"modules": "blocks.*", "input": False},
+    "monitor": {"modules": "blocks.*", "metrics": ["mean", "std"]},
     "edit": {
         "modules": "blocks.3",
         "operation": "scale",
@@ -47,6 +47,7 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults alone are n
         "enable_intervention": True,
     },
 }
+_EVERY = {"capture": 100, "monitor": 100}  # the schedule that an example shows
 _PLACES = {
     Rank.USER: "in the order of its registration",
     Rank.MONITOR: "with the monitors, before what decides",
@@ -86,8 +87,8 @@ def facts_of(known: Known) -> dict[str, Any]:
         "critical": bool(kind.critical),
         "intervenes": bool(kind.intervenes),
         "cost": kind.hookline_cost,
-        "python": _python(kind, shown),
-        "yaml": _yaml(known.name, kind, shown),
+        "python": _python(kind, shown, _EVERY.get(known.name)),
+        "yaml": _yaml(known.name, kind, shown, _EVERY.get(known.name)),
     }
 
 
@@ -161,17 +162,19 @@ def _some(annotation: str) -> Any:
     return next((value for word, value in samples.items() if word in annotation), "…")
 
 
-def _python(kind: Any, options: Mapping[str, Any]) -> str:
+def _python(kind: Any, options: Mapping[str, Any], every: int | None) -> str:
     name = kind.__name__
     call = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+    call += "" if every is None else f", every={every}"
     for place, module in (("hookline", hookline), ("hookline.probes", hookline.probes)):
         if getattr(module, name, None) is kind:
             return f"import {place}\n\ntrainer.add_hook({place}.{call})"
     return f"from {kind.__module__} import {name}\n\ntrainer.add_hook({call})"
 
 
-def _yaml(name: str, kind: Any, options: Mapping[str, Any]) -> str:
+def _yaml(name: str, kind: Any, options: Mapping[str, Any], every: int | None) -> str:
     section = next(one for one, of in SECTIONS.items() if of == kind.hookline_kind)
     lines = ["hooks:", f"  {section}:", f"    - name: {name}"]
     lines += [f"      {key}: {json.dumps(value)}" for key, value in options.items()]
+    lines += [] if every is None else [f"      every: {every}"]
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from hookline.config_files.object_specs import hooks_in, is_object, loaders_in
 from hookline.config_files.problems import FileError, Key
 from hookline.errors import ConfigError, HooklineError
 from hookline.loop.random_state import seed_everything
-from hookline.tensors.parameter_names import chosen_names
+from hookline.tensors.parameter_names import match_names
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["RunConfig", "build_trainer", "raised_in", "run_config"]
@@ -133,7 +133,7 @@ class _Builder:
 
     def _matching(self, key: Key, patterns: Sequence[str], named: Mapping[str, Any]) -> list[str]:
         with self._making(key):
-            return chosen_names(patterns, list(named))
+            return match_names(patterns, list(named))
 
     def _function(self, key: Key, given: ObjectConfig) -> Any:
         target = self._found[given.class_path]

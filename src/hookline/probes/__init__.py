@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hookline.probes.hook_manager import HookManager, ProbeInfo, Probes
     from hookline.probes.monitor import Monitor
     from hookline.probes.probe import Probe
-    from hookline.probes.probe_context import Seen
+    from hookline.probes.probe_context import ProbeResults
     from hookline.probes.store import Counts, Store, StoreFullError
     from hookline.probes.taps import tap
 
@@ -40,8 +40,8 @@ __all__ = [
     "NotCapturedError",
     "Probe",
     "ProbeInfo",
+    "ProbeResults",
     "Probes",
-    "Seen",
     "Store",
     "StoreFullError",
     "gradient_flow",
@@ -59,7 +59,7 @@ __getattr__, __dir__ = lazy_exports(
         "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
         "monitor": ("Monitor",),
         "probe": ("Probe",),
-        "probe_context": ("Seen",),
+        "probe_context": ("ProbeResults",),
         "captured_state": ("CapturedState",),
         "store": ("Counts", "Store", "StoreFullError"),
         "taps": ("tap",),

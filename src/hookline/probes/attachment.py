@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
@@ -102,6 +103,7 @@ class Attachment:
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")  # on, for compiled edits
         self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None
         self.here = Here()
+        self._forward_numbers = count(1)
         self._ends: list[_End] = []
         self._told = False
 
@@ -183,6 +185,7 @@ class Attachment:
             here.depth += 1
             return
         here.depth = 1
+        here.forward = next(self._forward_numbers)
         here.by_name = {}
         here.came_in = {}
         here.trains = self.context is None or (has_gradients() if gradients is None else gradients)
@@ -222,6 +225,11 @@ class Attachment:
         """
         here = self.here
         return here.trains if here.depth else is_recomputing() or has_gradients()
+
+    @property
+    def forward_number(self) -> int | None:
+        """The number of the forward that runs in this thread, from 1; None if there is none."""
+        return self.here.forward if self.here.depth else None
 
     def _silent_modules(self) -> list[str]:
         sites = self.sites.values()
@@ -340,6 +348,7 @@ class Here(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0  # of calls of the model: 2 where it has called itself
+        self.forward = 0  # its number
         self.trains = True  # whether it began with gradients
         self.raised: BaseException | None = None  # the error that was handled when it began
         self.step: int | None = None  # the step that is counted in where no such call is seen

@@ -7,7 +7,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
 from typing import Annotated, Any, ClassVar, overload
 
 import torch
@@ -68,8 +67,6 @@ class Capture(BuiltIn, Probe):
         reduce: What to keep of each tensor, or of that part: `"mean"`, `"sum"`, `"std"`, `"norm"`,
             `"max"`, `"min"` or `"abs_max"`, or a function that returns a tensor.
         dim: The dimensions that `reduce` takes together; by default all.
-        every: Captures in every so many steps, from the first; outside of training, in every so
-            many forwards.
         by: `"copy"`, or `"reference"`: then nothing is copied, and what was changed in place since
             (as by an in-place ReLU) is an error when it is read. A change through `.data` or
             `.numpy()` leaves no trace and is not noticed.
@@ -105,7 +102,6 @@ class Capture(BuiltIn, Probe):
         select: Any = None,
         reduce: str | Callable[[Tensor], Tensor] | None = None,
         dim: int | list[int] | tuple[int, ...] | None = None,
-        every: PositiveInt = 1,
         by: By = "copy",
         layer_idx: Annotated[int, Field(ge=0)] | None = None,
         max_states: PositiveInt | None = None,
@@ -125,7 +121,6 @@ class Capture(BuiltIn, Probe):
         self.wants_recomputed = gradient
         self._take = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._plain_output = output and self._take.plain
-        self._every = every
         self._layer_idx = layer_idx
         self._limits = _limits(max_states, memory_limit_mb, policy, folder, shared=store)
         self._begin(store)
@@ -134,7 +129,6 @@ class Capture(BuiltIn, Probe):
         self._store = Store(**self._limits) if store is None else store
         self._key: str | None = None
         self._here = _Here()
-        self._forwards: dict[str, count[int]] = {}
         self._layers: dict[str, int | None] = {}
         self._names: dict[
             str, str
@@ -165,7 +159,7 @@ class Capture(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """A module is about to run: what comes in is taken now, since it may change it in place."""
-        if call.recomputed or not self._due(call, begins=call.index == 0):
+        if call.recomputed:
             return
         waiting = self._here.came_in.setdefault(call.name, [])
         if waiting and not call.compiled:  # for calls that this one is within, or that have failed
@@ -176,9 +170,6 @@ class Capture(BuiltIn, Probe):
         """A module has run."""
         if call.recomputed:
             self._repeated(call)
-            return
-        if self._every != 1 and not self._is_due(call):
-            self._follow(call, None, None)  # it counts, for who finds the calls again
             return
         name = call.name
         layer = self._layers[name] if name in self._layers else self._layer_of(name)
@@ -210,22 +201,6 @@ class Capture(BuiltIn, Probe):
         kwargs = dict(call.kwargs) if self._kept["kwargs"] else None
         return self._take((args, kwargs), call.name, copy=call.compiled)
 
-    def _is_due(self, call: Call) -> bool:
-        """Whether a call that is over is in a step, or a forward, that is captured."""
-        told_before = self.wants_before and call.module is not None
-        return self._due(call, begins=call.index == 0 and not told_before)
-
-    def _due(self, call: Call, *, begins: bool) -> bool:
-        if self._every == 1:
-            return True
-        if call.step is not None:
-            return call.step % self._every == 0
-        due = self._here.due
-        if begins or call.name not in due:
-            number = next(self._forwards.setdefault(call.name, count()))
-            due[call.name] = number % self._every == 0
-        return due[call.name]
-
     def _layer_of(self, name: str) -> int | None:
         numbers = (int(part) for part in name.split(".") if part.isdecimal())
         layer = next(numbers, None) if self._layer_idx is None else self._layer_idx
@@ -234,15 +209,12 @@ class Capture(BuiltIn, Probe):
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def _follow(self, call: Call, key: int | None, state: CapturedState | None) -> None:
+    def _follow(self, call: Call, key: int | None, state: CapturedState) -> None:
         """See to it that the gradient gets to its state, once it is there."""
-        if not self._kept["gradient"]:
-            return
         if call.compiled:
             self._say_once("it does not see gradients in a compiled model: they stay None")
             return
-        weak = None if state is None else weakref.ref(state)
-        self._wait_for(call, key, weak)
+        self._wait_for(call, key, weakref.ref(state))
 
     def _repeated(self, call: Call) -> None:
         found = noted((self, call.name))
@@ -356,7 +328,7 @@ class Capture(BuiltIn, Probe):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is on no model and has captured nothing."""
-        mine = {"_store", "_key", "_here", "_forwards", "_names", "attachment"}
+        mine = {"_store", "_key", "_here", "_names", "attachment"}
         state = {name: value for name, value in self.__dict__.items() if name not in mine}
         options = {name: one for name, one in self.hookline_options.items() if name != "store"}
         return state | {"hookline_options": options}
@@ -423,7 +395,6 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.came_in: dict[str, list[Any]] = {}  # into calls that run, by name: the innermost last
-        self.due: dict[str, bool] = {}
 
 
 _OWNERS = weakref.WeakKeyDictionary[Store, weakref.WeakValueDictionary[str, Capture]]()

@@ -14,7 +14,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from hookline.builtin import BuiltIn
-from hookline.errors import ProbeError
+from hookline.errors import HookFailedError, ProbeError
 from hookline.hook import Rank
 from hookline.probes.attachment import Call
 from hookline.probes.captured_state import CapturedState
@@ -78,6 +78,10 @@ class _Measured:
     extremes: list[tuple[torch.Tensor, torch.Tensor]]
     answers: list[tuple[Condition, torch.Tensor | bool]]
     state: CapturedState | None
+
+
+class _FindingError(ProbeError, HookFailedError):
+    """A finding that is raised; a `HookFailedError`, so that it is not isolated as a failure."""
 
 
 class DebugProbe(BuiltIn, Probe):
@@ -348,7 +352,7 @@ class DebugProbe(BuiltIn, Probe):
         context = None if self.attachment is None else self.attachment.context
         trainer = trainer if trainer is not None else getattr(context, "trainer", None)
         if trainer is None:
-            raise ProbeError(f"The probe '{self.probe_name}' found {finding}.")
+            raise _FindingError(f"The probe '{self.probe_name}' found {finding}.")
         trainer.stop(f"{self.probe_name}: {finding}")
 
     # -- copies -----------------------------------------------------------------------------------

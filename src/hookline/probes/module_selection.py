@@ -1,22 +1,25 @@
-"""Choosing modules of a model: by name, glob, regular expression, type, predicate or themselves.
-
-Names are those of the model as its author wrote it: what `torch.compile`, DDP, FSDP and activation
-checkpointing put around modules does not show in them.
-"""
+"""Choosing modules of a model: by name, glob, regular expression, type, predicate or themselves."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
 from types import UnionType
-from typing import Any, NamedTuple, TypeAlias, Union, get_origin
+from typing import Any, TypeAlias, Union, get_origin
 
 from torch import nn
 
-from hookline.errors import ConfigError, listed, nearest
+from hookline.errors import ConfigError, listed
+from hookline.tensors.name_patterns import (
+    ModulePlace,
+    clean_name,
+    compile_regex,
+    explain_mismatch,
+    list_names,
+    matches_glob,
+    module_places,
+)
 
 __all__ = ["Which", "aliases", "check_model", "clean_name", "clean_names", "select"]
 
@@ -36,73 +39,33 @@ Which: TypeAlias = (
 )
 """What `select` takes."""
 
-_WRAPPERS = (
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
-    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
-    (
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "ActivationWrapper",
-        "_checkpoint_wrapped_module",
-    ),
-    (
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        "FullyShardedDataParallel",
-        "_fsdp_wrapped_module",
-    ),
-)
-"""Where each wrapper's class stands, and under which name it holds the module."""
-
-_UNMISTAKABLE = {part for *_, part in _WRAPPERS if part.startswith("_")}
-_SHOWN = 8  # names in a message
-
-
-class _Place(NamedTuple):
-    """A place in the tree of modules. A tied module stands at several."""
-
-    name: str
-    """Without the parts that wrappers add."""
-    full: str
-    """As `named_modules` has it."""
-    module: nn.Module
-    wraps: bool
-    """Whether it is only a wrapper of the module with the same name."""
-
 
 def check_model(model: Any) -> None:
-    """Raise where this is no model."""
+    """Raise if this is not a model."""
     if not isinstance(model, nn.Module):
-        what = "None" if model is None else f"a {type(model).__name__}"
-        raise ConfigError(f"Probes are put on the modules of a torch.nn.Module, not on {what}.")
-
-
-def clean_name(name: str) -> str:
-    """Return a module's name without the parts that only wrappers add.
-
-    `module`, which DDP adds, stays: it may be somebody's own attribute. `clean_names` can tell.
-    """
-    return ".".join(part for part in name.split(".") if part not in _UNMISTAKABLE)
+        described = "None" if model is None else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"Probes are attached to modules of a torch.nn.Module, not of {described}."
+        )
 
 
 def clean_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's modules by name, in its order, each once; the model itself is `""`.
+    """Return the model's modules by name, in the model's order; the model itself is `""`.
 
-    A wrapped module is there, its wrapper is not. A tied module has its first name; see `aliases`.
+    Wrappers are left out. A tied module is there once, under its first name; see `aliases`.
     """
-    seen: set[int] = set()
-    names: dict[str, nn.Module] = {}
+    modules: dict[int, ModulePlace] = {}
     for place in _places(model):
-        if not place.wraps and id(place.module) not in seen:
-            seen.add(id(place.module))
-            names[place.name] = place.module
-    return names
+        if not place.is_wrapper:
+            modules.setdefault(id(place.module), place)
+    return {place.name: place.module for place in modules.values()}
 
 
 def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return, for each tied module, its other names by its first one."""
+    """Return the other names of each tied module, by its first name."""
     names: dict[int, list[str]] = {}
     for place in _places(model):
-        if not place.wraps:
+        if not place.is_wrapper:
             names.setdefault(id(place.module), []).append(place.name)
     return {first: others for first, *others in names.values() if others}
 
@@ -112,23 +75,23 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
 
     Args:
         model: The model, wrapped or not.
-        which: One of these, or a list of them for all that any of them chooses:
+        which: One of these, or a list of them for all modules that any of them chooses:
 
             - a name: `"blocks.3.mlp"`; `""` is the model itself. Names with the parts that wrappers
-              add are understood too;
+              add work too;
             - a glob: `*` stands for one part of a name, or for a piece within a part, and never for
               a dot; `**` for any number of parts, none included; `?` for one character, `[0-3]` for
               one of several. So `"blocks.*.mlp"` chooses each block's `mlp`, `"**.mlp"` every `mlp`
               at any depth, `"**"` all modules and the model itself;
             - a regular expression that matches whole names: a compiled one, or `"re:…"`;
-            - a type, or a union of some: all its modules, subclasses included;
-            - a function of name and module that says whether to choose it;
+            - a type, or a union of types: all its modules, subclasses included;
+            - a function of name and module that returns whether to choose it;
             - a module of the model.
 
-    A tied module is chosen once, under the first of its names that was asked for.
+    A tied module is chosen once, under the first of its names that matches.
 
     Raises:
-        ConfigError: Something that was asked for chooses nothing.
+        ConfigError: An item of `which` chooses no module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -137,166 +100,107 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
     """
     places = _places(model)
     order = {id(place): position for position, place in enumerate(places)}
-    chosen: dict[int, _Place] = {}
-    for one in _each(which):
-        found = _find(places, one)
+    chosen: dict[int, ModulePlace] = {}
+    for item in _flatten(which):
+        found = _find(places, item)
         if not found:
-            raise ConfigError(_nothing(places, one))
+            raise ConfigError(_describe_mismatch(places, item))
         for place in found:
             chosen.setdefault(id(place.module), place)
     if not chosen:
-        raise ConfigError(
-            f"No module was asked for: got {which!r}. Give at least one name or type."
-        )
+        raise ConfigError(f"No modules were given: got {which!r}. Give at least one name or type.")
     in_order = sorted(chosen.values(), key=lambda place: order[id(place)])
     return {place.name: place.module for place in in_order}
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def _places(model: nn.Module) -> list[ModulePlace]:
     check_model(model)
-    # Looked up, not imported: whoever uses a wrapper has imported it, and some take long.
-    known = [
-        (kind, part)
-        for home, name, part in _WRAPPERS
-        if (kind := getattr(sys.modules.get(home), name, None)) is not None
-    ]
-    return list(_walk(model, "", "", known, ()))
+    return module_places(model)
 
 
-def _walk(
-    module: nn.Module,
-    name: str,
-    full: str,
-    known: list[tuple[type, str]],
-    above: tuple[nn.Module, ...],
-) -> Iterator[_Place]:
-    children = {part: child for part, child in module._modules.items() if child is not None}
-    wrapped = next((part for kind, part in known if isinstance(module, kind)), None)
-    yield _Place(name, full, module, wraps=wrapped in children)
-    above = (*above, module)
-    for part, child in children.items():
-        if not any(child is other for other in above):  # a module that contains itself
-            inner = name if part == wrapped else f"{name}.{part}".lstrip(".")
-            yield from _walk(child, inner, f"{full}.{part}".lstrip("."), known, above)
-
-
-def _each(which: Any) -> Iterator[Any]:
+def _flatten(which: Any) -> Iterator[Any]:
     if isinstance(which, list | tuple | set | frozenset):
-        for one in which:
-            yield from _each(one)
+        for item in which:
+            yield from _flatten(item)
     else:
         yield which
 
 
-def _find(places: list[_Place], one: Any) -> list[_Place]:
-    """Return the places that one wish chooses, each module once."""
-    if isinstance(one, nn.Module):
-        return [place for place in places if place.module is one][:1]
-    if isinstance(one, str) and not one.startswith("re:"):
-        return _by_name(places, one)
-    if isinstance(one, str | re.Pattern):
-        matches = _regex(one).fullmatch
-        return _where(places, lambda place: matches(place.name)) or _by_full_name(places, matches)
-    if _is_type(one):
-        return _where(places, lambda place: isinstance(place.module, one))
-    if callable(one):
-        return _where(places, lambda place: one(place.name, place.module))
+def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
+    """Return the places that an item chooses, each module once."""
+    if isinstance(item, nn.Module):
+        return [place for place in places if place.module is item][:1]
+    if isinstance(item, str) and not item.startswith("re:"):
+        return _find_by_name(places, item)
+    if isinstance(item, str | re.Pattern):
+        matches = compile_regex(item).fullmatch
+        found = _filter(places, lambda place: matches(place.name))
+        return found or _find_by_full_name(places, matches)
+    if _is_type(item):
+        return _filter(places, lambda place: isinstance(place.module, item))
+    if callable(item):
+        return _filter(places, lambda place: item(place.name, place.module))
     raise ConfigError(
-        f"Modules cannot be chosen by a {type(one).__name__}: {one!r}. Give a name, a glob, a "
+        f"Modules cannot be chosen by a {type(item).__name__}: {item!r}. Give a name, a glob, a "
         "regular expression, a type, a function of name and module, a module, or a list of these."
     )
 
 
-def _is_type(one: Any) -> bool:
-    return isinstance(one, type | UnionType) or get_origin(one) is Union
+def _is_type(item: Any) -> bool:
+    return isinstance(item, type | UnionType) or get_origin(item) is Union
 
 
-def _where(places: list[_Place], wanted: Callable[[_Place], object]) -> list[_Place]:
-    found: dict[int, _Place] = {}
+def _filter(
+    places: list[ModulePlace], matches: Callable[[ModulePlace], object]
+) -> list[ModulePlace]:
+    found: dict[int, ModulePlace] = {}
     for place in places:
-        if not place.wraps and id(place.module) not in found and wanted(place):
+        if not place.is_wrapper and id(place.module) not in found and matches(place):
             found[id(place.module)] = place
     return list(found.values())
 
 
-def _by_name(places: list[_Place], text: str) -> list[_Place]:
-    """Match the clean names; only where none does, read the text as one that has wrapper parts."""
-    for wish in dict.fromkeys((text, clean_name(text))):
-        if found := _where(places, _matcher(places, wish)):
+def _find_by_name(places: list[ModulePlace], text: str) -> list[ModulePlace]:
+    """Match clean names first; if none matches, read the text as a name with wrapper parts."""
+    for pattern in dict.fromkeys((text, clean_name(text))):
+        if found := _filter(places, _make_matcher(places, pattern)):
             return found
-    if found := _by_full_name(places, lambda name: _glob(text, name)):
+    if found := _find_by_full_name(places, lambda name: matches_glob(text, name)):
         return found
-    first, _, rest = text.partition(".")  # named in a DDP model, looked for in the model itself
-    return _where(places, _matcher(places, rest)) if first == "module" else []
+    first, _, rest = text.partition(".")  # a name from a DDP model, for the unwrapped model
+    return _filter(places, _make_matcher(places, rest)) if first == "module" else []
 
 
-def _by_full_name(places: list[_Place], matches: Callable[[str], object]) -> list[_Place]:
+def _find_by_full_name(
+    places: list[ModulePlace], matches: Callable[[str], object]
+) -> list[ModulePlace]:
     names = {
         place.name
         for place in places
-        if place.full and (matches(place.full) or matches(clean_name(place.full)))
+        if place.full_name and (matches(place.full_name) or matches(clean_name(place.full_name)))
     }
-    return _where(places, lambda place: place.name in names)
+    return _filter(places, lambda place: place.name in names)
 
 
-def _matcher(places: list[_Place], text: str) -> Callable[[_Place], object]:
-    if any(place.name == text for place in places):  # also one with brackets or stars in it
+def _make_matcher(places: list[ModulePlace], text: str) -> Callable[[ModulePlace], object]:
+    if any(place.name == text for place in places):  # also a name with brackets or stars in it
         return lambda place: place.name == text
-    return lambda place: _glob(text, place.name)
+    return lambda place: matches_glob(text, place.name)
 
 
-def _glob(pattern: str, name: str) -> bool:
-    return _parts_match(_parts(pattern), _parts(name))
-
-
-def _parts(name: str) -> list[str]:
-    return name.split(".") if name else []
-
-
-def _parts_match(pattern: list[str], name: list[str]) -> bool:
-    if not pattern:
-        return not name
-    first, *rest = pattern
-    if first == "**":
-        return any(_parts_match(rest, name[skipped:]) for skipped in range(len(name) + 1))
-    return bool(name) and fnmatchcase(name[0], first) and _parts_match(rest, name[1:])
-
-
-def _regex(one: str | re.Pattern[str]) -> re.Pattern[str]:
-    if isinstance(one, re.Pattern):
-        return one
-    try:
-        return re.compile(one.removeprefix("re:"))
-    except re.error as error:
-        raise ConfigError(f"{one!r} is not a regular expression: {error}.") from error
-
-
-def _nothing(places: list[_Place], one: Any) -> str:
-    """Say that nothing was found, and what there is."""
+def _describe_mismatch(places: list[ModulePlace], item: Any) -> str:
+    """Return a message that an item chooses no module, with the names or types there are."""
     names = list(dict.fromkeys(place.name for place in places if place.name))
-    if isinstance(one, nn.Module):
-        start = f"This {type(one).__name__} is not a part of the model."
-    elif _is_type(one):
-        start = f"No module of the model is a {getattr(one, '__name__', one)}."
-        kinds = Counter(type(place.module).__name__ for place in places if not place.wraps)
-        return f"{start} Its types: {listed(kinds)}."
-    elif isinstance(one, str):
-        start = f"No module matches {one!r}.{_hint(one, names)}"
-    elif isinstance(one, re.Pattern):
-        start = f"No module's whole name matches the regular expression {one.pattern!r}."
+    if isinstance(item, nn.Module):
+        problem = f"This {type(item).__name__} is not a part of the model."
+    elif _is_type(item):
+        types = Counter(type(place.module).__name__ for place in places if not place.is_wrapper)
+        problem = f"No module of the model is a {getattr(item, '__name__', item)}."
+        return f"{problem} Its types are: {listed(types)}."
+    elif isinstance(item, str):
+        problem = f"No module matches {item!r}.{explain_mismatch(item, names)}"
+    elif isinstance(item, re.Pattern):
+        problem = f"No module's whole name matches the regular expression {item.pattern!r}."
     else:
-        start = f"{getattr(one, '__qualname__', one)} chose none of the modules."
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{start} Names there are: {listed(names[:_SHOWN])}{more}."
-
-
-def _hint(text: str, names: list[str]) -> str:
-    if text.startswith("re:"):
-        return " It has to match the whole name."
-    across = next((name for name in names if "*" in text and fnmatchcase(name, text)), None)
-    if across is not None:
-        return (
-            f" '*' stands for one part of a name, and '{across}' has more: write '**' for any "
-            "number of parts."
-        )
-    return nearest(text, names)
+        problem = f"{getattr(item, '__qualname__', item)} chose none of the modules."
+    return f"{problem} The modules are: {list_names(names)}."

@@ -49,10 +49,10 @@ _OF_TOTALS: dict[str, Callable[[Totals], float]] = {
 class Monitor(BuiltIn, Probe):
     """Reports statistics of what modules give, and the time and memory they take.
 
-    Only the steps that end with a report are measured, all their batches together; in the others
-    a call of a module costs a look at the step's number. Values are logged when the step ends, as
-    `<prefix>/<module>/<metric>`, those of the model itself as `<prefix>/<metric>`. Outside of
-    training every call is measured, and `report()` returns what came together.
+    Each step that its schedule includes (`trainer.add_hook(monitor, every=100)`) is measured, all
+    its batches together. Values are logged when the step ends, as `<prefix>/<module>/<metric>`,
+    those of the model itself as `<prefix>/<metric>`. Outside of training every call is measured,
+    and `report()` returns the values since the last report.
 
     Statistics are over all floating tensors of a module's output, wherever they stand in it. Sums
     are kept on the device, in single precision or better, and read once per report. Values that
@@ -84,7 +84,6 @@ class Monitor(BuiltIn, Probe):
         modules: which: names, globs, regular expressions, types, predicates, or modules themselves;
             None: none, only taps.
         metrics: which of those above; by default mean, std, min, max, zeros, nonfinite and norm.
-        every: report in each N-th optimizer step.
         prefix: what the names of logged values begin with.
         functions: metrics of your own, by name: functions that take a tensor and return a number or
             a tensor with one element. What they return is averaged over tensors and calls. They may
@@ -98,9 +97,9 @@ class Monitor(BuiltIn, Probe):
     """
 
     cost = (
-        "Some microseconds per call of a module in steps without a report. In a report one or two "
-        "passes over each output for mean and deviation, up to ten for all metrics, and one wait "
-        "for the device."
+        "In each step of its schedule one or two passes over each output for mean and deviation, "
+        "up to ten for all metrics, and one wait for the device; in other steps about a "
+        "microsecond per call of a module."
     )
     hookline_rank = Rank.MONITOR
     probe_name = "monitor"
@@ -110,7 +109,6 @@ class Monitor(BuiltIn, Probe):
         self,
         modules: Which | None,
         metrics: list[str] | tuple[str, ...] | None = None,
-        every: PositiveInt = 100,
         *,
         prefix: str = "probes",
         functions: Mapping[str, Callable[..., Any]] | None = None,
@@ -125,7 +123,6 @@ class Monitor(BuiltIn, Probe):
             metrics = () if functions else DEFAULT_METRICS
         self.metrics = tuple(dict.fromkeys(metrics))
         self.functions = dict(functions or {})
-        self.every = every
         self.prefix = prefix
         self.saturated_at = saturated_at
         self.bounds = bounds
@@ -189,8 +186,6 @@ class Monitor(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """A module is about to run; asked for only where it is timed or weighed."""
-        if not self._is_due(call):
-            return
         device = _device_of(call)
         running = _Call(call.name)
         if self._weighed:
@@ -203,8 +198,6 @@ class Monitor(BuiltIn, Probe):
 
     def after(self, call: Call) -> None:
         """A module has run: measure what it gave. Nothing waits for the device."""
-        if not self._is_due(call):
-            return
         self._note_step(call.step)
         output = call.output
         tensors = [output] if isinstance(output, Tensor) else _distinct(tensors_in(output))
@@ -241,9 +234,6 @@ class Monitor(BuiltIn, Probe):
             weight = _weight(tensors) if before is None or now is None else now - before
             with self._lock:
                 self._memory[call.name] = max(self._memory.get(call.name, 0), weight)
-
-    def _is_due(self, call: Call) -> bool:
-        return call.step is None or (call.step + 1) % self.every == 0
 
     def _measure(self, call: Call, tensors: Sequence[Tensor]) -> None:
         name = call.name

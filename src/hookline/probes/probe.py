@@ -10,6 +10,7 @@ import torch
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
 from hookline.probes.attachment import Attachment, Call
+from hookline.probes.forward_schedule import ForwardSchedule
 from hookline.probes.module_selection import Which, select
 from hookline.probes.taps import check_taps
 
@@ -103,16 +104,28 @@ class Probe(Hook):
         model: torch.nn.Module,
         *,
         name: str | None = None,
+        every: int | None = None,
         context: Any = None,
         guard: Callable[..., Any] | None = None,
     ) -> Attachment:
-        """Put the probe on a model; it sees calls from now on."""
+        """Attach the probe to a model: it sees the calls of its modules from now on.
+
+        Args:
+            model: The model.
+            name: The probe's name in messages and captured states.
+            every: See only the forwards N, 2N, 3N … of the model. During training the schedule
+                counts steps and belongs to the registration: `trainer.add_hook(probe, every=N)`.
+            context: Has `step` and `epoch` during training.
+            guard: Calls the probe's methods; by default they are called directly.
+        """
         self.check_permission()
         if self.attachment is None or self.attachment.root is not model:
             self.detach()
             self.probe_name = name or self.probe_name
             sites = self.choose(model)
             self.attachment = Attachment(self, sites, model, context, guard, self.taps)
+        if every is not None:
+            self.attachment.guard = ForwardSchedule(self, every)
         self.attachment.on()
         return self.attachment
 

@@ -1,4 +1,4 @@
-"""The short form: `with hookline.probe(model, "blocks.*.mlp") as seen: model(x)`."""
+"""`hookline.probe`: capture outputs of modules in a `with` block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hookline.probes.captured_state import CapturedState
 from hookline.probes.module_selection import Which
 from hookline.probes.store import Counts
 
-__all__ = ["Seen", "probe"]
+__all__ = ["ProbeResults", "probe"]
 
 
 def probe(
@@ -20,51 +20,53 @@ def probe(
     which: Which | None = None,
     *,
     taps: str | Sequence[str] = (),
+    every: int = 1,
     **options: Any,
-) -> Seen:
-    """Keep what some modules return, from now on until the end of the `with` block, or `close()`.
+) -> ProbeResults:
+    """Capture the outputs of some modules until the end of the `with` block, or until `close()`.
 
-    By default the outputs are kept, as copies: an in-place operation after the module, as in many a
-    residual network, changes nothing of them. All calls are kept, without a limit; around a long
-    training, say `memory_limit_mb=` or `max_states=`.
+    By default outputs are captured as copies: a later in-place operation, such as an in-place ReLU,
+    does not change them. All calls are kept, without a limit; for long runs, give
+    `memory_limit_mb=` or `max_states=`.
 
     Args:
         model: The model.
         which: Its modules: a name, a glob such as `"blocks.*.mlp"`, a regular expression, a type, a
             function of name and module, a module, or a list of these.
         taps: Names of values in the model's code, as given to `hookline.tap`, or globs.
-        options: What `Capture` takes: `input=True` and `kwargs=True` keep what goes in as well,
-            `gradient=True` what flows back; `device`, `dtype`, `select`, `reduce`, `by` …
+        every: Capture only in the forwards N, 2N, 3N … of the model.
+        options: Options of `Capture`: `input=True` and `kwargs=True` also keep the arguments,
+            `gradient=True` the gradients of outputs; `device`, `dtype`, `select`, `reduce`, `by` …
 
     Returns:
-        A mapping from names to what was captured of them.
+        A mapping from names of modules and taps to their captured calls.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-        >>> with probe(model, "0") as seen:
+        >>> with probe(model, "0") as results:
         ...     _ = model(torch.ones(1, 2))
-        >>> seen["0"].output.shape
+        >>> results["0"].output.shape
         torch.Size([1, 3])
     """
     defaults: dict[str, Any] = {"input": False, "kwargs": False}
     if "store" not in options:
         defaults["memory_limit_mb"] = None
-    names = (taps,) if isinstance(taps, str) else tuple(taps)
-    capture = Capture(which, **{**defaults, **options}, taps=names)
-    capture.attach(model, name="probe")
-    return Seen(capture)
+    tap_names = (taps,) if isinstance(taps, str) else tuple(taps)
+    capture = Capture(which, **{**defaults, **options}, taps=tap_names)
+    capture.attach(model, name="probe", every=None if every == 1 else every)
+    return ProbeResults(capture)
 
 
-class Seen(Mapping[str, Calls]):
-    """What was captured, by the names of modules and taps.
+class ProbeResults(Mapping[str, Calls]):
+    """The captured calls, by the names of modules and taps.
 
-    `seen[name].output` is that of the last call, `seen[name]` a sequence of all calls. It can be
-    read at any time, also after `close()`, until `clear()`.
+    `results[name]` is a sequence of all captured calls, `results[name].output` the output of the
+    last one. Results can be read at any time, also after `close()`, until `clear()`.
     """
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        """The probe itself."""
+        """The probe."""
 
     def __getitem__(self, name: str) -> Calls:
         return self.capture[name]
@@ -76,12 +78,12 @@ class Seen(Mapping[str, Calls]):
         return sum(1 for _ in self.capture)
 
     def __bool__(self) -> bool:
-        return True  # also when nothing was captured yet
+        return True  # also before anything was captured
 
     def __repr__(self) -> str:
         last = {state.module: state for state in self.capture.shells()}
-        shown = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
-        return f"Seen({{\n{shown}\n}})" if shown else "Seen({})"
+        lines = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
+        return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
 
     def states(self, name: str | None = None) -> list[CapturedState]:
         """Return all states in the order of the calls, or those of one name."""
@@ -89,28 +91,28 @@ class Seen(Mapping[str, Calls]):
 
     @property
     def counts(self) -> Counts:
-        """What became of all that was captured."""
+        """How many states were captured, kept and dropped."""
         return self.capture.counts
 
     def enable(self) -> None:
-        """Capture again."""
+        """Resume capturing."""
         if self.capture.attachment is not None:
             self.capture.attachment.on()
 
     def disable(self) -> None:
-        """Capture nothing for the time being."""
+        """Pause capturing."""
         if self.capture.attachment is not None:
             self.capture.attachment.off()
 
     def clear(self) -> None:
-        """Free what was captured."""
+        """Free the captured states."""
         self.capture.clear()
 
     def close(self) -> None:
-        """Take the probe off the model; what was captured stays."""
+        """Detach the probe from the model; the captured states are kept."""
         self.capture.detach()
 
-    def __enter__(self) -> Seen:
+    def __enter__(self) -> ProbeResults:
         return self
 
     def __exit__(self, *exc: object) -> None:

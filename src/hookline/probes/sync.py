@@ -1,44 +1,61 @@
-"""Keeps the probes of a loop on its model: on while they are enabled, off when they are not."""
+"""Attaching and detaching the probes of a manager, as they are registered and toggled.
+
+`ProbeSync` is for probes on a model in a training loop, `ModuleProbeSync` for probes on single
+modules outside of one.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import NotSuppliedError, RegistrationError
+from hookline.errors import (
+    HookFailedError,
+    NotSuppliedError,
+    RegistrationError,
+    listed,
+)
+from hookline.probes.attachment import Attachment
+from hookline.probes.capture import Capture
+from hookline.probes.forward_schedule import ForwardSchedule
 from hookline.probes.probe import Probe
 
-__all__ = ["ProbeSync"]
+__all__ = ["ModuleProbe", "ModuleProbeSync", "ProbeSync"]
+
+log = logging.getLogger("hookline")
 
 
 class ProbeSync:
-    """The probes among a manager's hooks, and the model they are on.
+    """Keeps the probes among a manager's hooks attached to a model while they are enabled.
 
     Args:
         hooks: the manager.
         model: the model.
-        context: has `step` and `epoch`, and says when it is `evaluating`: what only observes looks
-            at training alone.
+        context: has `step`, `epoch`, `step_in_progress` and `evaluating`. Probes that only observe
+            see training, not evaluation.
     """
 
-    def __init__(self, hooks: HookManager, model: torch.nn.Module, context: Any) -> None:
+    def __init__(self, hooks: HookManager, model: Any, context: Any) -> None:
         self._hooks = hooks
-        self._model = model
+        self._model: torch.nn.Module = model
         self._context = context
         self._attached: dict[str, Probe] = {}
-        self._new: list[Probe] = []  # of which it is not known yet whether they see anything
+        self._unchecked: list[Probe] = []  # attached since the last step, perhaps to unused modules
         self.waiting = False
-        """Whether an edit waits for the end of the step to be put on or taken off."""
+        """Whether an edit waits for the end of the step to be attached or detached."""
 
     def sync(self, *, on: bool, within_step: bool = False) -> None:
-        """Put probes on the model and take them off, as they are registered and toggled now.
+        """Attach and detach probes as they are registered and toggled now.
 
         Args:
-            on: whether the loop runs; a probe that comes before it is checked and not yet attached.
-            within_step: whether a backward may still be to come: then edits wait, for it has to
-                see what its forward saw.
+            on: whether the loop runs; before that, probes are only checked.
+            within_step: whether a backward may follow. Then edits wait for the end of the step,
+                because forward and backward must see the same edits.
         """
         probes = {
             name: (hook, active)
@@ -46,56 +63,66 @@ class ProbeSync:
             if isinstance(hook, Probe)
         }
         for name, (probe, _) in probes.items():
-            probe.check_permission()
-            if probe.edits and self._hooks.is_scheduled(name):
-                raise RegistrationError(
-                    f"'{name}' edits what flows through the model, and schedules (every=, "
-                    "sample_rate=, from_epoch=) are for what observes: validation is in no step. "
-                    f"Use enable_hook('{name}') and disable_hook('{name}')."
-                )
+            self._check(name, probe)
         self.waiting = False
         for name, probe in list(self._attached.items()):
-            if probes.get(name, (None, False))[0] is not probe and not self._waits(
-                probe, within_step, on=False
-            ):
+            is_registered = name in probes and probes[name][0] is probe
+            if not is_registered and not self._must_wait(probe, within_step, on=False):
                 del self._attached[name]
                 probe.detach()
         for name, (probe, active) in probes.items():
-            if self._waits(probe, within_step, on=active and on):
-                probe.choose(self._model)
+            if self._must_wait(probe, within_step, on=active and on):
+                self._check_modules(probe)
             elif active and on:
                 self._attached[name] = probe
-                guard = None
-                if probe.attachment is None:
-                    guard = self._guard(name, probe)
-                    self._new.append(probe)
-                probe.attach(self._model, name=name, context=self._context, guard=guard)
+                self._attach(name, probe)
             elif probe.attachment is not None:
                 probe.attachment.off()
             else:
-                probe.choose(self._model)  # a name that is not there is said now
+                self._check_modules(probe)
 
-    def _waits(self, probe: Probe, within_step: bool, *, on: bool) -> bool:
+    def _must_wait(self, probe: Probe, within_step: bool, *, on: bool) -> bool:
         is_on = probe.attachment is not None and probe.attachment.enabled
-        waits = within_step and probe.edits and on != is_on
-        self.waiting |= waits
-        return waits
+        must_wait = within_step and probe.edits and on != is_on
+        self.waiting |= must_wait
+        return must_wait
+
+    def _check(self, name: str, probe: Probe) -> None:
+        """Raise if the probe may not be registered like this."""
+        probe.check_permission()
+        if probe.edits and self._hooks.is_scheduled(name):
+            raise RegistrationError(
+                f"The probe '{name}' edits what flows through the model. Edits take no schedule "
+                "(every=, sample_rate=, from_epoch=), because validation belongs to no step. Use "
+                f"enable_hook('{name}') and disable_hook('{name}') instead."
+            )
+
+    def _check_modules(self, probe: Probe) -> None:
+        """Raise if the model does not have the probe's modules, before it is attached."""
+        probe.choose(self._model)
+
+    def _attach(self, name: str, probe: Probe) -> None:
+        guard = None
+        if probe.attachment is None:
+            guard = self._make_guard(name, probe)
+            self._unchecked.append(probe)
+        probe.attach(self._model, name=name, context=self._context, guard=guard)
 
     def end_step(self) -> None:
-        """A step is over: probes that saw nothing in their first one are named."""
-        new, self._new = self._new, []
-        for probe in new:
+        """Warn about modules that were not called in the first step of a probe."""
+        unchecked, self._unchecked = self._unchecked, []
+        for probe in unchecked:
             if probe.attachment is not None and probe.attachment.enabled:
                 probe.attachment.end_step()
 
-    def _guard(self, name: str, probe: Probe) -> Any:
-        """What calls a probe. Who observes sees training, in the steps of its schedule."""
+    def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
+        """Return the function that calls the probe's methods; observers only when they are due."""
         guarded, context = self._hooks.guard(name), self._context
         if probe.edits:
             return guarded
-        is_due = self._due(name) if self._hooks.is_scheduled(name) else None
+        is_due = self._make_schedule(name) if self._hooks.is_scheduled(name) else None
 
-        def guard(function: Any, *args: Any) -> Any:
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
             attachment = probe.attachment
             if context.evaluating or (attachment is not None and not attachment.trains):
                 return None
@@ -109,23 +136,88 @@ class ProbeSync:
 
         return guard
 
-    def _due(self, name: str) -> Any:
-        """Whether the schedule has the step in progress: found out once for each step."""
+    def _make_schedule(self, name: str) -> Callable[[], bool]:
+        """Return a function that says whether the step in progress is due, computed once a step."""
         hooks, context = self._hooks, self._context
-        last: Any = None
+        last_step: Any = None
         due = False
 
         def is_due() -> bool:
-            nonlocal last, due
-            now = context.step_in_progress, context.epoch
-            if now != last:
+            nonlocal last_step, due
+            step = context.step_in_progress, context.epoch
+            if step != last_step:
                 due = hooks.is_due(name)
-                last = now
+                last_step = step
             return due
 
         return is_due
 
 
 def from_epoch(error: NotSuppliedError) -> None:
-    """What fails where a schedule needs what the loop has not told."""
+    """Raise that the loop does not provide the epoch; the name is the one that the log shows."""
     raise error
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleProbe:
+    """A probe that is registered on one module."""
+
+    probe: Probe
+    module: torch.nn.Module
+    kind: str
+    every: int
+
+    def free(self) -> None:
+        """Free the captured states."""
+        if isinstance(self.probe, Capture):
+            self.probe.forget()
+
+
+class ModuleProbeSync(ProbeSync):
+    """Keeps probes attached to modules of their own; each call of a module is a forward.
+
+    Args:
+        hooks: the manager.
+        registered: the probes that are registered now, by name.
+    """
+
+    def __init__(self, hooks: HookManager, registered: Mapping[str, ModuleProbe]) -> None:
+        super().__init__(hooks, None, None)
+        self._registered = registered
+
+    def _check(self, name: str, probe: Probe) -> None:
+        """Accept every probe: whether edits are allowed is checked at registration."""
+
+    def _attach(self, name: str, probe: Probe) -> None:
+        if probe.attachment is None:
+            module, guard = self._registered[name].module, self._make_guard(name, probe)
+            probe.attachment = Attachment(probe, {name: module}, guard=guard)
+        probe.attachment.on()
+
+    def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
+        guarded, entry = self._hooks.guard(name), self._registered[name]
+
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
+            if self._registered.get(name) is not entry:
+                return None
+            try:
+                returned = guarded(function, *args)
+            except HookFailedError as error:  # outside of training, raise the probe's own error
+                cause = error.__cause__ if type(error) is HookFailedError else None
+                raise cause or error from None
+            if self._registered.get(name) is not entry:  # removed by another thread
+                entry.free()
+            return returned
+
+        return guard if entry.every == 1 else ForwardSchedule(probe, entry.every, guard)
+
+    def warn_uncalled(self) -> None:
+        """Log the enabled probes whose module was never called, with the likely cause."""
+        uncalled = {
+            name: attachment
+            for name, entry in self._registered.items()
+            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.silent
+        }
+        for attachment in list(uncalled.values())[:1]:
+            cause = attachment.likely_cause(list(uncalled))
+            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)

@@ -19,8 +19,8 @@ import torch
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.probes import compiled
-from hookline.probes.module_selection import _glob
 from hookline.probes.recomputation import is_recomputing, recomputes
+from hookline.tensors.name_patterns import matches_glob
 
 if TYPE_CHECKING:
     from hookline.probes.attachment import Attachment, Site
@@ -288,4 +288,4 @@ def _note_editing(taps: Taps, *, inside: bool) -> None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return pattern == name or _glob(pattern, name)
+    return pattern == name or matches_glob(pattern, name)

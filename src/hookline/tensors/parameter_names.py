@@ -1,74 +1,82 @@
-"""Which parameters of a model are meant: parts of names, globs, regular expressions."""
+"""Parameters of a model by name, and those that patterns choose.
+
+A pattern of parameters is a part of their names; if no name has that part, a glob as for modules;
+if it has characters that no glob has, or starts with `re:`, a regular expression.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 import torch
 
-from hookline.errors import ConfigError, listed
+from hookline.errors import ConfigError
+from hookline.tensors.name_patterns import (
+    clean_name,
+    compile_regex,
+    explain_mismatch,
+    list_names,
+    matches_glob,
+    module_places,
+)
 
-__all__ = ["chosen_names", "matching", "named_parameters", "parameters_by_name"]
+__all__ = ["match_names", "match_parameters", "named_parameters", "parameters_by_name"]
 
-_NAMED = 8  # so many names stand in an error
+_ONLY_IN_REGEX = re.compile(r"[\^$\\()|+{]")
 
 
 def named_parameters(model: torch.nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
     """Return the names of the parameters that a pattern matches, by the parameter's `id`.
 
-    Without patterns these are all parameters.
+    Without patterns, return all parameters. A tied parameter has its first name.
 
     Raises:
         ConfigError: A pattern matches no name.
     """
-    names = _names(model)
-    chosen = matching(model, patterns) if patterns else None
-    return {key: of[0] for key, of in names.items() if chosen is None or of[0] in chosen}
+    names = {key: first for key, (first, *_) in _names_by_id(model).items()}
+    chosen = match_parameters(model, patterns) if patterns else None
+    return {key: name for key, name in names.items() if chosen is None or name in chosen}
 
 
-def matching(
+def match_parameters(
     model: torch.nn.Module, patterns: Sequence[str], others: Iterable[str] = ()
 ) -> set[str]:
-    """Return the names of the parameters that a pattern matches; of a tied one the first.
+    """Return the names of the parameters that a pattern matches; of a tied one, the first name.
 
     Args:
-        model: whose parameters.
-        patterns: parts of names, globs or regular expressions; of a tied one any name may match.
+        model: the model.
+        patterns: parts of names, globs or regular expressions. Any name of a tied parameter may
+            match.
         others: names of parameters that are not the model's.
 
     Raises:
         ConfigError: A pattern matches no name.
     """
-    first = {name: of[0] for of in _names(model).values() for name in of}
+    first_names = {name: names[0] for names in _names_by_id(model).values() for name in names}
     for name in others:
-        first.setdefault(name, name)
-    return {first[name] for name in chosen_names(patterns, list(first))}
-
-
-def _names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by its `id`."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(_plain_name(model, name))
-    return names
+        first_names.setdefault(name, name)
+    return {first_names[name] for name in match_names(patterns, list(first_names))}
 
 
 def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return a model's parameters by their names, without what wrappers put into these."""
-    return {_plain_name(model, name): one for name, one in model.named_parameters()}
+    """Return a model's parameters by name; a tied one under its first name."""
+    names = _names_by_id(model)
+    return {names[id(parameter)][0]: parameter for parameter in model.parameters()}
 
 
-def _plain_name(model: torch.nn.Module, name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        name = name.removeprefix("module.")
-    return name.replace("_orig_mod.", "")
+def _names_by_id(model: torch.nn.Module) -> dict[int, list[str]]:
+    """Return all names of each parameter, without the parts that wrappers add, by its `id`."""
+    modules = {place.full_name: place.name for place in module_places(model)}
+    names: dict[int, list[str]] = {}
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        full_module, _, own_name = full_name.rpartition(".")
+        module = modules[full_module] if full_module in modules else clean_name(full_module)
+        names.setdefault(id(parameter), []).append(f"{module}.{own_name}".lstrip("."))
+    return names
 
 
-def chosen_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the names that one of the patterns matches, in their order.
 
     Raises:
@@ -76,30 +84,32 @@ def chosen_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """
     chosen: set[str] = set()
     for pattern in patterns:
-        found = _matching(pattern, names)
+        found = _match(pattern, names)
         if not found:
-            raise ConfigError(_matches_nothing(pattern, names))
+            raise ConfigError(_describe_mismatch(pattern, names))
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that the pattern matches, by the first way of reading it that matches any."""
-    part = [name for name in names if pattern in name]
-    glob = part or [name for name in names if fnmatchcase(name, pattern)]
+def _match(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern matches, by the first reading of it that matches any."""
+    if pattern.startswith("re:"):
+        return [name for name in names if compile_regex(pattern).fullmatch(name)]
+    found = [name for name in names if pattern in name]
+    found = found or [name for name in names if matches_glob(pattern, name)]
+    if found or not _ONLY_IN_REGEX.search(pattern):
+        return found
     try:
-        return glob or [name for name in names if re.search(pattern, name)]
+        return [name for name in names if re.search(pattern, name)]
     except re.error:
         return []
 
 
-def _matches_nothing(pattern: str, names: Sequence[str]) -> str:
+def _describe_mismatch(pattern: str, names: Sequence[str]) -> str:
     parts = {".".join(name.split(".")[:end]) for name in names for end in range(1, 9)}
     parts |= {part for name in names for part in name.split(".")}
-    close = get_close_matches(pattern, sorted(parts), n=3, cutoff=0.6)
-    near = f" Near it: {listed(close)}." if close else ""
+    hint = explain_mismatch(pattern, [*names, *sorted(parts - set(names))])
     return (
-        f"No parameter matches '{pattern}', neither as a part of its name, nor as a "
-        f"glob, nor as a regular expression.{near} The parameters are: {listed(names[:_NAMED])}"
-        + (f" and {len(names) - _NAMED} more." if len(names) > _NAMED else ".")
+        f"No parameter matches '{pattern}', neither as a part of its name, nor as a glob, nor as a "
+        f"regular expression.{hint} The parameters are: {list_names(names)}."
     )

@@ -15,7 +15,7 @@ from pydantic import PositiveFloat
 from hookline.builtin import BuiltIn
 from hookline.errors import LoopError
 from hookline.hook import Rank, UpdateHook
-from hookline.tensors.parameter_names import matching, parameters_by_name
+from hookline.tensors.parameter_names import match_parameters, parameters_by_name
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import require_dense
 
@@ -47,7 +47,7 @@ class _PatternUpdate(BuiltIn, UpdateHook):
         if key not in cache:
             if len(cache) >= _MAX_CACHED:
                 cache.clear()
-            names = matching(model, patterns, others=gradients)
+            names = match_parameters(model, patterns, others=gradients)
             cache[key] = [name for name in gradients if name in names]
         return [gradients[name] for name in cache[key]]
 
