@@ -424,6 +424,15 @@ def test_hooks_are_toggled_and_listed():
         assert manager
 
 
+def test_hooks_are_listed_in_the_order_of_registration_whatever_their_kind():
+    layer = nn.Linear(2, 3)
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "b")
+        manager.register_probe(layer, "a", Fails(0))
+        assert manager.list_hooks() == [info.id for info in manager.describe()] == ["b", "a"]
+        layer(torch.ones(1, 2))
+
+
 # -- failures
 
 

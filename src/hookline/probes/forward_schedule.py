@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.errors import ConfigError
-from hookline.probes.attachment import Call
 from hookline.probes.segments import note, noted
 
 if TYPE_CHECKING:
+    from hookline.probes.attachment import Call
     from hookline.probes.probe import Probe
 
 __all__ = ["ForwardSchedule"]
@@ -43,14 +43,14 @@ class ForwardSchedule:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the probe with these arguments, if it is due."""
-        call = args[0] if args else None
-        if isinstance(call, Call):
-            due: bool | None = self._is_due(call, is_after=function == self._probe.after)
+        is_after = function == self._probe.after
+        if is_after or function == self._probe.before:
+            due = self._is_due(args[0], is_after=is_after)
         elif args:
             due = True  # a gradient of a call that was due
         else:  # the start or end of a forward
-            due = self._is_forward_due()
-            due = self._state.last if due is None else due
+            forward_due = self._is_forward_due()
+            due = self._state.last if forward_due is None else forward_due
         return self._guard(function, *args) if due else None
 
     def _is_due(self, call: Call, *, is_after: bool) -> bool:
