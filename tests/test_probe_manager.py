@@ -538,7 +538,7 @@ def test_in_the_end_hooks_that_saw_nothing_are_named(caplog):
 
 def test_a_failure_at_the_end_of_a_forward_is_isolated(caplog):
     class FailsAtTheEnd(Probe):
-        def ended(self):
+        def forward_end(self):
             raise ZeroDivisionError("of my own")
 
     layer = nn.Linear(2, 3)

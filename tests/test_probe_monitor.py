@@ -640,7 +640,7 @@ def test_times_go_on_after_a_forward_that_failed(monkeypatch):
         model(torch.ones(3))
     clock.now += 100
     model(torch.ones(2))
-    assert monitor._running.calls == []
+    assert monitor.attachment.running_calls == []
     assert {name: one[0] for name, one in times_of(monitor.report()).items()} == {
         "": 1,
         "0": 2,
@@ -661,7 +661,7 @@ def test_a_module_that_fails_within_another_is_over_with_it(monkeypatch):
     monitor = Monitor("**", ["forward_time_ms"])
     monitor.attach(model)
     model(torch.ones(2))
-    assert monitor._running.calls == []
+    assert monitor.attachment.running_calls == []
     assert times_of(monitor.report()) == {"": (1, 0), "0": (0, 0), "1": (1, 0)}
 
 

@@ -24,8 +24,7 @@ from hookline.probes.gradient_capture import follow
 from hookline.probes.lazy_state import Check, LazyState
 from hookline.probes.module_selection import Which, aliases, check_model, clean_name
 from hookline.probes.probe import Probe
-from hookline.probes.recomputation import calls_running
-from hookline.probes.segments import note, noted
+from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.store import Counts, Policy, Store
 
 __all__ = ["Calls", "Capture", "NotCapturedError", "bytes_of"]
@@ -159,18 +158,10 @@ class Capture(BuiltIn, Probe):
             if chosen is not None:
                 self._names.update(dict.fromkeys((first, *others), chosen))
 
-    def began(self) -> None:
-        """A forward begins: forget what a failed one has left."""
-        self._here.came_in.clear()
-
     def before(self, call: Call) -> None:
-        """A module is about to run: what comes in is taken now, since it may change it in place."""
-        if call.recomputed or not self._due(call, begins=call.index == 0):
-            return
-        waiting = self._here.came_in.setdefault(call.name, [])
-        if waiting and not call.compiled:  # for calls that this one is within, or that have failed
-            del waiting[calls_running(call.module) - 1 :]
-        waiting.append((call.args, dict(call.kwargs), *self._came_in(call)))
+        """Capture the arguments before the module runs, since it may change them in place."""
+        if not call.recomputed and self._due(call, begins=call.index == 0):
+            call.saved = self._capture_inputs(call)
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -185,13 +176,9 @@ class Capture(BuiltIn, Probe):
         kind = CapturedState if self._take.at_once else LazyState
         state = kind(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
-            waiting = self._here.came_in.get(name)
-            if waiting and len(waiting) > 1 and not call.compiled:  # there are no calls to count
-                del waiting[calls_running(call.module) :]
-            args, kwargs, *taken = waiting.pop() if waiting else (None, {})
-            # Not the same: another hook has replaced what comes in, after this one has seen it.
-            came_in, check = taken if call.came_with(args, kwargs) else self._came_in(call)
-            state.input, state.kwargs = came_in
+            saved = None if call.input_replaced else call.saved
+            inputs, check = saved or self._capture_inputs(call)
+            state.input, state.kwargs = inputs
             if check is not None and isinstance(state, LazyState):
                 state.checks |= {"input": check, "kwargs": check}
         output = call.output
@@ -205,7 +192,7 @@ class Capture(BuiltIn, Probe):
         if self._kept["gradient"]:
             self._follow(call, key, state)
 
-    def _came_in(self, call: Call) -> tuple[Any, Check | None]:
+    def _capture_inputs(self, call: Call) -> tuple[Any, Check | None]:
         args = call.args if self._kept["input"] else None
         kwargs = dict(call.kwargs) if self._kept["kwargs"] else None
         return self._take((args, kwargs), call.name, copy=call.compiled)
@@ -245,7 +232,7 @@ class Capture(BuiltIn, Probe):
         self._wait_for(call, key, weak)
 
     def _repeated(self, call: Call) -> None:
-        found = noted((self, call.name))
+        found = recall_call((self, call.name))
         if found is not None:
             self._wait_for(call, *found)
 
@@ -256,7 +243,7 @@ class Capture(BuiltIn, Probe):
                 follow(call.output, call.name, self._take, self._store, key, state, guard)
         else:
             # The first pass of a segment that is recomputed, or no gradients at all.
-            note((self, call.name), (key, state))
+            remember_call((self, call.name), (key, state))
 
     def _say_once(self, what: str) -> None:
         if not self._said:
@@ -327,19 +314,11 @@ class Capture(BuiltIn, Probe):
 
     def clear(self) -> None:
         """Free what was captured; capturing goes on."""
-        self._free_failed()
         self._store.clear(self.key)
 
     def forget(self) -> None:
         """Free everything, counts included."""
-        self._free_failed()
         self._store.forget(self.key)
-
-    def _free_failed(self) -> None:
-        """Free what came into calls that have failed, in this thread."""
-        sites = {} if self.attachment is None else self.attachment.sites
-        for name, waiting in self._here.came_in.items():
-            del waiting[calls_running(sites[name].module) if name in sites else 0 :]
 
     def _nothing(self, module: str) -> str:
         known = [*self._names, *self]
@@ -422,7 +401,6 @@ class _Here(threading.local):
     """What a probe knows of the forward that runs in this thread."""
 
     def __init__(self) -> None:
-        self.came_in: dict[str, list[Any]] = {}  # into calls that run, by name: the innermost last
         self.due: dict[str, bool] = {}
 
 

@@ -21,7 +21,7 @@ from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
-from hookline.probes.segments import note, noted
+from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.nested import map_tensors, tensors_in
 
 __all__ = ["Debug", "DebugProbe", "Finding"]
@@ -138,20 +138,15 @@ class DebugProbe(BuiltIn, Probe):
         self._measured: list[_Measured] = []
         self._recent: list[CapturedState] = []
         self._lock = threading.Lock()
-        self._here = _Here()
         self._queued = False
         self._said_compiled = False
 
     # -- measuring --------------------------------------------------------------------------------
 
-    def began(self) -> None:
-        """The model's forward begins: forget what a failed one has left."""
-        self._here.came_in.clear()
-
     def before(self, call: Call) -> None:
-        """A module is about to run; with `keep`. It may change in place what comes in."""
+        """With `keep`: copy the arguments before the module runs and may change them."""
         if not call.recomputed:
-            self._here.came_in.append((call.name, call.args, dict(call.kwargs), _came_in(call)))
+            call.saved = _copy_inputs(call)
 
     def after(self, call: Call) -> None:
         """A module has run."""
@@ -190,10 +185,10 @@ class DebugProbe(BuiltIn, Probe):
             return
         who = (id(self), call.name)
         if not torch.is_grad_enabled():
-            note(who, call.index)  # the first pass of checkpointing's reentrant kind
+            remember_call(who, call.index)  # the first pass of checkpointing's reentrant kind
             return
         if call.recomputed:
-            call.index = noted(who) or 0
+            call.index = recall_call(who) or 0
             self._check_after_backward()  # not after that of the segment, which is another one
         for tensor in tensors_in(call.output):
             on_gradient(tensor, partial(self._gradient_came, _finding(call, "gradient")))
@@ -221,13 +216,14 @@ class DebugProbe(BuiltIn, Probe):
 
     def _state(self, call: Call) -> CapturedState:
         place = (call.name, self.probe_name, call.step, call.epoch, call.index)
-        came_in = self._here.ended(call) or _came_in(call)
+        saved = None if call.input_replaced else call.saved
+        args, kwargs = saved or _copy_inputs(call)
         output = map_tensors(call.output, _copy)
-        return CapturedState(*place, input=came_in[0], kwargs=came_in[1], output=output)
+        return CapturedState(*place, input=args, kwargs=kwargs, output=output)
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def ended(self) -> None:
+    def forward_end(self) -> None:
         """The model's forward is over."""
         in_training = self.attachment is not None and self.attachment.context is not None
         if not (in_training and torch.is_grad_enabled()):
@@ -362,29 +358,13 @@ class DebugProbe(BuiltIn, Probe):
 Debug = DebugProbe
 
 _BEGUN = (
-    *("findings", "count", "_told", "_measured", "_recent", "_lock", "_here", "_queued"),
+    *("findings", "count", "_told", "_measured", "_recent", "_lock", "_queued"),
     "_said_compiled",
 )
 """What belongs to one probe, on one model."""
 
 
-class _Here(threading.local):
-    """What came into the modules that are running in this thread, each within the one before it."""
-
-    def __init__(self) -> None:
-        self.came_in: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def ended(self, call: Call) -> Any:
-        """Return what came into a call; None if nobody knows, or another hook has replaced it."""
-        for i in range(len(self.came_in) - 1, -1, -1):
-            name, args, kwargs, came_in = self.came_in[i]
-            if name == call.name:
-                del self.came_in[i:]  # those within it have failed
-                return came_in if call.came_with(args, kwargs) else None
-        return None
-
-
-def _came_in(call: Call) -> Any:
+def _copy_inputs(call: Call) -> Any:
     return map_tensors((call.args, dict(call.kwargs)), _copy)
 
 

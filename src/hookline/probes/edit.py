@@ -128,7 +128,7 @@ class Edit(BuiltIn, Probe):
         """Whether it acts now."""
         return self._active
 
-    def began(self) -> None:
+    def forward_start(self) -> None:
         """The model's next forward begins."""
         if self.attachment is None or self.attachment.context is None:
             self._settle()

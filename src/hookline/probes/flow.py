@@ -138,7 +138,7 @@ class GradientFlow(BuiltIn, Probe):
         self._sums: dict[str, Tensor] = {}
         self._again = False
 
-    def began(self) -> None:
+    def forward_start(self) -> None:
         """The model's forward begins: what flows back next replaces what there is."""
         self._again = True
 

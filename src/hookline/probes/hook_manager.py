@@ -425,7 +425,7 @@ class Probes:
                 raise
             except Exception as error:
                 # What a probe says at the end of a forward is what it has found.
-                found = function == entry.probe.ended and isinstance(error, ProbeError)
+                found = function == entry.probe.forward_end and isinstance(error, ProbeError)
                 if entry.probe.edits or found:
                     raise
                 self._failed(entry, function.__name__, error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from threading import local as thread_local
 from typing import Annotated, Any
 
 import torch
@@ -160,7 +159,6 @@ class Monitor(BuiltIn, Probe):
 
     def _begin(self) -> None:
         self._lock = Lock()
-        self._running = _Running()
         self._forget()
 
     def _forget(self) -> None:
@@ -182,23 +180,18 @@ class Monitor(BuiltIn, Probe):
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def began(self) -> None:
-        """The model's outermost call begins: what is said to be running still has failed."""
-        self._running.calls.clear()
-
     def before(self, call: Call) -> None:
         """A module is about to run; asked for only where it is timed or weighed."""
         if not self._is_due(call):
             return
         device = _device_of(call)
-        running = _Call(call.name)
+        start = call.saved = _Start()
         if self._weighed:
-            running.memory = _allocated(device)
+            start.memory = _allocated(device)
         if self._timed_back:
-            running.position = graph_position()
-        self._running.calls.append(running)
+            start.position = graph_position()
         if self._timed:
-            running.span = Span(call.name, device)
+            start.span = Span(call.name, device)
 
     def after(self, call: Call) -> None:
         """A module has run: measure what it gave. Nothing waits for the device."""
@@ -214,11 +207,11 @@ class Monitor(BuiltIn, Probe):
         begin = mark(device)
         self._note_cost(call, tensors)
         self._measure(call, tensors)
-        if self._timed and self._running.calls:
+        if self._timed and self.attachment is not None:
             end = mark(device)
-            for running in self._running.calls:
-                if running.span is not None:
-                    running.span.pause(begin, end)
+            for outer in self.attachment.running_calls:
+                if outer.saved is not None and outer.saved.span is not None:
+                    outer.saved.span.pause(begin, end)
 
     def _note_step(self, step: int | None) -> None:
         with self._lock:
@@ -228,14 +221,14 @@ class Monitor(BuiltIn, Probe):
 
     def _note_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Take down what a call has taken; in compiled models no beginning is known."""
-        running = self._running.ended(call.name)
-        if running is not None and running.span is not None:
-            running.span.end = mark(running.span.device)
-            self._forward.add(running.span)
-        if running is not None and self._timed_back:
-            self._backward.watch(call.name, tensors, running.position)
+        start: _Start | None = call.saved
+        if start is not None and start.span is not None:
+            start.span.end = mark(start.span.device)
+            self._forward.add(start.span)
+        if start is not None and self._timed_back:
+            self._backward.watch(call.name, tensors, start.position)
         if self._weighed:
-            before = None if running is None else running.memory
+            before = None if start is None else start.memory
             now = None if before is None or not tensors else _allocated(tensors[0].device)
             weight = _weight(tensors) if before is None or now is None else now - before
             with self._lock:
@@ -369,7 +362,7 @@ class Monitor(BuiltIn, Probe):
 
 _BEGUN = (
     *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_own", "_memory"),
-    *("_step", "_forward", "_backward", "_running"),
+    *("_step", "_forward", "_backward"),
 )
 """What belongs to one monitor, on one model."""
 
@@ -402,29 +395,12 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call of a module that is running, and what there was before it."""
+class _Start:
+    """What there was at the start of a module's call."""
 
-    name: str
     span: Span | None = None
     position: int = 0
     memory: int | None = None
-
-
-class _Running(thread_local):
-    """The calls that are running in this thread, each within the one before it."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-    def ended(self, name: str) -> _Call | None:
-        """Return the innermost call of a module; those within it have failed, or are over."""
-        for i in range(len(self.calls) - 1, -1, -1):
-            if self.calls[i].name == name:
-                found = self.calls[i]
-                del self.calls[i:]
-                return found
-        return None
 
 
 def _device_of(call: Call) -> torch.device | None:

@@ -67,21 +67,21 @@ class Probe(Hook):
         """A module has run. An edit may return what replaces `call.output`."""
         return None
 
-    def began(self) -> None:
-        """The model's outermost call begins (not in a recomputation)."""
+    def forward_start(self) -> None:
+        """Called when the model's outermost call begins, but not in a recomputation."""
 
-    def ended(self) -> None:
-        """It is over."""
-
-    @property
-    def wants_began(self) -> bool:
-        """Whether it has a use for `began`."""
-        return type(self).began is not Probe.began
+    def forward_end(self) -> None:
+        """Called when the model's outermost call has ended without an error."""
 
     @property
-    def wants_ended(self) -> bool:
-        """Whether it has a use for `ended`."""
-        return type(self).ended is not Probe.ended
+    def wants_forward_start(self) -> bool:
+        """Whether the class implements `forward_start`."""
+        return type(self).forward_start is not Probe.forward_start
+
+    @property
+    def wants_forward_end(self) -> bool:
+        """Whether the class implements `forward_end`."""
+        return type(self).forward_end is not Probe.forward_end
 
     @property
     def acts(self) -> bool:

@@ -207,13 +207,13 @@ _NAMES: list[str] = []  # names that were compiled, each with a number: operator
 def _trace(x: T, name: str) -> T:
     """What dynamo traces instead of calling probes: first the edits, then an operator that sees."""
     for number in _editing_now:
-        editing, tensors = _EDITING[number](), compiled.tensors(x)
+        editing, tensors = _EDITING[number](), compiled.find_tensors(x)
         if editing is not None and tensors and _edits(number, name):
             attachment = editing.attachment
             edit = attachment.probe.compiled_edit(name)
             if edit is not None:
                 x = edit(x, attachment.flag.to(tensors[0].device))
-    compiled.see(compiled.tensors(x), _number(name))
+    compiled.observe(compiled.find_tensors(x), _number(name))
     return x
 
 
@@ -246,7 +246,7 @@ def _saw(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
             site.after_compiled(tensors, gradients)
 
 
-compiled.tell.append(_saw)
+compiled.listeners.append(_saw)
 
 
 # -- who is there ---------------------------------------------------------------------------------
