@@ -19,8 +19,8 @@ from hookline import Trainer, TrainerConfig
 from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
 from hookline.probes.capture import Capture
+from hookline.probes.captured_state import LazyState
 from hookline.probes.flow import GradientFlow
-from hookline.probes.lazy_state import LazyState
 from hookline.probes.probe_context import probe
 from hookline.probes.taps import tap
 
@@ -699,7 +699,7 @@ def test_a_gradient_that_arrives_waits_for_nothing():
     store, state = Store(), LazyState("m", output=torch.ones(2))
     key = store.add("p", state)
     state.checks = {name: lambda: waited.append(1) for name in ("output", "gradient")}
-    assert store.amend(key, gradient=torch.zeros(2))
+    assert store.add_fields(key, gradient=torch.zeros(2))
     assert waited == []
     assert torch.equal(state.gradient, torch.zeros(2))
     assert waited == [1]
@@ -806,7 +806,7 @@ def test_only_what_is_asked_for_is_read_from_disk(tmp_path):
     assert (list(seen), len(seen["0"]), "2" in seen) == (["0", "2"], 3, True)
     assert repr(seen["0"]).count("output=float32[3, 4]") == 3
     assert "'0': CapturedState('0', probe='probe', call=0, layer_idx=0, output" in repr(seen)
-    with pytest.raises(HooklineError, match="cannot be read back"):
+    with pytest.raises(HooklineError, match="Cannot read a captured state"):
         _ = seen["0"].output
 
 

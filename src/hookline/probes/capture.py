@@ -18,10 +18,9 @@ from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
 from hookline.probes.attachment import Attachment, Call
-from hookline.probes.captured_state import CapturedState
+from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import By, TensorExtractor
 from hookline.probes.gradient_capture import follow
-from hookline.probes.lazy_state import Check, LazyState
 from hookline.probes.module_selection import Which, aliases, check_model, clean_name
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
@@ -273,23 +272,23 @@ class Capture(BuiltIn, Probe):
         """Return the states, in the order of the calls; of one module only, or of all."""
         if module is None:
             return self._store.states(self.key)
-        return self.pick(module, slice(None))
+        return self.get(module, slice(None))
 
-    def each(self, module: str) -> Iterator[CapturedState]:
+    def iter_states(self, module: str) -> Iterator[CapturedState]:
         """Yield a module's states; those on disk are read one at a time."""
-        return self._store.each(self.key, self._name_of(module))
+        return self._store.iter_states(self.key, self._name_of(module))
 
-    def shells(self, module: str | None = None) -> list[CapturedState]:
+    def metadata(self, module: str | None = None) -> list[CapturedState]:
         """Return the states without reading from disk: there, shapes stand for tensors."""
-        return self._store.shells(self.key, None if module is None else self._name_of(module))
+        return self._store.metadata(self.key, None if module is None else self._name_of(module))
 
     @overload
-    def pick(self, module: str, index: int) -> CapturedState: ...
+    def get(self, module: str, index: int) -> CapturedState: ...
     @overload
-    def pick(self, module: str, index: slice) -> list[CapturedState]: ...
-    def pick(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
+    def get(self, module: str, index: slice) -> list[CapturedState]: ...
+    def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
         """Return what stands at an index among a module's states; only that is read from disk."""
-        return self._store.pick(self.key, index, self._name_of(module))
+        return self._store.get(self.key, index, self._name_of(module))
 
     def _name_of(self, module: str) -> str:
         """The name that a module is captured under."""
@@ -303,10 +302,10 @@ class Capture(BuiltIn, Probe):
         return Calls(self, module)
 
     def __contains__(self, module: object) -> bool:
-        return isinstance(module, str) and bool(self.shells(module))
+        return isinstance(module, str) and bool(self.metadata(module))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(state.module for state in self.shells()))
+        return iter(dict.fromkeys(state.module for state in self.metadata()))
 
     def keeps(self, content: str) -> bool:
         """Whether it was asked to keep `input`, `output`, `kwargs` or `gradient`."""
@@ -384,16 +383,16 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        return self._capture.pick(self._module, index)
+        return self._capture.get(self._module, index)
 
     def __iter__(self) -> Iterator[CapturedState]:
-        return self._capture.each(self._module)
+        return self._capture.iter_states(self._module)
 
     def __len__(self) -> int:
-        return len(self._capture.shells(self._module))
+        return len(self._capture.metadata(self._module))
 
     def __repr__(self) -> str:
-        shown = "\n ".join(repr(state) for state in self._capture.shells(self._module))
+        shown = "\n ".join(repr(state) for state in self._capture.metadata(self._module))
         return f"[{shown}]"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
-from hookline.probes.lazy_state import Check
+from hookline.probes.captured_state import Check
 from hookline.probes.tensor_index import as_index
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation

@@ -11,9 +11,8 @@ from weakref import ReferenceType
 
 from torch import Tensor
 
-from hookline.probes.captured_state import CapturedState
+from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import TensorExtractor
-from hookline.probes.lazy_state import Check, LazyState
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.store import Store
 from hookline.tensors.nested import map_tensors, tensors_in
@@ -94,7 +93,7 @@ class _Coming:
                 self._shape, lambda slot: self._arrived.get(slot.tensor), leaf=_Slot
             )
             self._look_after()
-            if not self._store.amend(self._key, gradient=whole):
+            if not self._store.add_fields(self._key, gradient=whole):
                 self._arrived.clear()  # the state is gone: do not keep what nobody can read
 
     def _look_after(self) -> None:

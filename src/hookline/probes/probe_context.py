@@ -79,7 +79,7 @@ class Seen(Mapping[str, Calls]):
         return True  # also when nothing was captured yet
 
     def __repr__(self) -> str:
-        last = {state.module: state for state in self.capture.shells()}
+        last = {state.module: state for state in self.capture.metadata()}
         shown = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
         return f"Seen({{\n{shown}\n}})" if shown else "Seen({})"
 
