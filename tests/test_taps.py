@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.probes import taps as taps_module
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.probes.taps import tap
 

@@ -9,8 +9,7 @@ runs, if the probe wants that, and again after it. These cases need care:
 - In a compiled model a hook becomes an operator that checks whether the probe is enabled, so that
   toggling does not recompile. In an eager model the hooks of a disabled probe are removed.
 - A copy or a pickle of the model has no probe.
-- A module that raises has no end. Its hook is registered with `always_call=True`, so the call is
-  taken off the stack then, too, also when activation checkpointing stops a recomputation early.
+- A module may raise, also when a recomputation stops early. `always_call=True` ends the call then.
 - Calls are counted within the outermost call of the model, separately in each thread. Where that is
   not seen, because another method of the model is called, they are counted within the step in
   training, and each is a forward of its own elsewhere.
@@ -19,7 +18,6 @@ runs, if the probe wants that, and again after it. These cases need care:
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError
+from hookline.probes.call import Call, ThreadLocal
 from hookline.probes.module_callback import (
     ForwardCallback,
     ModuleCallback,
@@ -41,33 +40,9 @@ from hookline.probes.uncalled_modules import UncalledModules
 if TYPE_CHECKING:
     from hookline.probes.probe import Probe
 
-__all__ = ["Attachment", "Call", "is_recomputing"]
+__all__ = ["Attachment", "Site"]
 
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
-
-
-@dataclass(slots=True)
-class Call:
-    """One call of a module, or one occurrence of a named value.
-
-    A probe with `wants_before` gets the same object before and after the module runs; `output` is
-    None before. In a compiled model `args` and `output` are flat tuples of the tensors.
-    """
-
-    name: str
-    module: torch.nn.Module | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-    index: int
-    recomputed: bool = False
-    compiled: bool = False
-    step: int | None = None
-    epoch: int | None = None
-    saved: Any = None
-    """For the probe: what it stores in `before` to use in `after`."""
-    input_replaced: bool = False
-    """In `after`: whether another hook has replaced the arguments since `before`."""
 
 
 class Attachment:
@@ -275,35 +250,6 @@ class Attachment:
             self.guard(self.probe.forward_end)
 
 
-@dataclass(slots=True, eq=False)
-class ThreadState:
-    """The forward that runs in a thread."""
-
-    depth: int = 0  # of calls of the model: 2 if it has called itself
-    gradients: bool = True  # whether they were enabled when it began
-    error: BaseException | None = None  # the one that was being handled when it began
-    step: int | None = None  # the one that is counted in where the model's own call is not seen
-    counts: dict[str, int] = field(default_factory=dict[str, int])
-    calls: list[tuple[Call, BaseException | None]] = field(default_factory=list[Any])
-    """The calls that run, the innermost last, each with the error being handled at its start."""
-
-    def pop(self, name: str, output: Any) -> tuple[Call | None, bool]:
-        """Return the innermost running call of a name, if its start was seen, and if it failed."""
-        calls = self.calls
-        while calls:
-            call, error = calls.pop()  # those within it were interrupted
-            if call.name == name:
-                return call, sys.exception() is not error
-        return None, output is None and sys.exception() is not None
-
-
-class ThreadLocal(threading.local):
-    """The state of each thread, looked up once per hook: a thread-local attribute is slow."""
-
-    def __init__(self) -> None:
-        self.state = ThreadState()
-
-
 @dataclass(eq=False, weakref_slot=True, slots=True)
 class Site:
     """One module, or one tap, that a probe is attached to."""
@@ -438,8 +384,8 @@ class Site:
         if returned is not None and not self.attachment.probe.edits:
             raise ProbeError(
                 f"The probe '{self.attachment.probe.probe_name}' returned a value for "
-                f"'{self.name}', but it only observes. To edit what flows through a module, use an "
-                "edit, with enable_intervention=True."
+                f"'{self.name}', but it only observes. To change an output, use an edit, with "
+                "enable_intervention=True."
             )
         return returned
 

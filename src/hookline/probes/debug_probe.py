@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions
 from hookline.probes.output_gradient import on_gradient

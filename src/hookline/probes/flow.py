@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.conditions import read
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.output_gradient import on_gradient

@@ -1,4 +1,4 @@
-"""The gradient of what a module returned, brought to the state of its call when it comes."""
+"""Captures the gradients of a module's output and adds them to the state of its call."""
 
 from __future__ import annotations
 
@@ -17,93 +17,95 @@ from hookline.probes.output_gradient import on_gradient
 from hookline.probes.store import Store
 from hookline.tensors.nested import map_tensors, tensors_in
 
-__all__ = ["follow"]
+__all__ = ["capture_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands where a tensor was."""
+class _Placeholder:
+    """Takes the place of a tensor whose gradient is expected."""
 
-    tensor: int
+    tensor_id: int
 
 
-def follow(
+def capture_gradients(
     output: Any,
     name: str,
-    take: TensorExtractor,
+    extractor: TensorExtractor,
     store: Store,
     key: int,
     state: ReferenceType[CapturedState],
     guard: Callable[..., Any],
 ) -> None:
-    """Bring the gradients of an output to its state.
+    """Add the gradients of an output to the state of its call, once backward computes them.
 
     Args:
-        output: what a module returned; tensors that nothing was computed for are left alone.
-        name: the module's.
-        take: how to take a gradient.
-        store: where the state is.
-        key: the state's number there.
-        state: the state, not kept alive: it may have been dropped when the gradient comes.
-        guard: calls what is to be isolated.
+        output: What a module returned; its leaf tensors are ignored.
+        name: The module's name.
+        extractor: Extracts what is kept of a gradient.
+        store: The store that has the state.
+        key: The state's key there.
+        state: A weak reference to the state, which may be dropped before backward.
+        guard: Calls a function and isolates its failures.
     """
     tensors = {id(t): t for t in tensors_in(output) if t.grad_fn is not None}
     if tensors:
-        shape = map_tensors(output, lambda tensor: _Slot(id(tensor)))
-        coming = _Coming(shape, name, take, store, key, state)
-        for number, tensor in tensors.items():
-            on_gradient(tensor, partial(_came, guard, coming, number))
+        structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
+        gradients = _OutputGradients(structure, name, extractor, store, key, state)
+        for tensor_id, tensor in tensors.items():
+            on_gradient(tensor, partial(_add_gradient, guard, gradients, tensor_id))
 
 
-def _came(guard: Callable[..., Any], coming: _Coming, number: int, gradient: Tensor) -> None:
-    guard(coming.arrived, (number, gradient))
+def _add_gradient(
+    guard: Callable[..., Any], gradients: _OutputGradients, tensor_id: int, gradient: Tensor
+) -> None:
+    guard(gradients.add, (tensor_id, gradient))
 
 
-class _Coming:
-    """The gradients of one output, as they arrive."""
+class _OutputGradients:
+    """The gradients of one output, in the structure of the output."""
 
     def __init__(
         self,
-        shape: Any,
+        structure: Any,
         name: str,
-        take: TensorExtractor,
+        extractor: TensorExtractor,
         store: Store,
         key: int,
         state: ReferenceType[CapturedState],
     ) -> None:
-        self._shape = shape
+        self._structure = structure
         self._name = name
-        self._take = take
+        self._extractor = extractor
         self._store = store
         self._key = key
         self._state = state
-        self._lock = threading.Lock()  # each device has a thread of its own in backward
-        self._arrived: dict[int, Any] = {}
+        self._lock = threading.Lock()  # backward has a thread for each device
+        self._gradients: dict[int, Any] = {}
         self._checks: dict[int, Check] = {}
 
-    def arrived(self, one: tuple[int, Tensor]) -> None:
-        """One of them is there; the others are None until they are, too."""
-        number, gradient = one
+    def add(self, tensor_id_and_gradient: tuple[int, Tensor]) -> None:
+        """Add the gradient of one tensor; those that are not there yet are None."""
+        tensor_id, gradient = tensor_id_and_gradient
         with self._lock:
-            taken, check = self._take(gradient, self._name)
-            self._arrived[number] = taken
+            extracted, check = self._extractor.extract(gradient, self._name)
+            self._gradients[tensor_id] = extracted
             if check is not None:
-                self._checks[number] = check
-            whole = map_tensors(
-                self._shape, lambda slot: self._arrived.get(slot.tensor), leaf=_Slot
+                self._checks[tensor_id] = check
+            gradients = map_tensors(
+                self._structure, lambda p: self._gradients.get(p.tensor_id), leaf=_Placeholder
             )
-            self._look_after()
-            if not self._store.add_fields(self._key, gradient=whole):
-                self._arrived.clear()  # the state is gone: do not keep what nobody can read
+            self._handle_checks()
+            if not self._store.add_fields(self._key, gradient=gradients):
+                self._gradients.clear()  # the state was dropped: free what cannot be read
 
-    def _look_after(self) -> None:
+    def _handle_checks(self) -> None:
         checks, state = list(self._checks.values()), self._state()
-        if checks and self._store.policy == "spill":  # it may be written right away
-            _run(checks)
+        if checks and self._store.policy == "spill":  # it may be written at once
+            _run_checks(checks)
         elif checks and isinstance(state, LazyState):
-            state.checks["gradient"] = partial(_run, checks)
+            state.checks["gradient"] = partial(_run_checks, checks)
 
 
-def _run(checks: list[Check]) -> None:
+def _run_checks(checks: list[Check]) -> None:
     for check in checks:
         check()

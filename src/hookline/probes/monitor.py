@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Hook, Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
 from hookline.probes.timing import BackwardTimes, Span, Times, graph_position, mark
