@@ -466,9 +466,9 @@ def test_a_function_that_returns_no_number_is_told_so(value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": ["maen"]}, r"'maen' is no metric. Did you mean 'mean'\?"),
+        ({"metrics": ["maen"]}, r"unknown metric 'maen'. Did you mean 'mean'\?"),
         ({"metrics": []}, "nothing to measure"),
-        ({"functions": {"std": torch.sum}}, "'std' is a metric already"),
+        ({"functions": {"std": torch.sum}}, "'std' is a built-in metric"),
         ({"bounds": (1, -1)}, "from low to high"),
         ({"every": 0}, "every"),
         ({"saturated_at": 1.5}, "saturated_at"),
