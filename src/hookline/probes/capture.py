@@ -21,7 +21,7 @@ from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import By, TensorExtractor
-from hookline.probes.gradient_capture import capture_gradients
+from hookline.probes.gradient_capture import OutputGradients
 from hookline.probes.module_selection import Which, aliases, check_model, clean_name
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
@@ -241,15 +241,9 @@ class Capture(BuiltIn, Probe):
             # The first pass of a reentrant checkpoint, or a forward without gradients.
             remember_call((self, call.name), (key, state))
         elif key is not None and self.attachment is not None:
-            capture_gradients(
-                call.output,
-                call.name,
-                self._extractor,
-                self._store,
-                key,
-                state,
-                self.attachment.guard,
-            )
+            guard = self.attachment.guard
+            gradients = OutputGradients(call.name, self._extractor, self._store, key, state, guard)
+            gradients.expect(call.output)
 
     # -- reading ----------------------------------------------------------------------------------
 

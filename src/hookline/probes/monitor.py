@@ -129,7 +129,6 @@ class Monitor(BuiltIn, Probe):
         self.bins = bins
         self.unit_dim = unit_dim
         self._check_options()
-        self._observers = {name: _Function(f) for name, f in self.functions.items()}
         wanted = set(self.metrics)
         self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
         self._needs_bounds = "saturation" in wanted
@@ -255,7 +254,7 @@ class Monitor(BuiltIn, Probe):
                 dim = self.unit_dim
                 dim = unit_dimension(call.module, tensor) if dim is None else dim
                 self._alive.add(name, position, tensor, dim)
-            if self._observers:
+            if self.functions:
                 self._call_functions(name, tensor)
 
     def _bounds_of(self, module: nn.Module | None) -> Bounds:
@@ -265,11 +264,9 @@ class Monitor(BuiltIn, Probe):
 
     def _call_functions(self, module: str, tensor: Tensor) -> None:
         """Add what the custom metrics return for a tensor."""
-        for name, function in self._observers.items():
-            observation = Observation(tensor, f"the output of '{module}'")
-            returned: list[Any] = []
-            observation.carry(function, function.call, (observation.activations, returned), {})
-            value = _one_number(returned[0], name, module)
+        for name, function in self.functions.items():
+            returned = _call_function(function, tensor, f"the output of '{module}'")
+            value = _one_number(returned, name, module)
             with self._lock:
                 self._custom.setdefault((module, name), _Mean()).add(value)
 
@@ -369,18 +366,6 @@ _OWN_STATE = (
 """The attributes that a copy does not get."""
 
 
-class _Function(Hook):
-    """A custom metric, as a hook for messages."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.hookline_function = function
-
-    def call(self, tensor: Tensor, returned: list[Any]) -> None:
-        """Append what the function returns for a tensor."""
-        assert self.hookline_function is not None
-        returned.append(self.hookline_function(tensor))
-
-
 class _Mean:
     """A running mean."""
 
@@ -450,6 +435,15 @@ def _known_bounds(module: nn.Module | None) -> Bounds:
     if isinstance(module, nn.Sigmoid | nn.Hardsigmoid):
         return 0.0, 1.0
     return None
+
+
+def _call_function(function: Callable[..., Any], tensor: Tensor, subject: str) -> Any:
+    """Return what a custom metric returns for a tensor, which it must not change."""
+    observation, returned = Observation(tensor, subject), list[Any]()
+    hook = Hook()
+    hook.hookline_function = function  # its name in messages
+    observation.carry(hook, lambda: returned.append(function(observation.activations)), (), {})
+    return returned[0]
 
 
 def _one_number(value: Any, name: str, module: str) -> Any:
