@@ -488,7 +488,7 @@ def test_to_break_in_a_terminal_starts_the_debugger(
     monkeypatch.setattr(sys, "breakpointhook", lambda: calls.append(sys._getframe(1).f_locals))
     findings = found(bad_model(), Debug(action="break"))
     assert [scope["finding"] for scope in calls] == findings
-    assert "Here are: probe, finding" in capsys.readouterr().out
+    assert "Variables: probe, finding" in capsys.readouterr().out
 
 
 def test_the_last_states_up_to_a_finding_are_kept_as_they_were() -> None:
@@ -636,7 +636,7 @@ def test_messages_come_once_or_up_to_a_limit(caplog: pytest.LogCaptureFixture) -
     probe.detach()
     assert (len(probe.findings), probe.count) == (2, 5)
     assert len(caplog.records) == 3
-    assert "only counts" in caplog.records[2].getMessage()
+    assert "only counted" in caplog.records[2].getMessage()
 
 
 # -- in training ----------------------------------------------------------------------------------
@@ -756,7 +756,7 @@ def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, mark: s
     assert lines[0].split() == ["layer", "norm", "mean", "abs", "zeros", "ratio"]
     assert lines[3].startswith("layers.1.linear")
     assert lines[3].endswith(mark)
-    assert lines[-1] == f"The first layer that went bad: 'layers.1.linear' ({mark})."
+    assert lines[-1] == f"The first layer with a problem: 'layers.1.linear' ({mark})."
 
 
 def test_thresholds_modules_and_layers_without_gradients() -> None:
@@ -826,5 +826,5 @@ def test_in_a_compiled_model_outputs_are_checked_and_gradients_said_not_to_be(
     probe.detach()
     assert [finding.module for finding in probe.findings] == ["layers.1", "layers.1"]
     assert probe.findings[0].states[0].output.isnan().all()
-    said = [r for r in caplog.records if "cannot look at gradients" in r.getMessage()]
+    said = [r for r in caplog.records if "cannot see gradients" in r.getMessage()]
     assert len(said) == 1

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 from hookline.errors import ConfigError, ProbeError
-from hookline.probes.attachment import Attachment, Call
+from hookline.probes.attachment import Attachment
+from hookline.probes.call import Call
 from hookline.probes.capture import Capture
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.edit import Edit
@@ -397,7 +398,7 @@ def test_a_part_that_is_not_there_is_an_error_that_names_the_module() -> None:
         edited(lambda x: (x, x), part=5)
     with pytest.raises(ProbeError, match="no part 'c': it is a dict with"):
         edited(lambda x: {"a": x}, part="c")
-    with pytest.raises(ProbeError, match="is a str, and no tensor"):
+    with pytest.raises(ProbeError, match="is a str, not a tensor"):
         edited(lambda x: ("a", x), part=0)
     with pytest.raises(ProbeError, match="without any tensor"):
         edited(lambda x: "a")
@@ -416,7 +417,7 @@ def test_a_part_that_is_not_there_is_an_error_that_names_the_module() -> None:
         ),
         (lambda: allowed(Edit.replace, torch.ones(2, 5, 6)), r"it is float32\[2, 5, 6\]"),
         (lambda: allowed(Edit.patch, torch.ones(6).long()), r"it is int64\[6\]"),
-        (lambda: allowed(Edit.replace, lambda y: y[0]), r"returned float32\[6\]; expected was"),
+        (lambda: allowed(Edit.replace, lambda y: y[0]), r"returned float32\[6\]. Expected: "),
         (lambda: allowed(Edit.replace, lambda y: y.double()), r"returned float64\[5, 6\]"),
         (lambda: allowed(Edit.replace, lambda y: None), "returned a NoneType"),
         (lambda: allowed(Edit.scale, 2, at=(0, 0, 0)), r"at=\[0, 0, 0\] does not fit"),
@@ -436,9 +437,9 @@ def test_values_of_another_precision_are_brought_to_the_output_s_once() -> None:
         edit.attach(model := Model())
         out = model(x_of())
         assert out.dtype == torch.bfloat16
-        (_, held) = next(iter(edit._fitting.values()))
+        (_, held) = next(iter(edit._converted.values()))
         model(x_of())
-        assert next(iter(edit._fitting.values()))[1] is held
+        assert next(iter(edit._converted.values()))[1] is held
         vector.zero_()  # a change of the user's own
         assert torch.equal(model(x_of()), Model()(x_of()))
         edit.detach()
@@ -453,8 +454,8 @@ def test_values_of_another_precision_are_brought_to_the_output_s_once() -> None:
         ({"operation": "replace"}, "a tensor, a number or a function"),
         ({"operation": "patch", "value": 3}, "a captured state or a tensor"),
         ({"operation": "twist", "value": 3}, "'operation' is 'twist'"),
-        ({"operation": "scale", "value": 3, "at": 1.5}, "at=1.5 is no index"),
-        ({"operation": "scale", "value": 3, "at": "a:b"}, "'a:b' is no number and no slice"),
+        ({"operation": "scale", "value": 3, "at": 1.5}, "at=1.5 is not an index"),
+        ({"operation": "scale", "value": 3, "at": "a:b"}, "'a:b' is neither a number nor a slice"),
         ({"operation": "scale", "value": 3, "factor": 3}, "'factor' is no option"),
     ],
 )

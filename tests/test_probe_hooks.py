@@ -431,16 +431,16 @@ def test_modules_that_are_not_called_are_named_after_the_first_step(caplog):
 
     class Tells(hookline.Hook):
         def on_train_batch_start(self):
-            told.append("saw nothing" in caplog.text)
+            told.append("saw neither" in caplog.text)
 
     trainer = Trainer(
         config(), model, optimizer, step_fn=Bypassed.training_step, hooks=[*hooks, Tells()]
     )
     trainer.fit(batches(3))
     assert told == [False, True, True]
-    assert caplog.text.count("saw nothing of 'b', nor a call of the model itself") == 2
-    assert caplog.text.count("saw nothing of 'here', nor a call of the model itself") == 1
-    assert "`.forward()`, or another method" in caplog.text
+    assert caplog.text.count("saw neither 'b' nor a call of the model itself") == 2
+    assert caplog.text.count("saw neither 'here' nor a call of the model itself") == 1
+    assert "`.forward()` or another method" in caplog.text
 
 
 def test_in_a_bare_loop_they_are_named_too(caplog):
@@ -450,7 +450,7 @@ def test_in_a_bare_loop_they_are_named_too(caplog):
         for batch in batches(2):
             model.training_step(batch).backward()
             optimizer.step()
-        assert caplog.text.count("saw nothing of 'b'") == 1
+        assert caplog.text.count("saw neither 'b'") == 1
 
 
 def test_where_the_model_is_not_called_calls_are_counted_in_each_step():
@@ -477,24 +477,26 @@ def test_a_model_that_was_compiled_before_is_named_after_the_first_step(caplog):
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     Trainer(config(), model, optimizer, step_fn=step, hooks=[Sees("0")]).fit(batches(2))
-    assert caplog.text.count("saw nothing of '0'") == 1
-    assert "compiled, and called, before the probe was attached" in caplog.text
+    assert caplog.text.count("saw neither '0'") == 1
+    assert "compiled and called before the probe was attached" in caplog.text
 
 
 # -- failures at the beginning and the end of a forward, and of edits
 
 
 class FailsBefore(Sees):
-    def began(self):
+    def forward_start(self):
         raise ZeroDivisionError
 
 
 class FailsAfter(Sees):
-    def ended(self):
+    def forward_end(self):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("kind", "where"), [(FailsBefore, "began"), (FailsAfter, "ended")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [(FailsBefore, "forward_start"), (FailsAfter, "forward_end")]
+)
 def test_a_failure_around_a_forward_is_isolated_and_disables_the_probe(kind, where, caplog):
     model, optimizer = make()
     probe = kind("first")
@@ -508,7 +510,7 @@ def test_a_failure_around_a_forward_is_isolated_and_disables_the_probe(kind, whe
 
 def test_a_failing_probe_with_a_beginning_is_disabled_after_three(caplog):
     class Fails(Sees):
-        def began(self):
+        def forward_start(self):
             pass
 
         def after(self, call):

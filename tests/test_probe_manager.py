@@ -566,7 +566,7 @@ def test_on_exit_hooks_whose_module_was_not_called_are_named(caplog):
 
 def test_a_failure_at_the_end_of_a_forward_is_isolated(caplog):
     class FailsAtTheEnd(Probe):
-        def ended(self):
+        def forward_end(self):
             raise ZeroDivisionError("of my own")
 
     layer = nn.Linear(2, 3)

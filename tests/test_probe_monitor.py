@@ -464,9 +464,9 @@ def test_a_function_that_returns_no_number_is_told_so(value):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": ["maen"]}, r"'maen' is no metric. Did you mean 'mean'\?"),
+        ({"metrics": ["maen"]}, r"unknown metric 'maen'. Did you mean 'mean'\?"),
         ({"metrics": []}, "nothing to measure"),
-        ({"functions": {"std": torch.sum}}, "'std' is a metric already"),
+        ({"functions": {"std": torch.sum}}, "'std' is a built-in metric"),
         ({"bounds": (1, -1)}, "from low to high"),
         ({"every": 5}, "'every' belongs to the registration"),
         ({"saturated_at": 1.5}, "saturated_at"),
@@ -645,7 +645,7 @@ def test_times_go_on_after_a_forward_that_failed(monkeypatch):
         model(torch.ones(3))
     clock.now += 100
     model(torch.ones(2))
-    assert monitor._running.calls == []
+    assert monitor.attachment.running_calls == []
     assert {name: one[0] for name, one in times_of(monitor.report()).items()} == {
         "": 1,
         "0": 2,
@@ -666,7 +666,7 @@ def test_a_module_that_fails_within_another_is_over_with_it(monkeypatch):
     monitor = Monitor("**", ["forward_time_ms"])
     monitor.attach(model)
     model(torch.ones(2))
-    assert monitor._running.calls == []
+    assert monitor.attachment.running_calls == []
     assert times_of(monitor.report()) == {"": (1, 0), "0": (0, 0), "1": (1, 0)}
 
 

@@ -487,7 +487,7 @@ def test_a_state_that_alone_is_too_large_is_dropped_and_said_once(caplog):
     assert steps(store) == [0]
     assert store.counts("p") == Counts(captured=3, kept=1, dropped=2)
     assert len(caplog.records) == 1
-    assert "3072 bytes, and memory_limit is 2048" in caplog.text
+    assert "3072 bytes, but memory_limit is 2048" in caplog.text
     store.add("p", state(3, kilobytes=2))  # just fits
     assert steps(store) == [3]
 
@@ -731,7 +731,7 @@ def test_a_state_larger_than_memory_goes_to_disk_directly(tmp_path):
             store.add("p", state(i, kilobytes=3 if i == 1 else 1))
         assert store.counts("p") == Counts(captured=4, kept=2, spilled=2)
         assert steps(store) == [0, 1, 2, 3]
-        assert [s.nbytes for s in store.each("p")] == [KB, 3 * KB, KB, KB]
+        assert [s.nbytes for s in store.iter_states("p")] == [KB, 3 * KB, KB, KB]
 
 
 def test_spilled_files_are_readable_by_others(tmp_path):
@@ -858,7 +858,7 @@ def test_a_file_that_somebody_removed_is_a_clear_error(tmp_path):
         store.add("p", state(0))
         store.add("p", state(1))
         next(tmp_path.rglob("*.safetensors")).unlink()
-        with pytest.raises(HooklineError, match=r"'layer'.*safetensors.*cannot be read back"):
+        with pytest.raises(HooklineError, match=r"Cannot read .*'layer' back from .*safetensors"):
             store.states("p")
 
 
@@ -920,7 +920,7 @@ def test_spilled_states_can_be_read_one_at_a_time(tmp_path):
         for i in range(4):
             store.add("p", state(i))
         seen = []
-        for s in store.each("p"):
+        for s in store.iter_states("p"):
             seen.append(s.step)
             if len(seen) == 2:
                 store.clear()  # what is gone is passed over
@@ -933,15 +933,15 @@ def test_spilled_states_can_be_read_one_at_a_time(tmp_path):
 def test_a_gradient_that_comes_later_is_counted():
     store = Store(memory_limit=4 * KB)
     keys = [store.add("p", state(i)) for i in range(3)]
-    assert store.amend(keys[1], gradient=tensor(1, 5))
+    assert store.add_fields(keys[1], gradient=tensor(1, 5))
     assert store.nbytes == 4 * KB
     assert store.states("p")[1].gradient[0] == 5
-    assert store.amend(keys[2], gradient=(tensor(1),))  # the oldest goes
+    assert store.add_fields(keys[2], gradient=(tensor(1),))  # the oldest goes
     assert steps(store) == [1, 2]
     assert store.nbytes == 4 * KB
-    assert not store.amend(keys[0], gradient=tensor(1))
+    assert not store.add_fields(keys[0], gradient=tensor(1))
     assert store.counts("p") == Counts(captured=3, kept=2, dropped=1)
-    assert store.amend(keys[1], gradient=None)
+    assert store.add_fields(keys[1], gradient=None)
     assert store.nbytes == 3 * KB
 
 
@@ -949,7 +949,7 @@ def test_a_gradient_can_push_out_its_own_state():
     store = Store(memory_limit=3 * KB)
     key = store.add("p", state(0))
     store.add("p", state(1, kilobytes=2))
-    assert not store.amend(key, gradient=tensor(2))
+    assert not store.add_fields(key, gradient=tensor(2))
     assert steps(store) == [1]
     assert store.nbytes == 2 * KB
 
@@ -957,7 +957,7 @@ def test_a_gradient_can_push_out_its_own_state():
 def test_a_gradient_too_large_alone_leaves_the_state_without_it(caplog):
     store = Store(memory_limit=2 * KB)
     key = store.add("p", state(0))
-    assert not store.amend(key, gradient=tensor(2))
+    assert not store.add_fields(key, gradient=tensor(2))
     assert store.states("p")[0].gradient is None
     assert store.nbytes == KB
     assert "'gradient' would exceed memory_limit" in caplog.text
@@ -968,7 +968,7 @@ def test_a_gradient_that_does_not_fit_is_an_error_where_that_is_the_policy():
     key = store.add("p", state(0))
     store.add("p", state(1))
     with pytest.raises(StoreFullError, match="'gradient'"):
-        store.amend(key, gradient=tensor(1))
+        store.add_fields(key, gradient=tensor(1))
     assert store.states("p")[0].gradient is None
     assert store.nbytes == 2 * KB
 
@@ -976,22 +976,22 @@ def test_a_gradient_that_does_not_fit_is_an_error_where_that_is_the_policy():
 def test_the_gradient_of_a_spilled_state_goes_to_disk_too(tmp_path):
     with Store(memory_limit=2 * KB, policy="spill", folder=tmp_path) as store:
         keys = [store.add("p", state(i)) for i in range(3)]
-        assert store.amend(keys[0], gradient=tensor(1, 5))
+        assert store.add_fields(keys[0], gradient=tensor(1, 5))
         assert len(files(tmp_path)) == 1
         first = store.states("p")[0]
         assert (first.output[0], first.gradient[0]) == (0, 5)
-        assert store.amend(keys[1], gradient=tensor(4, 6))  # too large for memory as a whole
+        assert store.add_fields(keys[1], gradient=tensor(4, 6))  # too large for memory as a whole
         assert store.states("p")[1].gradient[0] == 6
         assert store.counts("p") == Counts(captured=3, kept=1, spilled=2)
-        assert not store.amend(keys[0], gradient=torch.eye(2).to_sparse())
+        assert not store.add_fields(keys[0], gradient=torch.eye(2).to_sparse())
         assert store.states("p")[0].gradient[0] == 5  # as it was
-        assert not store.amend(99, gradient=None)
+        assert not store.add_fields(99, gradient=None)
 
 
 def test_only_contents_can_be_amended():
     store = Store()
     with pytest.raises(TypeError, match=r"'step'.*'gradient'"):
-        store.amend(store.add("p", state(0)), step=3)
+        store.add_fields(store.add("p", state(0)), step=3)
 
 
 def test_gradients_count_when_a_sample_chooses_who_gives_up():
@@ -1000,7 +1000,7 @@ def test_gradients_count_when_a_sample_chooses_who_gives_up():
     for i in range(3):
         store.add("q", state(i))
     for key in keys:
-        store.amend(key, gradient=tensor(1))
+        store.add_fields(key, gradient=tensor(1))
     store.add("r", state(0))  # p has 4 of 7, q has 3
     assert [store.counts(probe).kept for probe in "pqr"] == [1, 3, 1]
 
@@ -1011,7 +1011,7 @@ def test_gradients_count_when_a_sample_chooses_who_gives_up():
 @pytest.mark.parametrize("name", ["max_states", "memory_limit", "cleanup_interval"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_limits_are_whole_numbers_from_one(name, value):
-    with pytest.raises(ConfigError, match=f"{name} is a whole number from 1"):
+    with pytest.raises(ConfigError, match=f"{name} must be a positive integer"):
         Store(**{name: value})
 
 
@@ -1024,7 +1024,7 @@ def test_a_folder_is_for_spilling_only(tmp_path):
     with pytest.raises(ConfigError, match="policy='spill'"):
         Store(folder=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written to"):
+    with pytest.raises(ConfigError, match="Cannot write to the folder"):
         Store(policy="spill", folder=tmp_path / "file")
 
 
@@ -1090,9 +1090,9 @@ ACTIONS = st.lists(
 def exact(store):
     """The bytes of all that is in memory, counted anew."""
     seen = {}
-    for book in store._books.values():
-        for record in book.memory.values():
-            for t in record.state.tensors():
+    for states in store._probes.values():
+        for stored in states.memory.values():
+            for t in stored.state.tensors():
                 storage = t.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
     seen.pop(0, None)
@@ -1129,7 +1129,7 @@ def test_limits_counts_and_order_hold_after_any_sequence(
             elif action == "amend":
                 try:
                     if keys:
-                        store.amend(keys[args[0] % len(keys)], gradient=pool[args[1]])
+                        store.add_fields(keys[args[0] % len(keys)], gradient=pool[args[1]])
                 except StoreFullError:
                     assert policy == "error"
             elif action == "clear":

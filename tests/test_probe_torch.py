@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hookline.probes import Capture, HookManager
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.probes.probe_context import probe
 
@@ -261,7 +261,7 @@ def test_attached_after_compiling_it_says_so(caplog):
     assert len(seen) == 0
     assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
     assert "compiled" in caplog.text
-    assert "attach first, then compile" in caplog.text
+    assert "Attach first, then compile" in caplog.text
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_attached_later_to_what_a_compiled_model_is_made_of_it_says_so_too(caplo
         compiled(x())
     assert len(seen) == 0
     assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
-    assert "attach first, then compile" in caplog.text
+    assert "Attach first, then compile" in caplog.text
     caplog.clear()
     with probe(net, "blocks.*"):
         net(x())  # not the compiled one
@@ -294,8 +294,8 @@ def test_attached_later_to_a_model_of_pytorch_s_own_classes_it_says_so(kind, cap
     with probe(net, name) as seen:
         compiled(x)
     assert len(seen) == 0
-    assert caplog.text.count(f"saw nothing of '{name}'") == 1
-    assert "compiled, and called, before the probe was attached" in caplog.text
+    assert caplog.text.count(f"saw neither '{name}'") == 1
+    assert "compiled and called before the probe was attached" in caplog.text
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_gradients_in_a_compiled_model_are_not_there_and_it_says_so(caplog):
         for _ in range(2):
             torch.compile(net, backend="aot_eager")(x()).sum().backward()
     assert [state.gradient for state in capture.states()] == [None, None]
-    assert caplog.text.count("does not see gradients in a compiled model") == 1
+    assert caplog.text.count("cannot see gradients in a compiled model") == 1
 
 
 # -- names
@@ -385,7 +385,7 @@ def test_a_fused_path_around_modules_is_said_with_their_names(caplog):
             attention(given, given, given)
     assert len(seen) == 0
     assert caplog.text.count("saw no call of 'out_proj'") == 1
-    assert "a fused path went around it" in caplog.text
+    assert "a fused path was used instead" in caplog.text
     with pytest.raises(KeyError, match="it was not called"):
         seen["out_proj"]
 
@@ -554,7 +554,7 @@ def test_a_model_that_was_called_by_another_method_is_named_in_the_end(caplog):
         for _ in range(2):
             with probe(net, "0"):
                 net[0].forward(x())
-    assert caplog.text.count("saw nothing of '0', nor a call of the model itself") == 2
+    assert caplog.text.count("saw neither '0' nor a call of the model itself") == 2
 
 
 class InPlace(nn.Module):
@@ -618,3 +618,150 @@ def test_a_probe_that_does_not_look_at_what_comes_in_is_not_on_before_a_module()
     capture.attach(model)
     assert not model.layer._forward_pre_hooks
     capture.detach()
+
+
+# -- the start and the end of a call belong together
+
+
+class Pairs(Probe):
+    """Saves the arguments at the start of each call and compares them at its end."""
+
+    wants_before = True
+    wants_recomputed = True
+
+    def __init__(self, modules):
+        super().__init__(modules)
+        self.started: list[str] = []
+        self.ended: list[str] = []
+
+    def before(self, call):
+        assert call.saved is None
+        call.saved = call.args
+        self.started.append(call.name)
+
+    def after(self, call):
+        assert call.saved is call.args
+        self.ended.append(call.name)
+
+
+class CallsItself(nn.Module):
+    """Calls itself `depth` times; the innermost call raises, and the one around it may catch."""
+
+    def forward(self, x, depth, error=None, catch=False):
+        if depth:
+            try:
+                return self(x + 1, depth - 1, error, catch)
+            except Exception:
+                if not catch or depth > 1:
+                    raise
+        elif error is not None:
+            raise error
+        return x * 2
+
+
+def test_a_call_that_raises_has_no_end_and_leaves_nothing_behind():
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+    pairs = Pairs("**")
+    attachment = pairs.attach(model)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3))
+    assert (pairs.started, pairs.ended) == (["", "0", "1"], ["0"])
+    assert attachment.running_calls == []
+    try:
+        raise ValueError
+    except ValueError:  # a forward that runs while an error is handled has not failed
+        model(torch.ones(2))
+    assert pairs.ended == ["0", "0", "1", ""]
+
+
+@pytest.mark.parametrize("catch", [False, True])
+def test_the_calls_of_a_module_that_calls_itself_end_in_reverse_also_when_one_raises(catch):
+    model = nn.Sequential(CallsItself())
+    pairs = Pairs("0")
+    attachment = pairs.attach(model)
+    if catch:
+        model[0](torch.ones(2), 3, ZeroDivisionError(), catch)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            model[0](torch.ones(2), 3, ZeroDivisionError())
+    assert (len(pairs.started), len(pairs.ended)) == (4, 3 if catch else 0)
+    assert attachment.running_calls == []
+
+
+def test_an_interrupted_forward_is_forgotten_when_the_next_one_starts():
+    class Interrupted(nn.Module):
+        error: BaseException | None = KeyboardInterrupt()
+
+        def forward(self, x):
+            if self.error is not None:
+                raise self.error
+            return x
+
+    model = nn.Sequential(nn.Sequential(Interrupted()))
+    pairs = Pairs("**")
+    attachment = pairs.attach(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2))
+    assert pairs.ended == []  # PyTorch does not call hooks then
+    model[0][0].error = None
+    pairs.started.clear()
+    model(torch.ones(2))
+    assert (pairs.started, pairs.ended) == (["", "0", "0.0"], ["0.0", "0", ""])
+    assert attachment.running_calls == []
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_recomputation_that_stops_early_leaves_no_calls_behind(early_stop):
+    net = Net(reentrant=False)
+    pairs = Pairs("blocks.**")
+    attachment = pairs.attach(net)
+    with set_checkpoint_early_stop(early_stop):
+        loss = net(x()).sum()
+        assert len(pairs.started) == len(pairs.ended) == 12
+        loss.backward()
+    assert len(pairs.started) == 24
+    assert (len(pairs.ended) < 24) == early_stop  # stopped within `down`, or after it
+    assert attachment.running_calls == []
+
+
+def test_pairs_in_threads_are_kept_apart():
+    barrier = threading.Barrier(2)
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            barrier.wait(timeout=60)  # both threads are within the call
+            return x + 1
+
+    model = nn.Sequential(Waits())
+    pairs = Pairs("**")
+    pairs.attach(model)
+    threads = [threading.Thread(target=model, args=(torch.full((2,), i),)) for i in (0.0, 1.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(pairs.ended) == ["", "", "0", "0"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_pairs_in_a_compiled_model_nest_as_the_modules_do(backend):
+    torch.compiler.reset()
+    net = Net().eval()
+    pairs = Pairs("blocks.**")
+    attachment = pairs.attach(net)
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    compiled(x())
+    assert len(pairs.started) == len(pairs.ended) == 12
+    assert pairs.ended[:4] == ["blocks.0.up", "blocks.0.drop", "blocks.0.down", "blocks.0"]
+    assert attachment.running_calls == []
+
+
+def test_a_probe_that_is_off_sees_nothing_of_the_eager_model_either():
+    torch.compiler.reset()
+    net = Net().eval()
+    pairs = Pairs("head")
+    attachment = pairs.attach(net)
+    torch.compile(net, backend="eager")(x())
+    attachment.off()  # its hooks stay, for the compiled graph
+    net(x())
+    assert pairs.ended == ["head"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.probes import taps as taps_module
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.probes.taps import tap
 
@@ -82,8 +82,8 @@ class Double(Probe):
 def _nothing_is_left() -> Any:
     gc.collect()  # what other tests have left
     yield
-    assert taps_module._all == ()
-    assert not taps_module._on
+    assert taps_module._registered == ()
+    assert not taps_module._enabled
     assert not taps_module._EDITING
 
 
@@ -156,7 +156,7 @@ def test_a_probe_is_on_modules_and_taps_at_once() -> None:
 def test_a_probe_with_neither_modules_nor_taps_is_an_error() -> None:
     with pytest.raises(ConfigError, match="neither modules nor taps"):
         Seen().attach(Model())
-    with pytest.raises(ConfigError, match="name or a glob, not by 3"):
+    with pytest.raises(ConfigError, match="names or globs, not 3"):
         Seen(3)  # type: ignore[arg-type]
 
 
@@ -243,7 +243,7 @@ def test_names_that_never_occurred_are_told_once_with_the_nearest(
     (record,) = caplog.records
     text = record.getMessage()
     assert "saw no value named 'lost', 'block.*.score'" in text
-    assert "Named there: 'block.0.scores', 'block.1.scores', 'last'" in text
+    assert "The names there are 'block.0.scores', 'block.1.scores', 'last'" in text
     assert "Did you mean 'last'?" in text
 
 
@@ -259,7 +259,7 @@ def test_a_probe_that_is_off_sees_nothing_and_leaves_nothing() -> None:
     model, probe = Model(), Seen("last")
     attachment = probe.attach(model)
     attachment.off()
-    assert not taps_module._on
+    assert not taps_module._enabled
     model(x_of())
     assert probe.calls == []
     attachment.on()
@@ -290,7 +290,7 @@ def test_a_model_that_is_gone_takes_its_probe_along() -> None:
     del model, probe
     gc.collect()
     assert there() is None
-    assert not taps_module._on
+    assert not taps_module._enabled
 
 
 def test_copies_and_pickles_of_the_model_are_not_seen() -> None:
@@ -391,7 +391,7 @@ def test_an_edit_whose_model_cannot_be_told_in_a_recomputation_is_an_error() -> 
     edit.attach(model)
     model(x_of())
     out = other(x_of())
-    with pytest.raises(ProbeError, match="cannot be told whose it is"):
+    with pytest.raises(ProbeError, match="its model is not known"):
         out.sum().backward()
     edit.detach()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hookline.errors import CheckpointError
-from hookline.lazy_exports import lazy_getattr
+from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint, save_checkpoint
@@ -30,7 +30,7 @@ __all__ = [
     "set_pointer",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "checkpoint_folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.probes.attachment import Call
+    from hookline.probes.call import Call
     from hookline.probes.capture import Calls, Capture, NotCapturedError
     from hookline.probes.captured_state import CapturedState
     from hookline.probes.debug_probe import Debug, DebugProbe, Finding
@@ -51,7 +51,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "attachment": ("Call",),
+        "call": ("Call",),
         "capture": ("Calls", "Capture", "NotCapturedError"),
         "debug_probe": ("Debug", "DebugProbe", "Finding"),
         "edit": ("Edit",),

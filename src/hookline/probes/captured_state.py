@@ -1,9 +1,14 @@
-"""One captured state: what went into a module, came out of it and flowed back, in one call."""
+"""One captured state: a module's input, output and gradient in one call.
+
+A `LazyState` is one whose contents have to be checked before they are read: a copy may still be
+under way from the device, and a reference may have been changed in place. Both are dealt with when
+somebody reads them, so capturing never waits for the device.
+"""
 
 from __future__ import annotations
 
 import time as _time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,32 +17,34 @@ from torch import Tensor
 from hookline.tensors.memory import storages
 from hookline.tensors.nested import map_tensors, tensors_in
 
-__all__ = ["CONTENTS", "CapturedState", "shape_of"]
+__all__ = ["CONTENTS", "CapturedState", "Check", "LazyState", "shape_text"]
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
 
+Check = Callable[[], None]
+"""Waits until something can be read, or raises if it cannot."""
+
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CapturedState(Mapping[str, Any]):
-    """What one call of a module took and gave. Also a mapping: `state["output"]`.
+    """What was captured of one call of a module. Also a mapping: `state["output"]`.
 
-    Tensors stand where they stood: in tuples, dicts, objects and so on. What was not captured is
-    None.
+    Tensors are where they were: in tuples, dicts, objects and so on. What was not captured is None.
 
     Args:
         module: The module's name.
         probe: The probe's name.
-        step: Completed optimizer steps before the call; None outside of training.
+        step: The number of optimizer steps completed before the call; None outside of training.
         epoch: The epoch; None outside of training.
-        call: Which call of the module it was, from 0, within the model's outermost call; in
-            training where that is not seen, within the step. To a manager of modules each is a
-            model of its own: there it is 0, unless the module calls itself.
-        layer_idx: What the probe was given to tell its layer.
+        call: The number of the module's call, from 0, within the model's outermost call; in
+            training where that is not seen, within the step. For a manager each module is a model
+            of its own, so there it is 0 unless the module calls itself.
+        layer_idx: The layer's number, as the probe was told or the module's name says.
         time: When, in seconds since 1970.
         input: The positional arguments.
         kwargs: The keyword arguments.
-        output: What was returned.
+        output: What the module returned.
         gradient: The gradient of the output.
     """
 
@@ -54,16 +61,16 @@ class CapturedState(Mapping[str, Any]):
     gradient: Any = None
 
     def contents(self) -> tuple[Any, ...]:
-        """Return what was captured, as it stands, without the names."""
+        """Return what was captured, in the order of `CONTENTS`, without any checks."""
         return self.input, self.kwargs, self.output, self.gradient
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors within, one in several places each time."""
+        """Yield all tensors within, each as often as it occurs."""
         return tensors_in(self.contents())
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it keeps alive: whole storages, also under views, each once."""
+        """The bytes that the state keeps alive: whole storages, also of views, each once."""
         return sum(size for size, _ in storages(self.contents()).values())
 
     def __getitem__(self, name: str) -> Any:
@@ -78,40 +85,87 @@ class CapturedState(Mapping[str, Any]):
         return len(_FIELDS)
 
     def __eq__(self, other: object) -> bool:
-        return self is other  # a mapping's would compare tensors
+        return self is other  # that of Mapping would compare tensors
 
     def __hash__(self) -> int:
         return id(self)
 
     def __repr__(self) -> str:
-        said = [f"{name}={self[name]!r}" for name in _WHERE if self[name] is not None]
-        held = [f"{name}={_shown(self[name])}" for name in CONTENTS if self[name] is not None]
-        return f"CapturedState({', '.join([repr(self.module), *said, *held])})"
+        names = ("probe", "step", "epoch", "call", "layer_idx")
+        where = [f"{name}={self[name]!r}" for name in names if self[name] is not None]
+        values = zip(CONTENTS, self.contents(), strict=True)
+        captured = [f"{name}={_with_shapes(value)}" for name, value in values if value is not None]
+        return f"CapturedState({', '.join([repr(self.module), *where, *captured])})"
 
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
-_WHERE = ("probe", "step", "epoch", "call", "layer_idx")
+_SLOTS: dict[str, Any] = {name: vars(CapturedState)[name] for name in CONTENTS}
 
 
-def _shown(value: Any) -> str:
-    """A value with shapes instead of tensors."""
-    try:
-        return repr(map_tensors(value, _Shape))
-    except Exception:  # an object that shows itself may need its tensors for that
-        shapes = ", ".join(repr(_Shape(tensor)) for tensor in tensors_in(value))
-        return f"<{type(value).__name__} of {shapes}>"
+class LazyState(CapturedState):
+    """A state with a check to run before each of its contents is read."""
+
+    __slots__ = ("checks",)
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.checks: dict[str, Check] = {}
+        super().__init__(*args, **fields)
+
+    def contents(self) -> tuple[Any, ...]:
+        """Return what was captured, without any checks."""
+        return tuple(slot.__get__(self) for slot in _SLOTS.values())
+
+    def __reduce__(self) -> Any:
+        """Pickle and deep-copy as a plain state: the checks run now."""
+        return _make_state, (dict(self),)
+
+    def __copy__(self) -> LazyState:
+        """Return a copy with the same tensors and the same checks."""
+        new = LazyState(**dict.fromkeys(self))
+        for name in self:
+            setattr(new, name, _SLOTS[name].__get__(self) if name in _SLOTS else self[name])
+        new.checks = dict(self.checks)
+        return new
 
 
-def shape_of(tensor: Any) -> str:
-    """Return what is shown of a tensor: `float32[2, 3]`."""
+def _make_state(fields: dict[str, Any]) -> CapturedState:
+    return CapturedState(**fields)
+
+
+def _checked_property(name: str) -> property:
+    slot = _SLOTS[name]
+
+    def get(self: LazyState) -> Any:
+        if name in self.checks:
+            self.checks[name]()
+        return slot.__get__(self)
+
+    return property(get, slot.__set__)
+
+
+for _name in CONTENTS:
+    setattr(LazyState, _name, _checked_property(_name))
+
+
+def shape_text(tensor: Any) -> str:
+    """Return dtype and shape of a tensor as text: `float32[2, 3]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 class _Shape:
-    """Stands for a tensor in a repr."""
+    """Takes the place of a tensor in a repr."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._text = shape_of(tensor)
+        self._text = shape_text(tensor)
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _with_shapes(value: Any) -> str:
+    """Return the repr of a value with shapes instead of tensors."""
+    try:
+        return repr(map_tensors(value, _Shape))
+    except Exception:  # the repr of an object may need its tensors
+        shapes = ", ".join(repr(_Shape(tensor)) for tensor in tensors_in(value))
+        return f"<{type(value).__name__} of {shapes}>"

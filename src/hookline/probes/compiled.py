@@ -1,11 +1,12 @@
 """The operator that a probe becomes in a compiled graph.
 
-It takes tensors and a token that it says it changes, or the compiler would drop it; and it looks at
-a switch when it runs, so that a probe can be toggled without compiling again. It has no gradient.
-An edit is compiled itself, with a tensor that says whether it is on.
+It takes tensors and a token that it claims to change, or the compiler would remove it. When it runs
+it calls the listeners below, which check whether the probe is enabled, so a probe can be toggled
+without recompilation. It has no gradient. An edit is itself compiled, together with a tensor that
+says whether it is enabled.
 
-Who is to be told is a number in a tensor: a plain one would be a part of what is compiled, and each
-probe a reason to compile again, of which dynamo takes eight.
+The receiver of what was observed is a number in a tensor. A Python integer would be a constant of
+the graph, so each probe would be a reason to recompile, and Dynamo gives up after eight.
 """
 
 from __future__ import annotations
@@ -19,98 +20,102 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree
 
-__all__ = ["numbered", "see", "tell", "tensors", "token"]
+__all__ = ["as_site", "find_tensors", "listeners", "observe", "token"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_WHOLE = (*_ATOMS, Enum, type, torch.nn.Module, torch.optim.Optimizer)
-_MANY = 100  # objects: each is traced
+_NOT_OPENED = (*_ATOMS, Enum, type, torch.nn.Module, torch.optim.Optimizer)
+_MAX_OBJECTS = 100  # each one that is looked into is traced
 
 _library = torch.library.Library("hookline", "DEF")
 _library.define(
-    "see(Tensor[] seen, Tensor(a!) token, Tensor? site, int number, int gradients) -> ()"
+    "observe(Tensor[] tensors, Tensor(a!) token, Tensor? site, int number, int gradients) -> ()"
 )
 
-tell: list[Callable[[int, list[torch.Tensor], int], None]] = []
-"""Who is told what was seen: put here where probes are attached."""
+listeners: list[Callable[[int, list[torch.Tensor], int], None]] = []
+"""Called with the site's number, the tensors and whether gradients were enabled."""
 
 token = torch.zeros(1, device="cpu")
-"""What all operators say they change, so that they keep their order."""
+"""The tensor that all operators claim to change, which also keeps them in order."""
 
 
-def _see(
-    seen: list[torch.Tensor],
+def _observe(
+    tensors: list[torch.Tensor],
     token: torch.Tensor,
     site: torch.Tensor | None,
     number: int,
     gradients: int,
 ) -> None:
-    # The memory of what flows through a compiled graph is used again: who keeps it has to copy.
-    who = number if site is None else int(site)  # it is in the host's memory
-    for one in tell:
-        one(who, [tensor.detach() for tensor in seen], gradients)
+    # A compiled graph reuses the memory of its tensors: a listener that keeps one has to copy it.
+    site_number = number if site is None else int(site)  # it is in CPU memory: no synchronization
+    for listener in listeners:
+        listener(site_number, [tensor.detach() for tensor in tensors], gradients)
 
 
-def _pretend(*_: Any) -> None:
-    """What the compiler runs to learn the shape of the result: there is none."""
+def _observe_fake(*_: Any) -> None:
+    """Tell the compiler the shape of the result: there is none."""
 
 
-_library.impl("see", _see, "CompositeExplicitAutograd")
-torch.library.register_fake("hookline::see", _pretend, lib=_library)
+_library.impl("observe", _observe, "CompositeExplicitAutograd")
+torch.library.register_fake("hookline::observe", _observe_fake, lib=_library)
 
 
-def see(seen: list[torch.Tensor], site: torch.Tensor | int, gradients: int = 0) -> None:
-    """Put the operator here.
+def observe(tensors: list[torch.Tensor], site: torch.Tensor | int, gradients: int = 0) -> None:
+    """Put the operator into the graph that is being traced.
 
     Args:
-        seen: What is seen.
-        site: Who is told: a number, by `numbered` where there may be many.
-        gradients: Whether gradients are on: 1, or 0 where nobody wants to know.
+        tensors: What it passes to the listeners.
+        site: The receiver's number; made by `as_site` where there may be many receivers.
+        gradients: Whether gradients are enabled: 1, or 0 where no listener asks.
     """
     if isinstance(site, torch.Tensor):
-        torch.ops.hookline.see(seen, token, site, 0, gradients)
+        torch.ops.hookline.observe(tensors, token, site, 0, gradients)
     else:
-        torch.ops.hookline.see(seen, token, None, site, gradients)
+        torch.ops.hookline.observe(tensors, token, None, site, gradients)
 
 
-def numbered(number: int) -> torch.Tensor:
-    """Return a number as `see` takes it."""
+def as_site(number: int) -> torch.Tensor:
+    """Return a number as the tensor that `observe` takes."""
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a value, those in objects too, in a way that can be compiled."""
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a value, also those in objects, in a way that can be compiled."""
     found: list[torch.Tensor] = []
-    seen: list[Any] = []
-    ahead = _pytree.tree_leaves(value)[::-1]
-    while ahead:
-        one = ahead.pop()
-        if isinstance(one, torch.Tensor):
-            found.append(one)
+    opened: list[Any] = []
+    pending = _pytree.tree_leaves(value)[::-1]
+    while pending:
+        leaf = pending.pop()
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
             continue
-        look = not isinstance(one, _WHOLE) and len(seen) < _MANY and _opens(type(one))
-        if look and not any(one is other for other in seen):
-            seen.append(one)
-            ahead += _pytree.tree_leaves(_held(one))[::-1]
+        can_open = (
+            not isinstance(leaf, _NOT_OPENED)
+            and len(opened) < _MAX_OBJECTS
+            and _can_trace_into(type(leaf))
+        )
+        if can_open and not any(leaf is other for other in opened):
+            opened.append(leaf)
+            pending += _pytree.tree_leaves(_members(leaf))[::-1]
     return found
 
 
-def _opens(kind: type) -> bool:
-    """Whether dynamo can look into objects of a class: one written in Python, by users mostly."""
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+def _can_trace_into(cls: type) -> bool:
+    """Return whether Dynamo can trace into objects of a class: those written in Python."""
+    if cls.__module__.partition(".")[0] in sys.stdlib_module_names:
         return False
-    return is_dataclass(kind) or any("__dict__" in vars(cls) for cls in kind.__mro__)
+    return is_dataclass(cls) or any("__dict__" in vars(base) for base in cls.__mro__)
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler.
-cast("Any", _opens)._dynamo_marked_constant = True
+cast("Any", _can_trace_into)._dynamo_marked_constant = True
 
 
-def _held(value: Any) -> list[Any]:
+def _members(value: Any) -> list[Any]:
     items: Any = value
-    if isinstance(value, dict):  # of a class of its own
+    if isinstance(value, dict):  # a subclass that pytree does not know
         return list(items.values())
     if isinstance(value, list | tuple):
         return list(items)
-    if is_dataclass(value):  # also one with slots
+    if is_dataclass(value):  # also with slots
         return [getattr(value, field.name, None) for field in fields(value)]
     return list(value.__dict__.values())

@@ -1,4 +1,4 @@
-"""Debug: names the first module through which something bad flowed."""
+"""Debug: finds the first module whose output or gradient meets a condition, such as NaN."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pydantic import NonNegativeInt, PositiveInt
 from hookline.builtin import BuiltIn
 from hookline.errors import HookFailedError, ProbeError
 from hookline.hook import Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, read_conditions
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
-from hookline.probes.segments import note, noted
+from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.finiteness import extremes
 from hookline.tensors.nested import map_tensors, tensors_in
 from hookline.tensors.reading import read_tensors
@@ -30,24 +30,24 @@ __all__ = ["Debug", "DebugProbe", "Finding"]
 
 log = logging.getLogger("hookline")
 
-_MOST = 4096  # calls that are measured before they are read, where no step or forward ends
+_MAX_UNREAD = 4096  # calls that are measured before they are read, if no step or forward ends
 
 
 @dataclass(eq=False)
 class Finding:
-    """Something bad: where it was first, in the order of the calls.
+    """The first call in which a condition held.
 
     Args:
-        module: The module's name, or the tap's.
-        condition: What holds.
-        of: Whether for its output, or for the gradient of its output.
-        step: Completed optimizer steps before; None outside of training.
+        module: The name of the module or tap.
+        condition: The condition.
+        of: Whether it held for the output or for the gradient of the output.
+        step: The number of optimizer steps completed before; None outside of training.
         epoch: The epoch; None outside of training.
-        call: Which call of the module in its forward, from 0.
+        call: The number of the module's call in its forward, from 0.
         low: The smallest value; NaN if there was one.
-        high: The largest value; beside a NaN, if a magnitude is looked for, that of the others.
-        others: The modules after it where the condition held, too, until it was looked at.
-        states: The last states up to this one, with `keep`.
+        high: The largest value; with a NaN and a condition on magnitude, that of the others.
+        others: The modules after it for which the condition held before it was checked.
+        states: With `keep`, the last states up to this one.
     """
 
     module: str
@@ -62,17 +62,17 @@ class Finding:
     states: list[CapturedState] = field(default_factory=list[CapturedState], repr=False)
 
     def __str__(self) -> str:
-        what = "output" if self.of == "output" else "gradient of the output"
-        when = "" if self.step is None else f" in step {self.step + 1}"
-        which = f", call {self.call}" if self.call else ""
+        subject = "output" if self.of == "output" else "gradient of the output"
+        step = "" if self.step is None else f" in step {self.step + 1}"
+        call = f", call {self.call}" if self.call else ""
         values = "" if self.low is None else f" (from {self.low:g} to {self.high:g})"
-        more = f"; then {len(self.others)} more" if self.others else ""
-        return f"{self.condition}: the {what} of '{self.module}'{which}{values}{when}{more}"
+        others = f"; then {len(self.others)} more" if self.others else ""
+        return f"{self.condition}: the {subject} of '{self.module}'{call}{values}{step}{others}"
 
 
 @dataclass(slots=True, eq=False)
 class _Measured:
-    """One call, as it was measured: not read yet."""
+    """The measurements of one call, not read yet."""
 
     finding: Finding
     extremes: list[tuple[torch.Tensor, torch.Tensor]]
@@ -85,26 +85,26 @@ class _FindingError(ProbeError, HookFailedError):
 
 
 class DebugProbe(BuiltIn, Probe):
-    """Checks what flows through modules, and names the first one that went bad.
+    """Checks the outputs of modules and reports the first one for which a condition holds.
 
-    It is measured on the device and read once per step, or outside of training when the model's
-    forward, or backward, is over: nothing waits for single modules. `findings` has what was found.
+    Outputs are measured on the device and read once per step, or outside of training at the end of
+    the model's forward or backward, so no module waits for the device. `findings` has the results.
 
     Args:
-        modules: Which modules to look at, as for every probe; None for none, only taps.
-        conditions: What to look for: `"nonfinite"`, `{"magnitude": 1e4}` (an absolute value above
-            it), `"dead"` (all zero), a function of a tensor that says whether it holds, or a list
-            of these. None is for `"nonfinite"`.
+        modules: Which modules to check, as for every probe; None for none, only taps.
+        conditions: What to check: `"nonfinite"`, `{"magnitude": 1e4}` (an absolute value above it),
+            `"dead"` (all zero), a function of a tensor that returns whether it holds, or a list of
+            these. None stands for `"nonfinite"`.
         action: `warn`; `record` it in `findings` only; `stop` training, or outside of training
-            raise `ProbeError`; `break` into the debugger that `breakpoint()` starts, where there is
-            a terminal, and stop where there is none.
-        gradients: Look at the gradients of the outputs, too; not in compiled models, and not where
-            a module returns a parameter as it is. With a `GradScaler` they are the scaled ones.
-        keep: How many states up to a finding it has, copied. All that flows through the modules in
-            a step is held until its end.
-        once: Tell of each module and condition only once.
-        limit: After so many findings they are only counted; None for any number.
-        taps: Which of the values that `hookline.tap` names to look at, too.
+            raise `ProbeError`; `break` into the debugger that `breakpoint()` starts if there is a
+            terminal, else stop.
+        gradients: Check the gradients of the outputs, too; not in compiled models, and not where a
+            module returns a parameter itself. With a `GradScaler` they are scaled.
+        keep: How many states up to a finding to keep, copied. All inputs and outputs of the modules
+            in a step are held until its end.
+        once: Report each module and condition only once.
+        limit: The number of findings after which they are only counted; None for no limit.
+        taps: Which of the values that `hookline.tap` names to check, too.
     """
 
     cost = "One pass over each output, and one transfer per step; with `keep` also copies."
@@ -128,89 +128,84 @@ class DebugProbe(BuiltIn, Probe):
         self._conditions = read_conditions(conditions)
         self._by_value = any(condition.holds is not None for condition in self._conditions)
         self._beside_nan = any(condition.beside_nan for condition in self._conditions)
-        self._functions = [one for one in self._conditions if one.function is not None]
+        self._functions = [c for c in self._conditions if c.function is not None]
         self._action = action
         self._gradients = gradients
         self._keep = keep
         self._once = once
         self._limit = limit
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.findings: list[Finding] = []
         self.count = 0
-        """How many findings there were, those over the limit too."""
-        self._told: set[tuple[str, str, str]] = set()
+        """The number of findings, also those over the limit."""
+        self._reported: set[tuple[str, str, str]] = set()
         self._measured: list[_Measured] = []
         self._recent: list[CapturedState] = []
         self._lock = threading.Lock()
-        self._here = _Here()
-        self._queued = False
-        self._said_compiled = False
+        self._check_queued = False
+        self._warned_compiled = False
 
     # -- measuring --------------------------------------------------------------------------------
 
-    def began(self) -> None:
-        """The model's forward begins: forget what a failed one has left."""
-        self._here.came_in.clear()
-
     def before(self, call: Call) -> None:
-        """A module is about to run; with `keep`. It may change in place what comes in."""
+        """With `keep`: copy the arguments before the module runs and may change them."""
         if not call.recomputed:
-            self._here.came_in.append((call.name, call.args, dict(call.kwargs), _came_in(call)))
+            call.saved = _copy_inputs(call)
 
     def after(self, call: Call) -> None:
-        """A module has run."""
+        """Measure the output of a module."""
         if self._gradients:
-            self._follow_gradients(call)
+            self._expect_gradients(call)
         if not call.recomputed:
             state = self._state(call) if self._keep else None
             self._measure(_finding(call, "output"), call.output, state)
 
     def _measure(self, finding: Finding, value: Any, state: CapturedState | None) -> None:
-        found = _Measured(finding, [], [], state)
+        measured = _Measured(finding, [], [], state)
         for tensor in tensors_in(value):
             if self._by_value:
-                measured = extremes(tensor, beside_nan=self._beside_nan)
-                found.extremes += [] if measured is None else [measured]
+                pair = extremes(tensor, beside_nan=self._beside_nan)
+                measured.extremes += [] if pair is None else [pair]
             for condition in self._functions:
-                what = f"the {finding.of} of '{finding.module}'"
-                found.answers.append((condition, condition.ask(tensor, what)))
+                subject = f"the {finding.of} of '{finding.module}'"
+                measured.answers.append((condition, condition.ask(tensor, subject)))
         with self._lock:
             if state is not None:
                 self._recent.append(state)
-            if found.extremes or found.answers:
-                self._measured.append(found)
-        if len(self._measured) >= _MOST:
+            if measured.extremes or measured.answers:
+                self._measured.append(measured)
+        if len(self._measured) >= _MAX_UNREAD:
             self.check()
 
-    def _follow_gradients(self, call: Call) -> None:
-        """Have the gradients of an output measured, when they come."""
+    def _expect_gradients(self, call: Call) -> None:
+        """Have the gradients of an output measured in backward."""
         if call.compiled:
-            if not self._said_compiled:
-                self._said_compiled = True
+            if not self._warned_compiled:
+                self._warned_compiled = True
                 log.warning(
-                    "The probe '%s' cannot look at gradients in a compiled model, only at outputs.",
+                    "The probe '%s' cannot see gradients in a compiled model, only outputs.",
                     self.probe_name,
                 )
             return
-        who = (id(self), call.name)
+        key = (id(self), call.name)
         if not torch.is_grad_enabled():
-            note(who, call.index)  # the first pass of checkpointing's reentrant kind
+            remember_call(key, call.index)  # the first pass of a reentrant checkpoint
             return
         if call.recomputed:
-            call.index = noted(who) or 0
-            self._check_after_backward()  # not after that of the segment, which is another one
+            call.index = recall_call(key) or 0
+            self._check_after_backward()  # the outer one: the segment has a backward of its own
         for tensor in tensors_in(call.output):
-            on_gradient(tensor, partial(self._gradient_came, _finding(call, "gradient")))
+            on_gradient(tensor, partial(self._on_gradient, _finding(call, "gradient")))
 
-    def _gradient_came(self, finding: Finding, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
         attachment = self.attachment
         if attachment is not None and attachment.enabled:
-            attachment.guard(self._saw_gradient, (finding, gradient))
+            attachment.guard(self._measure_gradient, (finding, gradient))
 
-    def _saw_gradient(self, what: tuple[Finding, torch.Tensor]) -> None:
-        finding, gradient = what
+    def _measure_gradient(self, finding_and_gradient: tuple[Finding, torch.Tensor]) -> None:
+        finding, gradient = finding_and_gradient
         state = None
         if self._keep:
             place = (finding.module, self.probe_name, finding.step, finding.epoch, finding.call)
@@ -220,50 +215,53 @@ class DebugProbe(BuiltIn, Probe):
 
     def _check_after_backward(self) -> None:
         outside = self.attachment is not None and self.attachment.context is None
-        if outside and not self._queued:
-            self._queued = True
+        if outside and not self._check_queued:
+            self._check_queued = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.check)
 
     def _state(self, call: Call) -> CapturedState:
         place = (call.name, self.probe_name, call.step, call.epoch, call.index)
-        came_in = self._here.ended(call) or _came_in(call)
+        saved = None if call.input_replaced else call.saved
+        args, kwargs = saved or _copy_inputs(call)
         output = map_tensors(call.output, _copy)
-        return CapturedState(*place, input=came_in[0], kwargs=came_in[1], output=output)
+        return CapturedState(*place, input=args, kwargs=kwargs, output=output)
 
-    # -- looking ----------------------------------------------------------------------------------
+    # -- checking ---------------------------------------------------------------------------------
 
-    def ended(self) -> None:
-        """The model's forward is over."""
+    def forward_end(self) -> None:
+        """Check at the end of a forward, except in training, where the step has an end."""
         in_training = self.attachment is not None and self.attachment.context is not None
         if not (in_training and torch.is_grad_enabled()):
             self.check()
 
     def on_step_end(self, trainer: Any) -> None:
-        """A step is done."""
+        """Check at the end of a step."""
         self.check(trainer)
 
     def on_train_end(self) -> None:
-        """Training is over: forget what was not looked at."""
+        """Drop what was not checked."""
         with self._lock:
             self._measured, self._recent = [], []
         if self._limit is not None and self.count > self._limit:
-            log.warning("The probe '%s' found %d in all.", self.probe_name, self.count)
+            log.warning("The probe '%s' has %d findings in total.", self.probe_name, self.count)
 
     def check(self, trainer: Any = None) -> list[Finding]:
-        """Look at what was measured since the last time. This waits for the device, once.
+        """Check what was measured since the last check, and take the action.
+
+        This waits for the device, once.
 
         Returns:
-            What was found now; the action has been taken.
+            The new findings.
         """
-        self._queued = False
+        self._check_queued = False
         with self._lock:
             measured, self._measured = self._measured, []
             recent = self._recent
             self._recent = recent[len(recent) - self._keep :] if self._keep else []
-        found = [self._with_states(one, recent) for one in self._first(measured)]
-        news = [finding for finding in found if self._is_news(finding)]
-        for finding in news:
+        found = [self._add_states(first, recent) for first in self._first(measured)]
+        new = [finding for finding in found if self._is_reported(finding)]
+        for finding in new:
             self.findings.append(finding)
             log.log(
                 logging.INFO if self._action == "record" else logging.WARNING,
@@ -271,12 +269,12 @@ class DebugProbe(BuiltIn, Probe):
                 self.probe_name,
                 finding,
             )
-        if news and self._action in ("stop", "break"):
-            self._act(news[0], trainer)
-        return news
+        if new and self._action in ("stop", "break"):
+            self._act(new[0], trainer)
+        return new
 
     def _first(self, measured: list[_Measured]) -> Iterator[_Measured]:
-        """Yield the first of the calls where a condition holds, for each condition."""
+        """Yield, for each condition, the first call in which it holds."""
         unread = (one for each in measured for pair in each.extremes for one in pair)
         values = iter(read_tensors(unread))
         ranges = [[(next(values), next(values)) for _ in each.extremes] for each in measured]
@@ -309,7 +307,7 @@ class DebugProbe(BuiltIn, Probe):
         pairs: list[tuple[float, float]],
         given: list[tuple[Condition, bool]],
     ) -> _Measured | None:
-        """Return what was measured, with the condition and the values, where it holds."""
+        """Return the finding of a condition, with the values, if it holds."""
         where = each.finding
         place = (where.step, where.epoch, where.call)
         if condition.holds is None:
@@ -323,23 +321,24 @@ class DebugProbe(BuiltIn, Probe):
                 return _Measured(finding, [], [], each.state)
         return None
 
-    def _with_states(self, measured: _Measured, recent: list[CapturedState]) -> Finding:
+    def _add_states(self, measured: _Measured, recent: list[CapturedState]) -> Finding:
         if measured.state is not None:
             at = next(i for i, state in enumerate(recent) if state is measured.state) + 1
             measured.finding.states = recent[max(0, at - self._keep) : at]
         return measured.finding
 
-    def _is_news(self, finding: Finding) -> bool:
+    def _is_reported(self, finding: Finding) -> bool:
+        """Count a finding and return whether to report it."""
         key = (finding.module, finding.condition, finding.of)
-        if self._once and key in self._told:
+        if self._once and key in self._reported:
             return False
-        self._told.add(key)
+        self._reported.add(key)
         self.count += 1
         if self._limit is None or self.count <= self._limit:
             return True
         if self.count == self._limit + 1:
             log.warning(
-                "The probe '%s' has found %d: from now on it only counts.",
+                "The probe '%s' has %d findings. From now on they are only counted.",
                 self.probe_name,
                 self._limit,
             )
@@ -347,7 +346,7 @@ class DebugProbe(BuiltIn, Probe):
 
     def _act(self, finding: Finding, trainer: Any) -> None:
         if self._action == "break" and _in_terminal():
-            _debugger(self, finding)
+            _break(self, finding)
             return
         context = None if self.attachment is None else self.attachment.context
         trainer = trainer if trainer is not None else getattr(context, "trainer", None)
@@ -358,45 +357,31 @@ class DebugProbe(BuiltIn, Probe):
     # -- copies -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is on no model and has found nothing."""
-        return {name: value for name, value in super().__getstate__().items() if name not in _BEGUN}
+        """Copy the options: a copy is on no model and has found nothing."""
+        return {
+            name: value for name, value in super().__getstate__().items() if name not in _OWN_STATE
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
 
 Debug = DebugProbe
 
-_BEGUN = (
-    *("findings", "count", "_told", "_measured", "_recent", "_lock", "_here", "_queued"),
-    "_said_compiled",
+_OWN_STATE = (
+    *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),
+    "_warned_compiled",
 )
-"""What belongs to one probe, on one model."""
+"""The attributes that a copy does not get."""
 
 
-class _Here(threading.local):
-    """What came into the modules that are running in this thread, each within the one before it."""
-
-    def __init__(self) -> None:
-        self.came_in: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def ended(self, call: Call) -> Any:
-        """Return what came into a call; None if nobody knows, or another hook has replaced it."""
-        for i in range(len(self.came_in) - 1, -1, -1):
-            name, args, kwargs, came_in = self.came_in[i]
-            if name == call.name:
-                del self.came_in[i:]  # those within it have failed
-                return came_in if call.came_with(args, kwargs) else None
-        return None
-
-
-def _came_in(call: Call) -> Any:
+def _copy_inputs(call: Call) -> Any:
     return map_tensors((call.args, dict(call.kwargs)), _copy)
 
 
 def _finding(call: Call, of: Literal["output", "gradient"]) -> Finding:
-    """Where a call is, with nothing found yet."""
+    """Return a finding that has the place of a call, and no condition yet."""
     return Finding(call.name, "", of, call.step, call.epoch, call.index)
 
 
@@ -408,6 +393,6 @@ def _in_terminal() -> bool:
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
-def _debugger(probe: DebugProbe, finding: Finding) -> None:
-    print(f"{finding}\nHere are: probe, finding. `c` goes on, `q` ends it.", flush=True)
+def _break(probe: DebugProbe, finding: Finding) -> None:
+    print(f"{finding}\nVariables: probe, finding. `c` continues, `q` quits.", flush=True)
     breakpoint()

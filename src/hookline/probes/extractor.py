@@ -1,7 +1,7 @@
-"""How a probe takes a tensor: a part of it, reduced, in another dtype, elsewhere, by copy or not.
+"""Extracts tensors from what flows through a module: a part, reduced, in another dtype or device.
 
-Everything is done without waiting for the device. What a copy to the CPU still needs, and whether a
-reference is still what it was, is found out when somebody reads it: see `late.py`.
+Nothing here waits for the device. A copy to the CPU that is still under way, and a reference that
+may change later, get a check that runs when they are read: see `LazyState`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
-from hookline.probes.lazy_state import Check
-from hookline.probes.tensor_index import as_index
+from hookline.probes.captured_state import Check
+from hookline.probes.nested_paths import parse_index
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
 
@@ -25,33 +25,33 @@ By = Literal["copy", "reference"]
 
 _Dims = int | tuple[int, ...] | None
 REDUCTIONS: dict[str, Callable[[Tensor, _Dims], Tensor]] = {
-    "mean": lambda x, dim: torch.mean(_real(x), dim),
+    "mean": lambda x, dim: torch.mean(_as_real(x), dim),
     "sum": lambda x, dim: torch.sum(x, dim),
-    "std": lambda x, dim: torch.std(_real(x), dim),
-    "norm": lambda x, dim: torch.linalg.vector_norm(_real(x), dim=dim),
-    "max": lambda x, dim: torch.amax(x, _all(dim)),
-    "min": lambda x, dim: torch.amin(x, _all(dim)),
-    "abs_max": lambda x, dim: torch.amax(x.abs(), _all(dim)),
+    "std": lambda x, dim: torch.std(_as_real(x), dim),
+    "norm": lambda x, dim: torch.linalg.vector_norm(_as_real(x), dim=dim),
+    "max": lambda x, dim: torch.amax(x, _dims(dim)),
+    "min": lambda x, dim: torch.amin(x, _dims(dim)),
+    "abs_max": lambda x, dim: torch.amax(x.abs(), _dims(dim)),
 }
-"""What `reduce` may be called, each over some dimensions or all."""
+"""The named reductions, each over some dimensions or all."""
 
 
 class TensorExtractor:
-    """Takes tensors out of what flows through a module.
+    """Extracts tensors as the options of `Capture` say.
 
     Args:
-        who: the probe, for messages.
-        by: whether to copy.
-        device: where to.
-        dtype: what floating-point tensors become.
-        select: an index, or a function.
-        reduce: the name of a reduction, or a function.
-        dim: the dimensions that are reduced; None for all.
+        probe: The probe, for messages.
+        by: Whether to copy.
+        device: The device to keep tensors on.
+        dtype: The dtype of floating-point tensors.
+        select: An index, or a function.
+        reduce: The name of a reduction, or a function.
+        dim: The dimensions to reduce over; None for all.
     """
 
     def __init__(
         self,
-        who: Hook,
+        probe: Hook,
         by: By = "copy",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
@@ -59,51 +59,49 @@ class TensorExtractor:
         reduce: str | Callable[[Tensor], Tensor] | None = None,
         dim: int | list[int] | tuple[int, ...] | None = None,
     ) -> None:
-        self._who = who
+        self._probe = probe
         self._by: By = by
-        self._device = None if device is None else _device(device)
-        self._dtype = None if dtype is None else _dtype(dtype)
-        self._select = select if select is None or callable(select) else _index(select)
-        self._reduce = _reduction(reduce)
+        self._device = None if device is None else _parse_device(device)
+        self._dtype = None if dtype is None else _parse_dtype(dtype)
+        is_index = select is not None and not callable(select)
+        self._select = parse_index(select, "select") if is_index else select
+        self._reduce = _check_reduction(reduce)
         self._dim = tuple(dim) if isinstance(dim, list) else dim
         if dim is not None and not isinstance(reduce, str):
-            raise ConfigError("dim goes with a named reduction, such as reduce='mean'.")
-        self.at_once = by == "copy" and self._device is None
-        """Whether all is settled when it is taken."""
-        self.plain = self.at_once and dtype is None and select is None and reduce is None
-        """Whether a tensor is copied as it is."""
+            raise ConfigError("dim needs a named reduction, such as reduce='mean'.")
+        self.is_immediate = by == "copy" and self._device is None
+        """Whether extracted tensors need no check."""
+        self.copies_only = self.is_immediate and dtype is None and select is None and reduce is None
+        """Whether tensors are copied as they are."""
 
-    def __call__(self, value: Any, name: str, *, copy: bool = False) -> tuple[Any, Check | None]:
-        """Take the tensors within a value.
+    def extract(self, value: Any, name: str, *, copy: bool = False) -> tuple[Any, Check | None]:
+        """Return a value with the extracted tensors, and the check to run before reading it.
 
         Args:
-            value: what a module took or gave.
-            name: the module's name, for messages.
-            copy: whether it has to be copied in any case: its memory is used again.
-
-        Returns:
-            The value with what was taken instead of its tensors, and what to do before reading it.
+            value: A module's arguments or output.
+            name: The module's name, for messages.
+            copy: Whether it has to be copied because its memory will be reused.
         """
-        if self.plain:
-            return map_tensors(value, _copied), None
+        if self.copies_only:
+            return map_tensors(value, _copy), None
         by: By = "copy" if copy else self._by
         checks: list[Check] = []
-        taken = map_tensors(value, lambda tensor: self._take(tensor, name, by, checks))
-        return taken, _all_of(checks) if checks else None
+        extracted = map_tensors(value, lambda t: self._extract_or_explain(t, name, by, checks))
+        return extracted, _combine(checks) if checks else None
 
-    def _take(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
+    def _extract_or_explain(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
         try:
-            return self._taken(tensor, name, by, checks)
+            return self._extract_tensor(tensor, name, by, checks)
         except (HookFailedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ProbeError(
-                f"'{name}' has a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype}, "
-                f"which cannot be taken as asked: {type(error).__name__}: {error}. Give `select` a "
-                "function that can tell, or choose other modules."
+                f"'{name}' has a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} "
+                f"that the options do not fit: {type(error).__name__}: {error}. Use a function for "
+                "`select` that handles it, or choose other modules."
             ) from error
 
-    def _taken(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
+    def _extract_tensor(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
         part = source = tensor.detach()
         if self._select is not None:
             part = self._apply(self._select, part, name, "select")
@@ -112,68 +110,68 @@ class TensorExtractor:
         if self._dtype is not None and part.is_floating_point():
             part = part.to(self._dtype)
         if self._device is not None:
-            part = _moved(part, self._device, checks)
-        if not _shares(part, source):
+            part = _move(part, self._device, checks)
+        if not _shares_memory(part, source):
             return part
-        if by == "copy" or source.is_inference():  # there, a change leaves no trace
+        if by == "copy" or source.is_inference():  # these have no version to check
             return part.clone()
-        checks.append(_unchanged(part, name))
+        checks.append(_unchanged_check(part, name))
         return part
 
-    def _apply(self, what: Any, tensor: Tensor, name: str, option: str) -> Tensor:
-        if isinstance(what, str):
-            return REDUCTIONS[what](tensor, self._dim)
-        if not callable(what):
-            return tensor[what]
+    def _apply(self, operation: Any, tensor: Tensor, name: str, option: str) -> Tensor:
+        if isinstance(operation, str):
+            return REDUCTIONS[operation](tensor, self._dim)
+        if not callable(operation):
+            return tensor[operation]
         returned: list[Any] = []
-        look = Observation(tensor, f"a tensor of '{name}'")
-        look.carry(self._who, lambda: returned.append(what(tensor)), (), {})
+        observation = Observation(tensor, f"a tensor of '{name}'")
+        observation.carry(self._probe, lambda: returned.append(operation(tensor)), (), {})
         if not isinstance(returned[0], Tensor):
             raise TypeError(f"{option} returned a {type(returned[0]).__name__}, not a tensor")
         return returned[0].detach()
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _moved(tensor: Tensor, device: torch.device, checks: list[Check]) -> Tensor:
-    """The tensor on another device, without waiting for it to arrive."""
-    here = tensor.device
-    leaves = device.type == "cpu" and here.type in ("cuda", "xpu")
-    if not leaves or tensor.layout is not torch.strided:
+def _move(tensor: Tensor, device: torch.device, checks: list[Check]) -> Tensor:
+    """Return the tensor on another device, without waiting for the copy."""
+    source = tensor.device
+    is_async = device.type == "cpu" and source.type in ("cuda", "xpu")
+    if not is_async or tensor.layout is not torch.strided:
         return tensor.to(device)
-    landed = torch.empty_like(tensor, device=device, pin_memory=True)
-    landed.copy_(tensor, non_blocking=True)
-    arrived = torch.Event(device=here)
-    arrived.record(torch.accelerator.current_stream(here))
-    checks.append(arrived.synchronize)
-    return landed
+    copied = torch.empty_like(tensor, device=device, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    is_done = torch.Event(device=source)
+    is_done.record(torch.accelerator.current_stream(source))
+    checks.append(is_done.synchronize)
+    return copied
 
 
-def _unchanged(tensor: Tensor, name: str) -> Check:
+def _unchanged_check(tensor: Tensor, name: str) -> Check:
     version = tensor._version
 
     def check() -> None:
         if tensor._version != version:
             raise ProbeError(
-                f"What was captured of '{name}' by reference has been changed in place since: it "
-                "is not what flowed through the module any more. Capture it with by='copy'."
+                f"A tensor captured from '{name}' by reference has been changed in place since, so "
+                "its value at the call is lost. Capture it with by='copy'."
             )
 
     return check
 
 
-def _all_of(checks: list[Check]) -> Check:
-    def check() -> None:
-        for one in checks:
-            one()
+def _combine(checks: list[Check]) -> Check:
+    def run_all() -> None:
+        for check in checks:
+            check()
 
-    return checks[0] if len(checks) == 1 else check
+    return checks[0] if len(checks) == 1 else run_all
 
 
-def _shares(tensor: Tensor, source: Tensor) -> bool:
-    """Whether they have the same memory; if that cannot be told, yes."""
+def _shares_memory(tensor: Tensor, source: Tensor) -> bool:
+    """Return whether they share memory; True if that is not known."""
     if tensor is source:
         return True
     try:
@@ -182,44 +180,39 @@ def _shares(tensor: Tensor, source: Tensor) -> bool:
         return True
 
 
-def _real(tensor: Tensor) -> Tensor:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.to(torch.get_default_dtype()) if whole else tensor
+def _as_real(tensor: Tensor) -> Tensor:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.to(torch.get_default_dtype()) if is_integer else tensor
 
 
-def _all(dim: _Dims) -> Any:
+def _dims(dim: _Dims) -> Any:
     return () if dim is None else dim
 
 
 # -- options --------------------------------------------------------------------------------------
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _parse_device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device: {str(error).splitlines()[0]}") from error
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        names = [name for name, one in vars(torch).items() if isinstance(one, torch.dtype)]
+        names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ConfigError(f"dtype: torch has no dtype {dtype!r}.{nearest(dtype, names)}")
     return found
 
 
-def _reduction(reduce: Any) -> Any:
+def _check_reduction(reduce: Any) -> Any:
     if isinstance(reduce, str) and reduce not in REDUCTIONS:
-        there = f"There are {listed(REDUCTIONS)}, or give a function."
-        raise ConfigError(f"reduce: {reduce!r} is none.{nearest(reduce, REDUCTIONS)} {there}")
+        raise ConfigError(
+            f"Unknown reduction {reduce!r}.{nearest(reduce, REDUCTIONS)} Use {listed(REDUCTIONS)} "
+            "or a function."
+        )
     return reduce
-
-
-def _index(select: Any) -> Any:
-    try:
-        return as_index(select)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("at=", "select=", 1)) from None

@@ -1,4 +1,4 @@
-"""Gradient flow: how large gradients are on their way from the loss back through the layers."""
+"""Gradient flow: the size of gradients from layer to layer, from the loss back to the input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
@@ -33,10 +33,10 @@ class FlowRow:
 
     Args:
         layer: The module's name.
-        norm: The gradient's norm; None where there is none.
+        norm: The gradient's norm; None if there is no gradient.
         mean_abs: The mean of its absolute values.
-        zeros: The share of its values that are zero.
-        ratio: Its norm over that of the layer before, from which it comes.
+        zeros: The fraction of its values that are zero.
+        ratio: Its norm divided by that of the row before, where the gradient comes from.
         mark: What is wrong with it, if anything.
     """
 
@@ -56,7 +56,7 @@ class Flow:
 
     @property
     def first_bad(self) -> str | None:
-        """The first layer, on the way back from the loss, whose gradient went bad."""
+        """The first layer, from the loss on, whose gradient has a mark."""
         return next((row.layer for row in self.rows if row.mark), None)
 
     @property
@@ -77,7 +77,7 @@ class Flow:
         ]
         bad = next((row for row in self.rows if row.mark), None)
         if bad is not None:
-            lines.append(f"The first layer that went bad: '{bad.layer}' ({bad.mark}).")
+            lines.append(f"The first layer with a problem: '{bad.layer}' ({bad.mark}).")
         return "\n".join(lines)
 
 
@@ -87,17 +87,17 @@ def gradient_flow(
     vanishing: float = 1e-4,
     exploding: float = 1e4,
 ) -> Flow:
-    """Return how the gradients of the parameters change from layer to layer, after backward.
+    """Return the gradients of the parameters layer by layer, after backward.
 
     Layers are the modules that have parameters of their own, from the last in the model's order to
-    the first. Of sharded parameters it is this rank's part. This waits for the device, once.
+    the first. Of sharded parameters only this rank's part counts. This waits for the device, once.
 
     Args:
         model: The model.
         modules: Which modules; None for all.
-        vanishing: A gradient vanishes where its norm is below this share of that of the first
+        vanishing: A gradient vanishes if its norm is below this fraction of that of the first
             layer of the table, the nearest to the loss.
-        exploding: It explodes where it is above this many times that.
+        exploding: It explodes if its norm is above this multiple of it.
     """
     chosen = clean_names(model) if modules is None else select(model, modules)
     seen: set[int] = set()
@@ -112,21 +112,21 @@ def gradient_flow(
 
 
 class GradientFlow(BuiltIn, Probe):
-    """Measures the gradients of modules' outputs, for a table of how they flow.
+    """Measures the gradients of modules' outputs and shows them as a table.
 
-    `table()` has those of the last forward's backward, in the order in which they came. It cannot
-    see those of compiled models, nor that of a parameter which a module returns as it is.
+    `table()` has those of the last forward's backward, in the order in which they were computed. It
+    has none of compiled models, and none of a parameter that a module returns itself.
 
     Args:
-        modules: Which modules to look at, as for every probe.
-        vanishing: A gradient vanishes where its norm is below this share of the first one's.
-        exploding: It explodes where it is above this many times the first one's.
+        modules: Which modules to measure, as for every probe.
+        vanishing: A gradient vanishes if its norm is below this fraction of the first one's.
+        exploding: It explodes if its norm is above this multiple of the first one's.
     """
 
-    cost = "Three passes over the gradient of each output; a transfer when the table is asked for."
+    cost = "Three passes over the gradient of each output; one transfer for each table."
     hookline_rank = Rank.MONITOR
     wants_input = False
-    wants_recomputed = True  # checkpointing's reentrant kind has its graph there
+    wants_recomputed = True  # a reentrant checkpoint has its graph there
     probe_name = "gradient_flow"
 
     def __init__(
@@ -136,37 +136,37 @@ class GradientFlow(BuiltIn, Probe):
         self._vanishing = vanishing
         self._exploding = exploding
         self._sums: dict[str, Tensor] = {}
-        self._again = False
+        self._starts_over = False
 
-    def began(self) -> None:
-        """The model's forward begins: what flows back next replaces what there is."""
-        self._again = True
+    def forward_start(self) -> None:
+        """Have the next backward replace the table."""
+        self._starts_over = True
 
     def after(self, call: Call) -> None:
-        """A module has run."""
+        """Have the gradients of a module's output measured."""
         if call.compiled:
             raise ProbeError(
-                f"'{call.name}' is compiled, and there the gradients of outputs cannot be seen. "
-                "hookline.probes.gradient_flow(model) has those of the parameters."
+                f"'{call.name}' is compiled, so the gradients of its outputs cannot be seen. Use "
+                "hookline.probes.gradient_flow(model), which shows those of the parameters."
             )
         for tensor in tensors_in(call.output):
-            on_gradient(tensor, partial(self._came, call.name))
+            on_gradient(tensor, partial(self._on_gradient, call.name))
 
-    def _came(self, name: str, gradient: Tensor) -> None:
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
         attachment = self.attachment
         if attachment is not None and attachment.enabled:
-            attachment.guard(self._saw, (name, gradient))
+            attachment.guard(self._add, (name, gradient))
 
-    def _saw(self, what: tuple[str, Tensor]) -> None:
-        name, gradient = what
-        if self._again:
-            self._again, self._sums = False, {}
+    def _add(self, name_and_gradient: tuple[str, Tensor]) -> None:
+        name, gradient = name_and_gradient
+        if self._starts_over:
+            self._starts_over, self._sums = False, {}
         sums = _sums([gradient])
         if sums is not None:
             self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def table(self) -> Flow:
-        """Return what flowed back. This waits for the device, once."""
+        """Return the table. This waits for the device, once."""
         return Flow(list(_rows(self._sums, self._vanishing, self._exploding)))
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.errors import ConfigError
-from hookline.probes.segments import note, noted
+from hookline.probes.recomputation import recall_call, remember_call
 
 if TYPE_CHECKING:
-    from hookline.probes.attachment import Call
+    from hookline.probes.call import Call
     from hookline.probes.probe import Probe
 
 __all__ = ["ForwardSchedule"]
@@ -57,12 +57,12 @@ class ForwardSchedule:
         # Reentrant checkpointing runs a segment without gradients first, and again in backward.
         key = self, call.name
         if call.recomputed:
-            return not is_after or noted(key) is not False
+            return not is_after or recall_call(key) is not False
         due = self._is_forward_due()
         if due is None:
             due = self._is_direct_call_due(call, is_after=is_after)
         if is_after and self._probe.wants_recomputed and not torch.is_grad_enabled():
-            note(key, due)
+            remember_call(key, due)
         return due
 
     def _is_forward_due(self) -> bool | None:

@@ -1,105 +1,85 @@
-"""The gradient of what a module returned, brought to the state of its call when it comes."""
+"""Captures the gradients of a module's output and adds them to the state of its call."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
 from torch import Tensor
 
-from hookline.probes.captured_state import CapturedState
+from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import TensorExtractor
-from hookline.probes.lazy_state import Check, LazyState
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.store import Store
 from hookline.tensors.nested import map_tensors, tensors_in
 
-__all__ = ["follow"]
+__all__ = ["OutputGradients"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands where a tensor was."""
+class _Placeholder:
+    """Takes the place of a tensor whose gradient is expected."""
 
-    tensor: int
+    tensor_id: int
 
 
-def follow(
-    output: Any,
-    name: str,
-    take: TensorExtractor,
-    store: Store,
-    key: int,
-    state: ReferenceType[CapturedState],
-    guard: Callable[..., Any],
-) -> None:
-    """Bring the gradients of an output to its state.
+@dataclass(slots=True, eq=False)
+class OutputGradients:
+    """The gradients of one output, which are added to the state of its call in backward.
 
     Args:
-        output: what a module returned; tensors that nothing was computed for are left alone.
-        name: the module's.
-        take: how to take a gradient.
-        store: where the state is.
-        key: the state's number there.
-        state: the state, not kept alive: it may have been dropped when the gradient comes.
-        guard: calls what is to be isolated.
+        name: The module's name.
+        extractor: Extracts what is kept of a gradient.
+        store: The store that has the state.
+        key: The state's key there.
+        state: A weak reference to the state, which may be dropped before backward.
+        guard: Calls a function and isolates its failures.
     """
-    tensors = {id(t): t for t in tensors_in(output) if t.grad_fn is not None}
-    if tensors:
-        shape = map_tensors(output, lambda tensor: _Slot(id(tensor)))
-        coming = _Coming(shape, name, take, store, key, state)
-        for number, tensor in tensors.items():
-            on_gradient(tensor, partial(_came, guard, coming, number))
 
+    name: str
+    extractor: TensorExtractor
+    store: Store
+    key: int
+    state: ReferenceType[CapturedState]
+    guard: Callable[..., Any]
+    structure: Any = None  # of the output, with placeholders
+    gradients: dict[int, Any] = field(default_factory=dict[int, Any])
+    checks: dict[int, Check] = field(default_factory=dict[int, Check])
+    # Backward has a thread for each device.
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-def _came(guard: Callable[..., Any], coming: _Coming, number: int, gradient: Tensor) -> None:
-    guard(coming.arrived, (number, gradient))
+    def expect(self, output: Any) -> None:
+        """Wait for the gradients of what a module returned; its leaf tensors are ignored."""
+        tensors = {id(t): t for t in tensors_in(output) if t.grad_fn is not None}
+        if tensors:
+            self.structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
+            for tensor_id, tensor in tensors.items():
+                on_gradient(tensor, partial(self._on_gradient, tensor_id))
 
+    def _on_gradient(self, tensor_id: int, gradient: Tensor) -> None:
+        self.guard(self._add, (tensor_id, gradient))
 
-class _Coming:
-    """The gradients of one output, as they arrive."""
-
-    def __init__(
-        self,
-        shape: Any,
-        name: str,
-        take: TensorExtractor,
-        store: Store,
-        key: int,
-        state: ReferenceType[CapturedState],
-    ) -> None:
-        self._shape = shape
-        self._name = name
-        self._take = take
-        self._store = store
-        self._key = key
-        self._state = state
-        self._lock = threading.Lock()  # each device has a thread of its own in backward
-        self._arrived: dict[int, Any] = {}
-        self._checks: dict[int, Check] = {}
-
-    def arrived(self, one: tuple[int, Tensor]) -> None:
-        """One of them is there; the others are None until they are, too."""
-        number, gradient = one
-        with self._lock:
-            taken, check = self._take(gradient, self._name)
-            self._arrived[number] = taken
+    def _add(self, tensor_id_and_gradient: tuple[int, Tensor]) -> None:
+        """Add the gradient of one tensor; those that are not there yet are None."""
+        tensor_id, gradient = tensor_id_and_gradient
+        with self.lock:
+            self.gradients[tensor_id], check = self.extractor.extract(gradient, self.name)
             if check is not None:
-                self._checks[number] = check
-            whole = map_tensors(
-                self._shape, lambda slot: self._arrived.get(slot.tensor), leaf=_Slot
+                self.checks[tensor_id] = check
+            gradients = map_tensors(
+                self.structure, lambda p: self.gradients.get(p.tensor_id), leaf=_Placeholder
             )
-            self._look_after()
-            if not self._store.amend(self._key, gradient=whole):
-                self._arrived.clear()  # the state is gone: do not keep what nobody can read
+            self._handle_checks()
+            if not self.store.add_fields(self.key, gradient=gradients):
+                self.gradients.clear()  # the state was dropped: free what cannot be read
 
-    def _look_after(self) -> None:
-        checks, state = list(self._checks.values()), self._state()
-        if checks and self._store.policy == "spill":  # it may be written right away
+    def _handle_checks(self) -> None:
+        checks, state = list(self.checks.values()), self.state()
+        if checks and self.store.policy == "spill":  # it may be written at once
             _run(checks)
         elif checks and isinstance(state, LazyState):
             state.checks["gradient"] = partial(_run, checks)

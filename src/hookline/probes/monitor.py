@@ -1,11 +1,10 @@
-"""Monitor: statistics of what modules give, and what they cost."""
+"""Monitor: statistics of the outputs of modules, and their time and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from threading import local as thread_local
 from typing import Annotated, Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Hook, Rank
-from hookline.probes.attachment import Call
+from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.observation import Observation
 from hookline.tensors.reading import read_tensors, widest_float
-from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
+from hookline.tensors.running_counts import Histograms, unit_dimension
 from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
 from hookline.tensors.sharded import local
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
@@ -34,7 +33,7 @@ METRICS = (
     *("histogram", "dead", "saturation", "forward_time_ms", "backward_time_ms", "memory"),
 )
 
-_OF_TOTALS: dict[str, Callable[[Totals], float]] = {
+_FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
     "mean": lambda totals: totals.mean,
     "std": lambda totals: totals.std,
     "min": lambda totals: totals.low,
@@ -47,53 +46,52 @@ _OF_TOTALS: dict[str, Callable[[Totals], float]] = {
 
 
 class Monitor(BuiltIn, Probe):
-    """Reports statistics of what modules give, and the time and memory they take.
+    """Reports statistics of the outputs of modules, and their time and memory.
 
     Each step that its schedule includes (`trainer.add_hook(monitor, every=100)`) is measured, all
     its batches together. Values are logged when the step ends, as `<prefix>/<module>/<metric>`,
     those of the model itself as `<prefix>/<metric>`. Outside of training every call is measured,
     and `report()` returns the values since the last report.
 
-    Statistics are over all floating tensors of a module's output, wherever they stand in it. Sums
-    are kept on the device, in single precision or better, and read once per report. Values that
-    are not finite are left out of all statistics but `zeros`, and `nonfinite` is reported whenever
-    there are any, asked for or not. A recomputation by activation checkpointing is not counted. On
-    several ranks each measures what it computes; the record has the numbers of the first.
+    Statistics are over all floating-point tensors anywhere in a module's output. Sums are kept on
+    the device, in single precision or better, and read once per report. Values that are not finite
+    are excluded from all statistics but `zeros`, and `nonfinite` is reported whenever there are
+    any. A recomputation by activation checkpointing is not counted. With several ranks each
+    measures what it computes, and the first one's values are logged.
 
-    | metric | what it is |
+    | metric | meaning |
     |---|---|
-    | `mean`, `std`, `min`, `max`, `norm` | of the values themselves (`std` without correction) |
-    | `zeros` | the share of values that are zero |
-    | `nonfinite` | how many values are NaN or infinite |
+    | `mean`, `std`, `min`, `max`, `norm` | of the values (`std` without correction) |
+    | `zeros` | the fraction of values that are zero |
+    | `nonfinite` | the number of values that are NaN or infinite |
     | `histogram` | counts in bins of equal width on a logarithmic scale, the same in each report |
-    | `dead` | the share of units that gave nothing but zeros |
-    | `saturation` | the share of values near the bounds of what the module can give |
-    | `forward_time_ms` | all calls together, without what the monitor did meanwhile |
-    | `backward_time_ms` | all backwards together, with recomputation where there is any |
-    | `memory` | bytes that a call has allocated and that are not free after it; the largest call |
+    | `dead` | the fraction of units whose values were all zero |
+    | `saturation` | the fraction of values near the bounds of the module's output |
+    | `forward_time_ms` | of all calls together, without the monitor's own time |
+    | `backward_time_ms` | of all backwards together, including recomputation |
+    | `memory` | bytes that a call allocates and that are still in use after it; the largest call |
 
-    Units stand along the last dimension. In what convolutions and their norms give they are the
-    channels; in whatever else has more than three dimensions they stand along the second.
+    Units are along the last dimension; in the outputs of convolutions and their norms they are the
+    channels, and in other outputs of more than three dimensions they are along the second.
     `saturation` knows the bounds of PyTorch's own bounded activations (tanh, sigmoid, hardtanh …);
-    for other modules they are plus and minus the largest magnitude in the tensor. `memory` is known
-    on CUDA; elsewhere, and in compiled models, it is the size of what the module returns. Times are
-    not known in compiled models; nor are backward times within activation checkpointing of the
-    reentrant kind.
+    for other modules they are plus and minus the largest magnitude in the tensor. `memory` is
+    measured on CUDA; elsewhere, and in compiled models, it is the size of the output. There are no
+    times in compiled models, and no backward times within reentrant activation checkpointing.
 
     Args:
-        modules: which: names, globs, regular expressions, types, predicates, or modules themselves;
-            None: none, only taps.
-        metrics: which of those above; by default mean, std, min, max, zeros, nonfinite and norm.
-        prefix: what the names of logged values begin with.
-        functions: metrics of your own, by name: functions that take a tensor and return a number or
-            a tensor with one element. What they return is averaged over tensors and calls. They may
-            not change the tensor or draw random numbers of training's.
-        saturated_at: a value is saturated when it is further from the middle between the bounds
-            than this share of the distance to them.
-        bounds: the bounds that `saturation` uses for all modules, instead of those it knows.
-        bins: how many bins a histogram has for each doubling of the magnitude.
-        unit_dim: the dimension along which units stand, for `dead`; None: as said above.
-        taps: which of the values that `hookline.tap` names in the model's code: names or globs.
+        modules: Which modules: names, globs, regular expressions, types, predicates, or modules
+            themselves; None for none, only taps.
+        metrics: Which of the above; by default mean, std, min, max, zeros, nonfinite and norm.
+        prefix: The prefix of the names of logged values.
+        functions: Custom metrics, by name: functions that take a tensor and return a number or a
+            tensor with one element. Their values are averaged over tensors and calls. They must not
+            change the tensor or use the random numbers of training.
+        saturated_at: A value is saturated if it is further from the middle between the bounds than
+            this fraction of the distance to them.
+        bounds: The bounds that `saturation` uses for all modules; by default those it knows.
+        bins: How many bins a histogram has for each doubling of the magnitude.
+        unit_dim: The dimension of units, for `dead`; None for the one described above.
+        taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
     """
 
     cost = (
@@ -128,44 +126,43 @@ class Monitor(BuiltIn, Probe):
         self.bounds = bounds
         self.bins = bins
         self.unit_dim = unit_dim
-        self._check()
-        self._observers = {name: _Function(f) for name, f in self.functions.items()}
+        self._check_options()
         wanted = set(self.metrics)
-        self._sums_wanted = bool(wanted & set(_OF_TOTALS))
-        self._bounded = "saturation" in wanted
-        self._timed = "forward_time_ms" in wanted
-        self._timed_back = "backward_time_ms" in wanted
-        self._weighed = "memory" in wanted
-        self.wants_before = self._timed or self._timed_back or self._weighed
-        self._begin()
+        self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
+        self._needs_bounds = "saturation" in wanted
+        self._times_forward = "forward_time_ms" in wanted
+        self._times_backward = "backward_time_ms" in wanted
+        self._measures_memory = "memory" in wanted
+        self.wants_before = self._times_forward or self._times_backward or self._measures_memory
+        self._reset()
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(
-                    f"Monitor: '{name}' is no metric.{nearest(name, METRICS)} There are "
-                    f"{listed(METRICS)}. One of your own goes into `functions`."
+                    f"Monitor: unknown metric '{name}'.{nearest(name, METRICS)} The metrics are "
+                    f"{listed(METRICS)}. Custom metrics are given as `functions`."
                 )
         for name in self.functions:
             if name in METRICS:
                 raise ConfigError(
-                    f"Monitor: '{name}' is a metric already. Give your function another name."
+                    f"Monitor: '{name}' is a built-in metric. Give the function another name."
                 )
         if not self.metrics and not self.functions:
-            raise ConfigError("Monitor has nothing to measure: give metrics or functions.")
+            raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
-            raise ConfigError(f"Monitor: bounds go from low to high, and not {self.bounds}.")
+            raise ConfigError(f"Monitor: bounds must go from low to high, not {self.bounds}.")
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._lock = Lock()
-        self._running = _Running()
-        self._forget()
+        self._discard()
 
-    def _forget(self) -> None:
+    def _discard(self) -> None:
+        """Discard what was measured since the last report."""
         wanted = set(self.metrics)
         self._numbers: dict[str, int] = {}
         self._measured = False
-        self._step: int | None = None  # that which was measured
+        self._step: int | None = None  # the one that was measured
         self._sums = RunningSums(
             spread=bool(wanted & {"std", "norm"}),
             extremes=bool(wanted & {"min", "max"}),
@@ -174,31 +171,26 @@ class Monitor(BuiltIn, Probe):
         )
         self._histograms = Histograms(self.bins) if "histogram" in wanted else None
         self._alive = ActiveUnits() if "dead" in wanted else None
-        self._own: dict[tuple[str, str], _Mean] = {}
+        self._custom: dict[tuple[str, str], _Mean] = {}
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def began(self) -> None:
-        """The model's outermost call begins: what is said to be running still has failed."""
-        self._running.calls.clear()
-
     def before(self, call: Call) -> None:
-        """A module is about to run; asked for only where it is timed or weighed."""
+        """Note the time and memory before a module runs; called only if these are measured."""
         device = _device_of(call)
-        running = _Call(call.name)
-        if self._weighed:
-            running.memory = _allocated(device)
-        if self._timed_back:
-            running.position = graph_position()
-        self._running.calls.append(running)
-        if self._timed:
-            running.span = Span(call.name, device)
+        start = call.saved = _Start()
+        if self._measures_memory:
+            start.memory = _allocated(device)
+        if self._times_backward:
+            start.position = graph_position()
+        if self._times_forward:
+            start.span = Span(call.name, device)
 
     def after(self, call: Call) -> None:
-        """A module has run: measure what it gave. Nothing waits for the device."""
-        self._note_step(call.step)
+        """Measure the output of a module, without waiting for the device."""
+        self._start_step(call.step)
         output = call.output
         tensors = [output] if isinstance(output, Tensor) else _distinct(tensors_in(output))
         if not self.wants_before:
@@ -206,34 +198,34 @@ class Monitor(BuiltIn, Probe):
             return
         device = tensors[0].device if tensors else None
         begin = mark(device)
-        self._note_cost(call, tensors)
+        self._measure_cost(call, tensors)
         self._measure(call, tensors)
-        if self._timed and self._running.calls:
+        if self._times_forward and self.attachment is not None:
             end = mark(device)
-            for running in self._running.calls:
-                if running.span is not None:
-                    running.span.pause(begin, end)
+            for outer in self.attachment.running_calls:
+                if outer.saved is not None and outer.saved.span is not None:
+                    outer.saved.span.pause(begin, end)
 
-    def _note_step(self, step: int | None) -> None:
+    def _start_step(self, step: int | None) -> None:
         with self._lock:
             if self._measured and step != self._step:
-                self._forget()  # a step that has not come to its report: the monitor was off
+                self._discard()  # of a step without a report: the monitor was disabled
             self._measured, self._step = True, step
 
-    def _note_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
-        """Take down what a call has taken; in compiled models no beginning is known."""
-        running = self._running.ended(call.name)
-        if running is not None and running.span is not None:
-            running.span.end = mark(running.span.device)
-            self._forward.add(running.span)
-        if running is not None and self._timed_back:
-            self._backward.watch(call.name, tensors, running.position)
-        if self._weighed:
-            before = None if running is None else running.memory
+    def _measure_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        """Measure the time and memory of a call; in compiled models only the output's size."""
+        start: _Start | None = call.saved
+        if start is not None and start.span is not None:
+            start.span.end = mark(start.span.device)
+            self._forward.add(start.span)
+        if start is not None and self._times_backward:
+            self._backward.watch(call.name, tensors, start.position)
+        if self._measures_memory:
+            before = None if start is None else start.memory
             now = None if before is None or not tensors else _allocated(tensors[0].device)
-            weight = _weight(tensors) if before is None or now is None else now - before
+            size = _size(tensors) if before is None or now is None else now - before
             with self._lock:
-                self._memory[call.name] = max(self._memory.get(call.name, 0), weight)
+                self._memory[call.name] = max(self._memory.get(call.name, 0), size)
 
     def _measure(self, call: Call, tensors: Sequence[Tensor]) -> None:
         name = call.name
@@ -241,8 +233,8 @@ class Monitor(BuiltIn, Probe):
         if number is None:
             with self._lock:
                 number = self._numbers.setdefault(name, len(self._numbers))
-        for position, given in enumerate(tensors):
-            tensor = _strided(given)
+        for position, output in enumerate(tensors):
+            tensor = _measurable(output)
             if tensor is None:
                 continue
             if self._sums_wanted:
@@ -253,49 +245,47 @@ class Monitor(BuiltIn, Probe):
                 dim = self.unit_dim
                 dim = unit_dimension(call.module, tensor) if dim is None else dim
                 self._alive.add(name, position, tensor, dim)
-            if self._observers:
-                self._look(name, tensor)
+            if self.functions:
+                self._call_functions(name, tensor)
 
     def _bounds_of(self, module: nn.Module | None) -> Bounds:
-        if not self._bounded:
+        if not self._needs_bounds:
             return None
         return self.bounds if self.bounds is not None else _known_bounds(module)
 
-    def _look(self, module: str, tensor: Tensor) -> None:
-        """Let the functions look, and take down what they return."""
-        for name, observer in self._observers.items():
-            seen = Observation(tensor, f"the output of '{module}'")
-            found: list[Any] = []
-            seen.carry(observer, observer.note, (seen.activations, found), {})
-            value = _one_number(found[0], name, module)
+    def _call_functions(self, module: str, tensor: Tensor) -> None:
+        """Add what the custom metrics return for a tensor."""
+        for name, function in self.functions.items():
+            returned = _call_function(function, tensor, f"the output of '{module}'")
+            value = _one_number(returned, name, module)
             with self._lock:
-                self._own.setdefault((module, name), _Mean()).add(value)
+                self._custom.setdefault((module, name), _Mean()).add(value)
 
     # -- reports ----------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Training begins: what is left of another does not belong to it."""
-        self._forget()
+        """Discard what was measured before training."""
+        self._discard()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Report, if this step was measured."""
+        """Log the report if this step was measured."""
         if not self._measured:
             return
-        # After a step that was skipped, its number is the same.
+        # A skipped step does not count, so its number is the same.
         if self._step is not None and self._step not in (step - 1, step):
-            self._forget()
+            self._discard()
             return
         for module, values in self.report().items():
-            start = f"{self.prefix}/{module}" if module else self.prefix
+            prefix = f"{self.prefix}/{module}" if module else self.prefix
             for metric, value in values.items():
                 kind = "histogram" if metric == "histogram" else "scalar"
-                trainer.log(f"{start}/{metric}", value, kind)
+                trainer.log(f"{prefix}/{metric}", value, kind)
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return what was measured since the last report, by module and metric, and begin anew.
+        """Return what was measured since the last report, by module and metric, and start over.
 
-        It waits for the device once. A metric that is not known, such as the time of a backward
-        that was not run, is left out; so is a module that was not called.
+        This waits for the device once. Metrics without a value, such as the time of a backward that
+        did not run, are omitted, and so are modules that were not called.
         """
         self._measured = False
         names = list(self._numbers)
@@ -303,23 +293,23 @@ class Monitor(BuiltIn, Probe):
         counts = self._histograms.take() if self._histograms is not None else {}
         alive = self._alive.take() if self._alive is not None else {}
         with self._lock:
-            own, self._own = self._own, {}
+            custom, self._custom = self._custom, {}
             memory, self._memory = self._memory, {}
         living = [count for several, _ in alive.values() for count in several]
-        averages = [one.total / one.calls for one in own.values()]
+        averages = [one.total / one.calls for one in custom.values()]
         unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
         read = iter(read_tensors(unread))
 
         found: dict[str, dict[str, Any]] = {name: {} for name in names}
         if table is not None:
             for number, totals in RunningSums.read(next(read)).items():
-                found[names[number]] = self._of_totals(totals)
+                found[names[number]] = self._metrics_from_totals(totals)
         for name in counts:
             assert self._histograms is not None
             found[name]["histogram"] = self._histograms.shape(next(read))
         for name, (several, units) in alive.items():
             found[name]["dead"] = (units - sum(next(read) for _ in several)) / units
-        for name, metric in own:
+        for name, metric in custom:
             found[name][metric] = next(read)
         costs: dict[str, Mapping[str, float]] = {
             "forward_time_ms": self._forward.take(),
@@ -329,16 +319,16 @@ class Monitor(BuiltIn, Probe):
         for metric, values in costs.items():
             for name, value in values.items():
                 found.setdefault(name, {})[metric] = value
-        return self._in_order(found)
+        return self._sort(found)
 
-    def _of_totals(self, totals: Totals) -> dict[str, Any]:
-        values = {name: _OF_TOTALS[name](totals) for name in self.metrics if name in _OF_TOTALS}
+    def _metrics_from_totals(self, totals: Totals) -> dict[str, Any]:
+        values = {name: _FROM_TOTALS[name](totals) for name in self.metrics if name in _FROM_TOTALS}
         if totals.finite < totals.size:
             values["nonfinite"] = totals.size - totals.finite
         return values
 
-    def _in_order(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Modules in the order of the model, metrics in that which they were asked for."""
+    def _sort(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the modules in the order of the model, the metrics in that of the options."""
         sites = self.attachment.sites if self.attachment is not None else {}
         metrics = (*self.metrics, *self.functions, "nonfinite")
         return {
@@ -350,42 +340,32 @@ class Monitor(BuiltIn, Probe):
     # -- copies -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a monitor has measured nothing."""
-        return {name: value for name, value in super().__getstate__().items() if name not in _BEGUN}
+        """Copy the options: a copy has measured nothing."""
+        return {
+            name: value for name, value in super().__getstate__().items() if name not in _OWN_STATE
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
 
-_BEGUN = (
-    *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_own", "_memory"),
-    *("_step", "_forward", "_backward", "_running"),
+_OWN_STATE = (
+    *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
+    *("_step", "_forward", "_backward"),
 )
-"""What belongs to one monitor, on one model."""
-
-
-class _Function(Hook):
-    """Somebody's function, with a name for messages."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.hookline_function = function
-
-    def note(self, tensor: Tensor, found: list[Any]) -> None:
-        """Take down what the function says of a tensor."""
-        assert self.hookline_function is not None
-        found.append(self.hookline_function(tensor))
+"""The attributes that a copy does not get."""
 
 
 class _Mean:
-    """A sum, and of how many."""
+    """A running mean."""
 
     def __init__(self) -> None:
         self.total: Any = 0.0
         self.calls = 0
 
     def add(self, value: Any) -> None:
-        """Add a number or a tensor; a view of what a function looked at is not kept."""
+        """Add a number or a tensor; the sum keeps no view of the tensor."""
         if self.calls and isinstance(self.total, Tensor) and isinstance(value, Tensor):
             value = value.to(self.total.device)
         self.total = self.total + value
@@ -393,33 +373,16 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call of a module that is running, and what there was before it."""
+class _Start:
+    """The state at the start of a module's call."""
 
-    name: str
     span: Span | None = None
     position: int = 0
     memory: int | None = None
 
 
-class _Running(thread_local):
-    """The calls that are running in this thread, each within the one before it."""
-
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-    def ended(self, name: str) -> _Call | None:
-        """Return the innermost call of a module; those within it have failed, or are over."""
-        for i in range(len(self.calls) - 1, -1, -1):
-            if self.calls[i].name == name:
-                found = self.calls[i]
-                del self.calls[i:]
-                return found
-        return None
-
-
 def _device_of(call: Call) -> torch.device | None:
-    """Where a module is about to compute."""
+    """Return the device that a module is about to compute on."""
     for tensor in tensors_in((call.args, call.kwargs)):
         return tensor.device
     parameters = () if call.module is None else call.module.parameters()
@@ -427,23 +390,23 @@ def _device_of(call: Call) -> torch.device | None:
 
 
 def _allocated(device: torch.device | None) -> int | None:
-    """How many bytes are allocated there, by the host's own books; None where there are none."""
+    """Return how many bytes the CUDA allocator has in use; None on other devices."""
     if device is None or device.type != "cuda":
         return None
     return torch.cuda.memory_allocated(device)
 
 
-def _weight(tensors: Sequence[Tensor]) -> int:
+def _size(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
 
 
 def _distinct(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Each tensor once: models return the same one in several places."""
+    """Return each tensor once: an output may contain the same one in several places."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _strided(tensor: Tensor) -> Tensor | None:
-    """What of a tensor is measured: this rank's part, if it is floating; None for none."""
+def _measurable(tensor: Tensor) -> Tensor | None:
+    """Return what is measured of a tensor: this rank's part; None if it is not floating-point."""
     if not tensor.is_floating_point():
         return None
     if type(tensor) is Tensor and tensor.layout is torch.strided:
@@ -455,7 +418,7 @@ def _strided(tensor: Tensor) -> Tensor | None:
 
 
 def _known_bounds(module: nn.Module | None) -> Bounds:
-    """The bounds of what a module can give, where it is one of PyTorch's own."""
+    """Return the bounds of the output of PyTorch's own bounded activations."""
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
     if isinstance(module, nn.Tanh | nn.Softsign):
@@ -465,14 +428,23 @@ def _known_bounds(module: nn.Module | None) -> Bounds:
     return None
 
 
+def _call_function(function: Callable[..., Any], tensor: Tensor, subject: str) -> Any:
+    """Return what a custom metric returns for a tensor, which it must not change."""
+    observation, returned = Observation(tensor, subject), list[Any]()
+    hook = Hook()
+    hook.hookline_function = function  # its name in messages
+    observation.carry(hook, lambda: returned.append(function(observation.activations)), (), {})
+    return returned[0]
+
+
 def _one_number(value: Any, name: str, module: str) -> Any:
-    """Check what a function returned; a tensor stays unread."""
+    """Return what a function returned, without reading a tensor; raise if it is not one number."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(()).to(widest_float(value.device))
     if isinstance(value, int | float):
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     raise ProbeError(
-        f"The metric '{name}' returned a {type(value).__name__}{shape} for '{module}'. A metric is "
-        "one number: return a number, or a tensor with one element."
+        f"The metric '{name}' returned a {type(value).__name__}{shape} for '{module}'. Return "
+        "a number, or a tensor with one element."
     )

@@ -1,6 +1,6 @@
-"""One tensor within what a module returns: finding it, and putting another in its place.
+"""Addressing a tensor within a module's output, and elements within a tensor.
 
-Both can be compiled.
+`get_at` and `set_at` can be compiled.
 """
 
 from __future__ import annotations
@@ -12,92 +12,93 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hookline.errors import ProbeError
+from hookline.errors import ConfigError, ProbeError
 from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
-__all__ = ["Part", "find", "put"]
+__all__ = ["Part", "get_at", "parse_index", "set_at"]
 
 Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
-"""Where a tensor stands: a position, a key or an attribute, or several, from the outside in."""
+"""The path to a tensor: a position, a key or an attribute, or several, from the outside in."""
 
 
-def find(output: Any, part: Part, name: str) -> tuple[tuple[Any, ...], torch.Tensor]:
-    """Return the way to a tensor, and the tensor.
+def get_at(output: Any, part: Part, name: str) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """Return the path to a tensor, and the tensor.
 
     Args:
         output: What a module returned.
-        part: Where the tensor stands; None for the first.
+        part: The path to the tensor; None for the first.
         name: The module's name, for messages.
     """
     if part is None:
-        way = _first(output)
-        if way is None:
+        path = _find_first(output)
+        if path is None:
             raise ProbeError(
-                f"'{name}' returned a {type(output).__name__} without any tensor: there is nothing "
+                f"'{name}' returned a {type(output).__name__} without any tensor. There is nothing "
                 "to edit."
             )
     else:
-        way = tuple(part) if isinstance(part, list | tuple) else (part,)
+        path = tuple(part) if isinstance(part, list | tuple) else (part,)
     value = output
-    for one in way:
-        value = _step(value, one, name)
+    for key in path:
+        value = _get_item(value, key, name)
     if not isinstance(value, torch.Tensor):
         raise ProbeError(
-            f"part={part!r} of what '{name}' returned is a {type(value).__name__}, and no tensor."
+            f"part={part!r} of the output of '{name}' is a {type(value).__name__}, not a tensor."
         )
-    return way, value
+    return path, value
 
 
-def put(output: Any, way: tuple[Any, ...], new: torch.Tensor) -> Any:
-    """Return the output with another tensor at the end of the way; the output is not changed."""
-    if not way:
+def set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
+    """Return a copy of the output with another tensor at the end of the path."""
+    if not path:
         return new
-    one, rest = way[0], way[1:]
+    key, rest = path[0], path[1:]
     if isinstance(output, tuple | list):
-        at = _fields(output).index(one) if isinstance(one, str) else one % len(output)
-        items = [put(item, rest, new) if i == at else item for i, item in enumerate(output)]
+        at = _fields(output).index(key) if isinstance(key, str) else key % len(output)
+        items = [set_at(item, rest, new) if i == at else item for i, item in enumerate(output)]
         if type(output) is tuple:
             return tuple(items)
         return items if type(output) is list else rebuild_sequence(output, items)
     if isinstance(output, Mapping):
-        pairs = {k: put(item, rest, new) if k == one else item for k, item in output.items()}
+        pairs = {k: set_at(item, rest, new) if k == key else item for k, item in output.items()}
         return pairs if type(output) is dict else rebuild_mapping(output, pairs)
     changed = copy(output)
-    object.__setattr__(changed, one, put(getattr(output, one), rest, new))  # also where frozen
+    object.__setattr__(changed, key, set_at(getattr(output, key), rest, new))  # also if frozen
     return changed
 
 
-def _first(value: Any) -> tuple[Any, ...] | None:
-    """Return the way to the first tensor."""
+def _find_first(value: Any) -> tuple[Any, ...] | None:
+    """Return the path to the first tensor."""
     if isinstance(value, torch.Tensor):
         return ()
     if isinstance(value, tuple | list):
-        places: list[tuple[Any, Any]] = list(enumerate(value))
+        items: list[tuple[Any, Any]] = list(enumerate(value))
     elif isinstance(value, Mapping):
-        places = list(value.items())
+        items = list(value.items())
     elif is_dataclass(value) and not isinstance(value, type):
-        places = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
+        items = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
     else:
         return None
-    for place, inner in places:
-        way = _first(inner)
-        if way is not None:
-            return (place, *way)
+    for key, inner in items:
+        path = _find_first(inner)
+        if path is not None:
+            return (key, *path)
     return None
 
 
-def _step(value: Any, one: Any, name: str) -> Any:
-    if isinstance(value, Mapping) and one in value:
-        return value[one]
+def _get_item(value: Any, key: Any, name: str) -> Any:
+    if isinstance(value, Mapping) and key in value:
+        return value[key]
     if isinstance(value, tuple | list):
-        if isinstance(one, int) and -len(value) <= one < len(value):
-            return value[one]
-        if isinstance(one, str) and one in _fields(value):
-            return getattr(value, one)
-    elif isinstance(one, str) and not isinstance(value, torch.Tensor) and hasattr(value, one):
-        return getattr(value, one)
+        if isinstance(key, int) and -len(value) <= key < len(value):
+            return value[key]
+        if isinstance(key, str) and key in _fields(value):
+            return getattr(value, key)
+    elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
+        return getattr(value, key)
     raise ProbeError(
-        f"What '{name}' returned has no part {one!r}: it is a {type(value).__name__}{_has(value)}."
+        f"The output of '{name}' has no part {key!r}: it is a "
+        f"{type(value).__name__}{_describe_items(value)}."
     )
 
 
@@ -105,9 +106,47 @@ def _fields(value: Any) -> tuple[str, ...]:
     return tuple(getattr(value, "_fields", ()))
 
 
-def _has(value: Any) -> str:
+def _describe_items(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f" of {len(value)}"
     if isinstance(value, Mapping):
         return f" with {list(value)}"
     return ""
+
+
+def parse_index(index: Any, option: str) -> Any:
+    """Return an index into a tensor, also from text: `":, -1"` in a config file is `x[:, -1]`.
+
+    Args:
+        index: What a user gave.
+        option: The option's name, for messages.
+
+    Raises:
+        ConfigError: It is not an index.
+    """
+    if isinstance(index, str):
+        parts = (part.strip() for part in index.strip("[] ").split(","))
+        return tuple(_parse_part(part, f"{option}={index!r}") for part in parts)
+    for part in index if isinstance(index, tuple) else (index,):
+        if not (
+            isinstance(part, int | slice | list | torch.Tensor) or part is Ellipsis or part is None
+        ):
+            raise ConfigError(
+                f"{option}={index!r} is not an index. Give a number, a slice, a list of numbers, a "
+                "mask, a tuple of these, or text such as ':, -1'."
+            )
+    return index
+
+
+def _parse_part(part: str, given: str) -> Any:
+    if part == "...":
+        return Ellipsis
+    try:
+        numbers = [int(number) if number.strip() else None for number in part.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1 and numbers[0] is not None:
+        return numbers[0]
+    if 2 <= len(numbers) <= 3:
+        return slice(*numbers)
+    raise ConfigError(f"{given} is not an index: {part!r} is neither a number nor a slice.")

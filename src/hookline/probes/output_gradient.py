@@ -1,4 +1,4 @@
-"""The gradient of one tensor that a module returned, told when it comes."""
+"""Calls a function with the gradient of a tensor, also if the tensor is later changed in place."""
 
 from __future__ import annotations
 
@@ -12,38 +12,36 @@ from torch._C._functorch import peek_interpreter_stack
 __all__ = ["on_gradient"]
 
 
-def on_gradient(tensor: Tensor, tell: Callable[[Tensor], None]) -> None:
-    """Have the gradient of a tensor told, in each backward that comes to it.
+def on_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of a tensor, in each backward that reaches it.
 
-    Of a tensor that nothing was computed for, such as a parameter, it never is: a hook would stay
-    there for good, and the gradient be that of all its uses. The graph alone holds what this puts
-    there, and it goes with the graph.
+    A leaf, such as a parameter, is ignored: its hook would never be freed, and its gradient is that
+    of all its uses. Only the graph keeps what this registers, so it is freed with the graph.
     """
     if tensor.grad_fn is None:
         return
     base = tensor._base
-    if base is None or not _is_part(tensor, base):
-        tensor.register_hook(partial(_came, tell))
+    if base is None or not _is_plain_view(tensor, base):
+        tensor.register_hook(partial(_call, callback))
         return
-    view = _View(tensor, base, tell)
-    tensor.register_hook(view.came)
-    base.register_hook(view.base_came)
+    view = _View(tensor, base, callback)
+    tensor.register_hook(view.on_gradient)
+    base.register_hook(view.on_base_gradient)
 
 
-def _came(tell: Callable[[Tensor], None], gradient: Tensor | None) -> None:
-    """Tell it; None comes for what was not used, of what one operation returned beside others."""
-    if gradient is not None:
-        tell(gradient)
+def _call(callback: Callable[[Tensor], None], gradient: Tensor | None) -> None:
+    if gradient is not None:  # None for an output of an operation that nothing used
+        callback(gradient)
 
 
-def _is_part(view: Tensor, base: Tensor) -> bool:
-    """Whether the elements of a view are some of its base's, as they are.
+def _is_plain_view(view: Tensor, base: Tensor) -> bool:
+    """Return whether the elements of a view are elements of its base, unconverted.
 
-    Not within `torch.func`, whose tensors cannot be looked behind.
+    False within `torch.func`, whose tensors are wrappers.
     """
-    plain = type(base) is Tensor and base.layout is torch.strided and not base.is_complex()
+    is_plain = type(base) is Tensor and base.layout is torch.strided and not base.is_complex()
     return (
-        plain
+        is_plain
         and peek_interpreter_stack() is None
         and base.grad_fn is not None
         and base.dtype == view.dtype
@@ -51,51 +49,51 @@ def _is_part(view: Tensor, base: Tensor) -> bool:
     )
 
 
-def _is_of_linear(view: Tensor, base: Tensor) -> bool:
-    """Whether a linear layer made the view, of a base that nobody else has."""
-    made_by, base_by = view.grad_fn, base.grad_fn
+def _is_view_of_linear(view: Tensor, base: Tensor) -> bool:
+    """Return whether a linear layer made the view, so that nothing else uses its base."""
+    view_fn, base_fn = view.grad_fn, base.grad_fn
     return (
-        made_by is not None
-        and base_by is not None
-        and made_by.next_functions[0][0] is base_by
-        and base_by.name() == "AddmmBackward0"
+        view_fn is not None
+        and base_fn is not None
+        and view_fn.next_functions[0][0] is base_fn
+        and base_fn.name() == "AddmmBackward0"
     )
 
 
 class _View:
-    """The gradient of a view, as a linear layer with a sequence returns it.
+    """The gradient of a view, such as a linear layer returns for a sequence.
 
-    When it is changed in place, its graph is made anew, from its base on, and nothing comes by here
-    any more. What was there before is in the gradient of the base then. That has the part of uses
-    before the change, too; but others may have used the base as well. Where it is known that only
-    the view could be used, it is taken whole.
+    An in-place change of the view rebuilds its graph from the base on, and the hook on the view is
+    not called any more. The gradient from before the change is then part of the gradient of the
+    base, which also includes other uses of the base, and uses of the view before the change. If
+    only the view can have been used, the gradient of the base is exact.
     """
 
-    def __init__(self, view: Tensor, base: Tensor, tell: Callable[[Tensor], None]) -> None:
-        self._tell = tell
-        self._base = (base.size(), base.stride())
-        start = view.storage_offset() - base.storage_offset()
-        self._place = (view.size(), view.stride(), start)
-        # Shares the count of changes, and has none of the memory.
-        self._changes = view.detach()
-        self._changes.data = view.new_empty(0)
-        self._version = self._changes._version
-        self._own = _is_of_linear(view, base)
+    def __init__(self, view: Tensor, base: Tensor, callback: Callable[[Tensor], None]) -> None:
+        self._callback = callback
+        self._base_layout = (base.size(), base.stride())
+        offset = view.storage_offset() - base.storage_offset()
+        self._view_layout = (view.size(), view.stride(), offset)
+        # Shares the version counter but not the memory.
+        self._counter = view.detach()
+        self._counter.data = view.new_empty(0)
+        self._version = self._counter._version
+        self._owns_base = _is_view_of_linear(view, base)
         self._task = -1
 
     @property
     def _changed(self) -> bool:
-        return self._changes._version != self._version
+        return self._counter._version != self._version
 
-    def came(self, gradient: Tensor | None) -> None:
-        """The view's own gradient is there. It comes before that of the base."""
-        if gradient is not None and not (self._own and self._changed):
+    def on_gradient(self, gradient: Tensor | None) -> None:
+        """Handle the view's own gradient, which is computed before that of the base."""
+        if gradient is not None and not (self._owns_base and self._changed):
             self._task = torch._C._current_graph_task_id()
-            self._tell(gradient)
+            self._callback(gradient)
 
-    def base_came(self, gradient: Tensor | None) -> None:
-        """That of the base is there."""
-        came = self._task == torch._C._current_graph_task_id()
-        if gradient is not None and not came and self._changed:
-            laid_out = gradient.new_empty_strided(*self._base).copy_(gradient)
-            self._tell(laid_out.as_strided(*self._place))
+    def on_base_gradient(self, gradient: Tensor | None) -> None:
+        """Handle the gradient of the base, if there was none of the view in this backward."""
+        is_done = self._task == torch._C._current_graph_task_id()
+        if gradient is not None and not is_done and self._changed:
+            strided = gradient.new_empty_strided(*self._base_layout).copy_(gradient)
+            self._callback(strided.as_strided(*self._view_layout))

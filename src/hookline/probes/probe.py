@@ -1,4 +1,4 @@
-"""Probe: something on a module that captures, measures, checks or edits what flows through it."""
+"""Probe: the base of what captures, measures, checks or edits the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
-from hookline.probes.attachment import Attachment, Call
+from hookline.probes.attachment import Attachment
+from hookline.probes.call import Call
 from hookline.probes.forward_schedule import ForwardSchedule
 from hookline.probes.module_selection import Which, select
 from hookline.probes.taps import check_taps
@@ -18,33 +19,33 @@ __all__ = ["Probe"]
 
 
 class Probe(Hook):
-    """Sees the calls of some modules. Subclass it and write `after(call)`, or `before(call)` too.
+    """Sees the calls of some modules. Subclass it and implement `after(call)` or `before(call)`.
 
     Args:
-        modules: which: names, globs, regular expressions, types, predicates, or modules themselves;
-            None: none, only taps.
-        taps: which of the values that `hookline.tap` names in the model's code: names or globs.
+        modules: Which modules: names, globs, regular expressions, types, predicates, or modules
+            themselves; None for none, only taps.
+        taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
     """
 
     hookline_kind = "probe"
 
     edits: bool = False
-    """Whether it changes what flows: then what `after` returns replaces the module's output.
+    """Whether what `after` returns replaces the module's output.
 
-    It needs the permission to do so, `enable_intervention`; and when it fails, training stops.
+    This needs `enable_intervention`, and a failure stops training.
     """
 
     enable_intervention: bool = False
-    """The permission. `Edit` is made with it; an edit of one's own sets it."""
+    """The permission to edit. `Edit` takes it as an option; other subclasses set it."""
 
     wants_before: bool = False
-    """Whether `before(call)` is to be called, too."""
+    """Whether `before(call)` is called, too."""
 
     wants_input: bool = True
-    """Whether it looks at what comes in; in a compiled model that costs extra."""
+    """Whether it reads `call.args` or `call.kwargs`; this has a cost in a compiled model."""
 
     wants_recomputed: bool = False
-    """Whether it sees the calls of a recomputation in backward, too (`call.recomputed`)."""
+    """Whether it sees calls that are recomputed in backward, too (`call.recomputed`)."""
 
     modules: Which | None = ""
     taps: Sequence[str] = ()
@@ -53,7 +54,7 @@ class Probe(Hook):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.edits:  # training is changed by it, and depends on it
+        if cls.edits:  # training depends on it
             cls.critical = cls.intervenes = True
 
     def __init__(self, modules: Which | None, taps: Sequence[str] = ()) -> None:
@@ -61,43 +62,43 @@ class Probe(Hook):
         self.taps = check_taps(taps)
 
     def before(self, call: Call) -> Any:
-        """A module is about to run. An edit may return new `(args, kwargs)`."""
+        """Called before a module runs. An edit may return new `(args, kwargs)`."""
         return None
 
     def after(self, call: Call) -> Any:
-        """A module has run. An edit may return what replaces `call.output`."""
+        """Called after a module has run. An edit may return what replaces `call.output`."""
         return None
 
-    def began(self) -> None:
-        """The model's outermost call begins (not in a recomputation)."""
+    def forward_start(self) -> None:
+        """Called when the model's outermost call begins, but not in a recomputation."""
 
-    def ended(self) -> None:
-        """It is over."""
-
-    @property
-    def wants_began(self) -> bool:
-        """Whether it has a use for `began`."""
-        return type(self).began is not Probe.began
+    def forward_end(self) -> None:
+        """Called when the model's outermost call has ended without an error."""
 
     @property
-    def wants_ended(self) -> bool:
-        """Whether it has a use for `ended`."""
-        return type(self).ended is not Probe.ended
+    def wants_forward_start(self) -> bool:
+        """Whether the class implements `forward_start`."""
+        return type(self).forward_start is not Probe.forward_start
+
+    @property
+    def wants_forward_end(self) -> bool:
+        """Whether the class implements `forward_end`."""
+        return type(self).forward_end is not Probe.forward_end
 
     @property
     def acts(self) -> bool:
-        """Whether an edit that is on is to be applied; `attachment.refresh()` when it changed."""
+        """Whether an enabled edit is applied; call `attachment.refresh()` after a change."""
         return True
 
     def compiled_edit(self, name: str) -> Callable[[Any, torch.Tensor], Any] | None:
-        """For edits in compiled models: a function that can be compiled.
+        """Return the edit for compiled models: a function that can be compiled.
 
-        It gets the output and a tensor that says whether the edit is on, and returns the output to
-        use: `torch.where(on, edited, output)`.
+        It is called with the output and a tensor that says whether the edit is on, and returns
+        `torch.where(on, edited, output)`.
         """
         return None
 
-    # -- on a model -------------------------------------------------------------------------------
+    # -- attaching --------------------------------------------------------------------------------
 
     def attach(
         self,
@@ -130,17 +131,17 @@ class Probe(Hook):
         return self.attachment
 
     def check_permission(self) -> None:
-        """Raise where it edits and may not."""
+        """Raise if it edits without the permission."""
         made_with = self.hookline_options.get("enable_intervention", False)
         if self.edits and not (self.enable_intervention or made_with):
             raise ProbeError(
-                f"A {type(self).__name__} edits what flows through the model, and that is not "
-                f"allowed yet. If you mean it, set {type(self).__name__}.enable_intervention = "
-                "True, or on this one alone."
+                f"A {type(self).__name__} edits the outputs of modules, which is not allowed yet. "
+                f"To allow it, set {type(self).__name__}.enable_intervention = True, or set it on "
+                "this probe."
             )
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-        """Return the modules of a model that the probe is for; raise where one is not there."""
+        """Return the model's modules that the probe is for; raise if one does not exist."""
         if self.modules is not None:
             return select(model, self.modules)
         if not self.taps:
@@ -148,11 +149,11 @@ class Probe(Hook):
         return {}
 
     def detach(self) -> None:
-        """Take it off the model."""
+        """Detach the probe from the model."""
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a probe is on no model."""
+        """Copy the probe without its model."""
         return {name: value for name, value in self.__dict__.items() if name != "attachment"}

@@ -81,7 +81,7 @@ class ProbeResults(Mapping[str, Calls]):
         return True  # also before anything was captured
 
     def __repr__(self) -> str:
-        last = {state.module: state for state in self.capture.shells()}
+        last = {state.module: state for state in self.capture.metadata()}
         lines = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
         return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
 

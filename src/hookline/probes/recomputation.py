@@ -1,60 +1,120 @@
-"""Recognising the recomputation of activation checkpointing, and calls within calls."""
+"""Activation checkpointing: recognizing a recomputation and the calls that it repeats.
+
+The reentrant kind runs the first pass of a segment without gradients, inside the
+`forward(ctx, …)` of an autograd function, and again in its `backward(ctx, …)`. Only the second pass
+has a graph, so what a probe remembers of a call in the first pass has to be found again in the
+second. Both have the same `ctx`: what is remembered is stored on it, in the order of the calls, and
+freed with it. It is found on the Python stack, the only place that has it. The non-reentrant kind
+needs none of this: its first pass has the graph.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Hashable
 from types import FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["calls_running", "is_recomputing", "is_within", "recomputes"]
+__all__ = [
+    "has_gradients",
+    "is_recomputing",
+    "recall_call",
+    "recomputes",
+    "remember_call",
+    "running_modules",
+]
+
+_REMEMBERED = "_hookline_remembered"
 
 
 def is_recomputing() -> bool:
-    """Whether activation checkpointing is running the forward again, within backward."""
+    """Return whether activation checkpointing is running the forward again, within backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def recomputes(modules: Container[int]) -> bool | None:
-    """Whether what is recomputed now belongs to the model with these modules, by their `id`.
+    """Return whether the recomputation that runs now belongs to the model with these modules.
 
-    Nothing of PyTorch tells, so this looks for modules among the local variables of the calls that
-    led here. None: there is no module at all among them.
+    PyTorch does not say, so this looks for modules among the local variables on the Python stack.
+
+    Args:
+        modules: The `id` of each of the model's modules.
+
+    Returns:
+        None if there is no module on the stack at all.
     """
     frame: FrameType | None = sys._getframe(1)
-    known: bool | None = None
+    found: bool | None = None
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         ours = frame.f_globals.get("__name__", "").startswith("hookline.probes.")
         for value in () if ours else list(frame.f_locals.values()):
             if isinstance(value, torch.nn.Module):
                 if id(value) in modules:
                     return True
-                known = False
+                found = False
         frame = frame.f_back
-    return known
+    return found
 
 
-def calls_running(module: torch.nn.Module | None) -> int:
-    """How many calls of a module are running in this thread, each within the one before it."""
-    frame: FrameType | None = sys._getframe(1)
-    calls = 0
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back
-    return calls
+def running_modules() -> list[int]:
+    """Return the `id` of each module whose call runs in this thread, innermost first.
 
-
-def is_within(module: torch.nn.Module | None, others: Iterable[torch.nn.Module | None]) -> bool:
-    """Whether the call of a module that runs in this thread is within one of these, or of itself.
-
-    Of modules that were compiled as one there are no calls to be found here.
+    Modules that were compiled into one graph have no calls on the Python stack.
     """
-    around = {id(other) for other in others if other is not None and other is not module}
+    frame: FrameType | None = sys._getframe(1)
+    modules: list[int] = []
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            modules.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return modules
+
+
+def remember_call(key: Hashable, value: Any) -> None:
+    """Store a value for a call in the first pass of a reentrant segment; elsewhere do nothing."""
+    ctx, _ = _find_segments()
+    if ctx is not None:
+        values: dict[Hashable, list[Any]] = vars(ctx).setdefault(_REMEMBERED, {})
+        values.setdefault(key, []).append(value)
+
+
+def recall_call(key: Hashable) -> Any:
+    """Return what was stored for the call that is being repeated, or None."""
+    _, ctx = _find_segments()
+    values: dict[Hashable, list[Any]] = {} if ctx is None else vars(ctx).get(_REMEMBERED, {})
+    if key not in values:
+        return None
+    # Several backwards through one graph repeat it from the start each time.
+    positions: dict[Any, tuple[int, int]] = vars(ctx).setdefault(_REMEMBERED + "_read", {})
+    task = torch._C._current_graph_task_id()
+    last_task, position = positions.get(key, (task, 0))
+    position = position if last_task == task else 0
+    positions[key] = (task, position + 1)
+    return values[key][position] if position < len(values[key]) else None
+
+
+def has_gradients() -> bool:
+    """Return whether a forward that runs now can be differentiated, also in a reentrant segment.
+
+    A compiled graph runs within an autograd function, with gradients disabled.
+    """
+    return torch.is_grad_enabled() or _find_segments()[0] is not None
+
+
+def _find_segments() -> tuple[Any, Any]:
+    """Return the `ctx` of the segment in its first pass, the outermost, and of the repeated one."""
+    first: Any = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in around:
-            return True
+        code = frame.f_code
+        name = code.co_name
+        if name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals.get("ctx")
+            if isinstance(ctx, torch.autograd.function.FunctionCtx):
+                if name == "backward":
+                    return first, ctx
+                first = ctx
         frame = frame.f_back
-    return calls_running(module) > 1
+    return first, None

@@ -1,7 +1,7 @@
-"""A captured state on disk: its tensors in a safetensors file, everything else stays in memory.
+"""A captured state on disk: its tensors in a safetensors file, everything else in memory.
 
-Tensors come back on their device, with their dtype and values bit for bit; views, and tensors that
-shared memory, as tensors of their own, and without the graph that made them.
+Tensors are read back on their device, with their dtype, bit for bit. Views, and tensors that shared
+memory, become tensors of their own, without the graph that made them.
 """
 
 from __future__ import annotations
@@ -16,52 +16,51 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.errors import HooklineError
-from hookline.probes.captured_state import CONTENTS, CapturedState, shape_of
+from hookline.probes.captured_state import CONTENTS, CapturedState, shape_text
 from hookline.tensors.memory import unshared
 from hookline.tensors.nested import map_tensors
 
-__all__ = ["CannotSpill", "Spilled", "write"]
+__all__ = ["SpillError", "SpilledState", "write_state"]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NATIVE = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
-class CannotSpill(Exception):  # noqa: N818 - said and done with within the store
-    """A state cannot be written; the message says why."""
+class SpillError(Exception):
+    """A state cannot be written; the message says why. The store handles it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # hashed as itself, as tensors are
-class _Slot:
-    """Stands where a tensor was."""
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity, as tensors are
+class _Placeholder:
+    """Takes the place of a tensor that is in the file."""
 
     name: str
     dtype: torch.dtype
     shape: torch.Size
     device: torch.device
-    kind: type[Tensor]
+    cls: type[Tensor]
     attributes: dict[str, Any]
 
     def __repr__(self) -> str:
-        return shape_of(self)
+        return shape_text(self)
 
 
-class Spilled(NamedTuple):
-    """A state whose tensors stand in a file."""
+class SpilledState(NamedTuple):
+    """A state whose tensors are in a file."""
 
     path: Path
-    shell: CapturedState
-    """The state with something else in its tensors' places."""
+    metadata: CapturedState
+    """The state with placeholders instead of tensors."""
 
     def read(self) -> CapturedState:
-        """Return the state as it was, in memory of its own."""
+        """Return the state with its tensors, in memory of their own."""
         try:
             with safe_open(self.path, framework="pt") as file:
-                memo: dict[int, tuple[Any, Any]] = {}
-                return _mapped(self.shell, lambda slot: _load(file, slot), memo, _Slot)
+                return _map_contents(self.metadata, lambda p: _load(file, p), _Placeholder)
         except (OSError, SafetensorError) as error:
             raise HooklineError(
-                f"A captured state of '{self.shell.module}' was written to {self.path} and cannot "
-                f"be read back: {error}. Nothing else may change or remove files in that folder."
+                f"Cannot read a captured state of '{self.metadata.module}' back from {self.path}: "
+                f"{error}. Nothing else may change or remove files in that folder."
             ) from error
 
     def remove(self) -> None:
@@ -69,33 +68,31 @@ class Spilled(NamedTuple):
         self.path.unlink(missing_ok=True)
 
 
-def write(state: CapturedState, path: Path) -> Spilled:
+def write_state(state: CapturedState, path: Path) -> SpilledState:
     """Write a state's tensors to a new file.
 
     Raises:
-        CannotSpill: The disk is full or a tensor's kind has no place in such a file.
+        SpillError: The disk is full, or a tensor cannot be represented in the file.
     """
     tensors: dict[str, Tensor] = {}
-    shell = _mapped(state, lambda tensor: _store(tensor, tensors), {}, Tensor)
-    said = {"module": state.module, "probe": state.probe, "step": str(state.step)}
+    metadata = _map_contents(state, lambda tensor: _add_tensor(tensor, tensors), Tensor)
+    header = {"module": state.module, "probe": state.probe, "step": str(state.step)}
     try:
-        save_file(unshared(tensors), path, metadata=said)
+        save_file(unshared(tensors), path, metadata=header)
     except (OSError, SafetensorError) as error:
         path.unlink(missing_ok=True)
-        raise CannotSpill(f"{path} could not be written: {error}") from error
-    return Spilled(path, shell)
+        raise SpillError(f"{path} could not be written: {error}") from error
+    return SpilledState(path, metadata)
 
 
-def _mapped(
-    state: CapturedState, f: Any, memo: dict[int, tuple[Any, Any]], leaf: type
-) -> CapturedState:
-    # One memo for all: a tensor that stands in several places stays one tensor.
-    contents = {name: map_tensors(getattr(state, name), f, memo, leaf) for name in CONTENTS}
+def _map_contents(state: CapturedState, function: Any, leaf: type) -> CapturedState:
+    memo: dict[int, tuple[Any, Any]] = {}  # one for all: a tensor in several places stays one
+    contents = {name: map_tensors(getattr(state, name), function, memo, leaf) for name in CONTENTS}
     return replace(state, **contents)
 
 
-def _store(tensor: Tensor, tensors: dict[str, Tensor]) -> _Slot:
-    kind = Tensor if isinstance(tensor, torch.nn.Parameter) else type(tensor)
+def _add_tensor(tensor: Tensor, tensors: dict[str, Tensor]) -> _Placeholder:
+    cls = Tensor if isinstance(tensor, torch.nn.Parameter) else type(tensor)
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
@@ -103,19 +100,19 @@ def _store(tensor: Tensor, tensors: dict[str, Tensor]) -> _Slot:
         or tensor.is_meta
         or hasattr(tensor, "__tensor_flatten__")  # made of other tensors, such as DTensor
     ):
-        raise CannotSpill(f"a {kind.__name__} ({tensor.layout}, {tensor.dtype}) cannot be written")
+        raise SpillError(f"a {cls.__name__} ({tensor.layout}, {tensor.dtype}) cannot be written")
     name = f"t{len(tensors)}"
-    attributes = {} if kind is Tensor else dict(vars(tensor))
+    attributes = {} if cls is Tensor else dict(vars(tensor))
     plain = tensor.as_subclass(Tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
-    native = plain.dtype in _NATIVE  # the others are written as bytes
-    tensors[name] = plain if native else plain.reshape(-1).view(torch.uint8)
-    return _Slot(name, plain.dtype, plain.shape, tensor.device, kind, attributes)
+    is_native = plain.dtype in _NATIVE  # others are written as bytes
+    tensors[name] = plain if is_native else plain.reshape(-1).view(torch.uint8)
+    return _Placeholder(name, plain.dtype, plain.shape, tensor.device, cls, attributes)
 
 
-def _load(file: Any, slot: _Slot) -> Tensor:
-    tensor: Tensor = file.get_tensor(slot.name).clone()  # a clone: it is mapped from the file
-    tensor = tensor.view(slot.dtype).reshape(slot.shape).to(slot.device)
-    if slot.kind is not Tensor:
-        tensor = tensor.as_subclass(slot.kind)
-        vars(tensor).update(slot.attributes)
+def _load(file: Any, placeholder: _Placeholder) -> Tensor:
+    tensor: Tensor = file.get_tensor(placeholder.name).clone()  # it is mapped from the file
+    tensor = tensor.view(placeholder.dtype).reshape(placeholder.shape).to(placeholder.device)
+    if placeholder.cls is not Tensor:
+        tensor = tensor.as_subclass(placeholder.cls)
+        vars(tensor).update(placeholder.attributes)
     return tensor

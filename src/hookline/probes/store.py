@@ -1,4 +1,4 @@
-"""The store of captured states: limits that hold, and a count of what did not fit."""
+"""The store of captured states: keeps them within limits and counts what did not fit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from typing import Any, Literal, get_args, overload
 
 from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.probes.captured_state import CONTENTS, CapturedState
-from hookline.probes.probe_states import Counts, ProbeStates, Record
-from hookline.probes.spilled_state import CannotSpill, Spilled, write
-from hookline.probes.storage_counter import StorageCounter
+from hookline.probes.probe_states import Counts, ProbeStates, StorageCounter, StoredState
+from hookline.probes.spilled_state import SpilledState, SpillError, write_state
 from hookline.tensors.memory import storages
 
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
@@ -32,34 +31,34 @@ Policy = Literal["drop_oldest", "sample", "spill", "error"]
 
 
 class StoreFullError(HookFailedError, MemoryError):
-    """A state does not fit into the store, and nothing may be dropped: training stops."""
+    """A state does not fit into the store, and nothing may be dropped. Training stops."""
 
 
 class Store:
     """Keeps captured states within limits. Safe to use from several threads.
 
-    The bytes that are counted are those kept alive: whole storages, also under views, each once,
+    The bytes that are counted are those kept alive: whole storages, also of views, each once,
     however many states share it. They are within `memory_limit` whenever a call returns. Objects
-    that are no tensors are not counted.
+    other than tensors are not counted.
 
     Args:
         max_states: How many states of each probe to keep in memory; None for all.
-        memory_limit: How many bytes to keep in memory, over all probes; None for any number.
-        policy: What happens to what does not fit:
+        memory_limit: How many bytes to keep in memory, over all probes; None for no limit.
+        policy: What happens to states that do not fit:
 
-            - `"drop_oldest"`: the oldest goes; for bytes, the oldest of all probes;
-            - `"sample"`: what stays is a fair sample of all that a probe has captured, late and
-              early alike. Where bytes are short, the probe that holds the most gives up first;
-            - `"spill"`: the oldest is written to disk, and read back when it is asked for. Nothing
-              is dropped but what cannot be written;
-            - `"error"`: `StoreFullError`; what was there stays.
-        cleanup_interval: Captures of a probe between two clean-ups of its number of states: in
-            between, up to `cleanup_interval - 1` more than `max_states` are kept. The limit on
-            bytes, and the policy `"error"`, never wait.
-        folder: Where `"spill"` writes, in a new folder that is removed by `close`. By default the
+            - `"drop_oldest"`: the oldest state is dropped; for bytes, the oldest of all probes;
+            - `"sample"`: a uniform random sample of all that a probe has captured is kept. For
+              bytes, the probe that holds the most drops a state first;
+            - `"spill"`: the oldest is written to disk and read back on demand. Only what cannot be
+              written is dropped;
+            - `"error"`: `StoreFullError` is raised, and the states before are kept.
+        cleanup_interval: How many captures of a probe to wait between two checks of `max_states`:
+            in between, up to `cleanup_interval - 1` more are kept. The limit on bytes, and the
+            policy `"error"`, are always checked at once.
+        folder: Where `"spill"` writes, in a new folder that `close` removes; by default the
             system's folder for temporary files.
-        seed: What `"sample"` draws from: the same captures and seed give the same sample. No other
-            random numbers are touched.
+        seed: The seed of `"sample"`: the same captures and seed give the same sample. Other random
+            generators are not touched.
     """
 
     def __init__(
@@ -78,13 +77,12 @@ class Store:
         self.cleanup_interval = cleanup_interval
         self.seed = seed
         self._limit = math.inf if memory_limit is None else memory_limit
-        self._patient = policy in ("drop_oldest", "spill")  # makes room for what is new
+        self._makes_room = policy in ("drop_oldest", "spill")  # for each new state
         self._lock = RLock()
-        self._ledger = StorageCounter()
-        self._books: dict[str, ProbeStates] = {}
-        self._oldest: OrderedDict[int, ProbeStates] = (
-            OrderedDict()
-        )  # what is in memory, of all probes
+        self._storages = StorageCounter()
+        self._probes: dict[str, ProbeStates] = {}
+        # The probe of each state in memory, by key, oldest first.
+        self._oldest: OrderedDict[int, ProbeStates] = OrderedDict()
         self._keys = count()
         self._files = count()
         self._closed = False
@@ -93,135 +91,135 @@ class Store:
         self._process = os.getpid()
         self._remove_folder = weakref.finalize(self, _remove, self.folder, self._process)
 
-    # -- what probes do
+    # -- adding
 
     def add(self, probe: str, state: CapturedState) -> int:
-        """Keep a state, and make room for it.
+        """Keep a state and make room for it.
 
         Returns:
-            A number to `amend` the state by, also when it was dropped.
+            The key to give to `add_fields`, also if the state was dropped.
         """
-        places = storages(state.contents())
+        state_storages = storages(state.contents())
         nbytes = 0
-        for size, _ in places.values():
+        for size, _ in state_storages.values():
             nbytes += size
         with self._lock:
             if self._closed:
-                raise HooklineError("This store of captured states is closed. Make a new one.")
-            book = self._books.get(probe) or self._new_book(probe)
-            book.captured += 1
-            record = Record(next(self._keys), state, places, nbytes)
-            if (self._patient and nbytes <= self._limit) or self._fits(book, record):
-                self._keep(book, record)
+                raise HooklineError("This store of captured states is closed. Create a new one.")
+            states = self._probes.get(probe) or self._add_probe(probe)
+            states.captured += 1
+            stored = StoredState(next(self._keys), state, state_storages, nbytes)
+            if (self._makes_room and nbytes <= self._limit) or self._fits(states, stored):
+                self._keep(states, stored)
             if self.max_states is not None:
-                self._clean_up(book, self.max_states)
-            if self._ledger.nbytes > self._limit:
+                self._enforce_max_states(states, self.max_states)
+            if self._storages.nbytes > self._limit:
                 self._make_room()
-            return record.key
+            return stored.key
 
-    def amend(self, key: int, **contents: Any) -> bool:
-        """Add to a state what came later, such as its gradient, within the limits.
+    def add_fields(self, key: int, **contents: Any) -> bool:
+        """Add contents that came later to a state, such as its gradient, within the limits.
 
         Args:
             key: What `add` returned.
             contents: `input`, `kwargs`, `output` or `gradient`.
 
         Returns:
-            Whether the state is still there and has it now.
+            Whether the state is still there and has them now.
         """
         if unknown := [name for name in contents if name not in CONTENTS]:
-            raise TypeError(f"A state has no {listed(unknown)} to amend, but {listed(CONTENTS)}.")
+            raise TypeError(f"Cannot add {listed(unknown)} to a state, only {listed(CONTENTS)}.")
         with self._lock:
-            book = self._oldest.get(key)
-            if book is not None:
-                return self._amend(book, book.memory[key], contents)
-            book = next((book for book in self._books.values() if key in book.disk), None)
-            return book is not None and self._amend_on_disk(book, book.disk[key], contents)
+            states = self._oldest.get(key)
+            if states is not None:
+                return self._add_in_memory(states, states.memory[key], contents)
+            states = next((one for one in self._probes.values() if key in one.disk), None)
+            return states is not None and self._add_on_disk(states, states.disk[key], contents)
 
-    # -- what users ask
+    # -- reading
 
     def states(self, probe: str) -> list[CapturedState]:
         """Return a probe's states, oldest first; spilled ones are read back, all at once."""
-        return self.pick(probe, slice(None))
+        return self.get(probe, slice(None))
 
-    def each(self, probe: str, module: str | None = None) -> Iterator[CapturedState]:
-        """Yield a probe's states, or a module's of them; spilled ones are read one at a time."""
+    def iter_states(self, probe: str, module: str | None = None) -> Iterator[CapturedState]:
+        """Yield a probe's states, or one module's; spilled ones are read one at a time."""
         with self._lock:
-            keys = [record.key for record in self._records(probe, module)]
+            keys = [stored.key for stored in self._stored(probe, module)]
         for key in keys:
             with self._lock:
-                book = self._books.get(probe)
-                record = book and (book.memory.get(key) or book.disk.get(key))
-                if not record:  # gone in the meantime
+                states = self._probes.get(probe)
+                stored = states and (states.memory.get(key) or states.disk.get(key))
+                if not stored:  # removed in the meantime
                     continue
-                state = record.read()
+                state = stored.read()
             yield state
 
     @overload
-    def pick(self, probe: str, index: int, module: str | None = None) -> CapturedState: ...
+    def get(self, probe: str, index: int, module: str | None = None) -> CapturedState: ...
     @overload
-    def pick(self, probe: str, index: slice, module: str | None = None) -> list[CapturedState]: ...
-    def pick(
+    def get(self, probe: str, index: slice, module: str | None = None) -> list[CapturedState]: ...
+    def get(
         self, probe: str, index: int | slice, module: str | None = None
     ) -> CapturedState | list[CapturedState]:
-        """Return what stands at an index among these states; only that is read from disk."""
+        """Return a probe's state, or states, by index; no others are read from disk."""
         with self._lock:
-            found = self._records(probe, module)[index]
+            found = self._stored(probe, module)[index]
             return [one.read() for one in found] if isinstance(found, list) else found.read()
 
-    def shells(self, probe: str, module: str | None = None) -> list[CapturedState]:
-        """Return these states without reading from disk: there, shapes stand for tensors."""
+    def metadata(self, probe: str, module: str | None = None) -> list[CapturedState]:
+        """Return a probe's states without reading from disk: those have shapes for tensors."""
         with self._lock:
-            return [record.shell for record in self._records(probe, module)]
+            return [stored.metadata for stored in self._stored(probe, module)]
 
-    def _records(self, probe: str, module: str | None) -> list[Record]:
-        """These states' records, oldest first."""
-        if probe not in self._books:
+    def _stored(self, probe: str, module: str | None) -> list[StoredState]:
+        """Return a probe's states, or one module's, oldest first."""
+        if probe not in self._probes:
             return []
-        book = self._books[probe]
-        records = (*book.memory.values(), *book.disk.values())
-        found = [one for one in records if module is None or one.shell.module == module]
-        return sorted(found, key=lambda record: record.key)
+        states = self._probes[probe]
+        stored = (*states.memory.values(), *states.disk.values())
+        found = [one for one in stored if module is None or one.metadata.module == module]
+        return sorted(found, key=lambda one: one.key)
 
     def counts(self, probe: str | None = None) -> Counts:
-        """Return what became of a probe's states, or of all probes' together."""
+        """Return how many states of a probe, or of all together, there were and where they are."""
         with self._lock:
             if probe is not None:
-                return self._books[probe].counts() if probe in self._books else Counts()
-            each = [book.counts() for book in self._books.values()]
+                return self._probes[probe].counts() if probe in self._probes else Counts()
+            each = [states.counts() for states in self._probes.values()]
             return Counts(*map(sum, zip(*each, strict=True))) if each else Counts()
 
     @property
     def nbytes(self) -> int:
-        """The bytes kept in memory, exactly."""
+        """The exact number of bytes kept in memory."""
         with self._lock:
-            return self._ledger.nbytes
+            return self._storages.nbytes
 
-    # -- taking away
+    # -- removing
 
     def clear(self, probe: str | None = None) -> None:
-        """Free a probe's states, or all; the counts go on. A sample begins anew."""
+        """Free a probe's states, or all; the counts are kept. A sample starts over."""
         with self._lock:
-            for book in self._chosen(probe):
-                book.cleared += len(book.memory) + len(book.disk)
-                for record in list(book.memory.values()):
-                    self._free(book, record)
-                while book.disk:
-                    self._remove_file(book.disk.popitem()[1])
-                book.highest.clear()
-                book.below = math.inf
+            for states in self._choose(probe):
+                states.cleared += len(states.memory) + len(states.disk)
+                for stored in list(states.memory.values()):
+                    self._free(states, stored)
+                while states.disk:
+                    self._remove_file(states.disk.popitem()[1])
+                states.highest.clear()
+                states.below = math.inf
 
     def forget(self, probe: str) -> None:
-        """Free everything of a probe, its files and counts too."""
+        """Free everything of a probe, also its files and counts."""
         with self._lock:
             self.clear(probe)
-            self._books.pop(probe, None)
+            self._probes.pop(probe, None)
 
     def close(self) -> None:
-        """Free everything, and remove what was written."""
+        """Free everything and remove the folder of spilled states."""
         with self._lock:
             self._closed = True
-            for probe in list(self._books):
+            for probe in list(self._probes):
                 self.forget(probe)
             self._remove_folder()
 
@@ -233,173 +231,177 @@ class Store:
 
     def __repr__(self) -> str:
         counts = self.counts()
-        return f"<Store of {len(self._books)} probes, {self.nbytes} bytes, {counts}>"
+        return f"<Store of {len(self._probes)} probes, {self.nbytes} bytes, {counts}>"
 
-    # -- how
+    # -- within the limits
 
-    def _new_book(self, probe: str) -> ProbeStates:
-        # Each probe draws for itself: what others capture does not change its sample.
-        book = self._books[probe] = ProbeStates(probe, random.Random(f"{self.seed} {probe}"))
-        return book
+    def _add_probe(self, probe: str) -> ProbeStates:
+        # A generator for each: what other probes capture does not change its sample.
+        states = self._probes[probe] = ProbeStates(probe, random.Random(f"{self.seed} {probe}"))
+        return states
 
-    def _chosen(self, probe: str | None) -> list[ProbeStates]:
+    def _choose(self, probe: str | None) -> list[ProbeStates]:
         if probe is None:
-            return list(self._books.values())
-        return [self._books[probe]] if probe in self._books else []
+            return list(self._probes.values())
+        return [self._probes[probe]] if probe in self._probes else []
 
-    def _fits(self, book: ProbeStates, record: Record) -> bool:
-        """Whether to keep a new state in memory; else it has been dealt with."""
+    def _fits(self, states: ProbeStates, stored: StoredState) -> bool:
+        """Return whether to keep a new state in memory; if not, it was spilled or dropped."""
         if self.policy == "sample":
-            record.rank = book.random.random()
+            stored.rank = states.random.random()
         if self.policy == "error":
-            self._refuse(book, record)
-        elif record.nbytes > self._limit and self.policy == "spill":
-            self._spill(book, record)
+            self._raise_if_full(states, stored)
+        elif stored.nbytes > self._limit and self.policy == "spill":
+            self._spill(states, stored)
             return False
-        elif record.nbytes > self._limit:
-            book.dropped += 1
+        elif stored.nbytes > self._limit:
+            states.dropped += 1
             self._warn(
-                book,
-                f"a state has {record.nbytes} bytes, and memory_limit is {self._limit}. It is "
-                "counted as dropped",
+                states,
+                f"a state has {stored.nbytes} bytes, but memory_limit is {self._limit}. It was "
+                "dropped",
             )
             return False
-        elif record.rank >= book.below:
-            book.dropped += 1
+        elif stored.rank >= states.below:
+            states.dropped += 1
             return False
         return True
 
-    def _refuse(self, book: ProbeStates, record: Record) -> None:
-        needed = self._ledger.nbytes + self._ledger.new(record.places)
+    def _raise_if_full(self, states: ProbeStates, stored: StoredState) -> None:
+        needed = self._storages.nbytes + self._storages.count_new(stored.storages)
         if needed > self._limit:
-            what = f"would take {needed} bytes, and memory_limit is {self._limit}"
-        elif self.max_states is not None and len(book.memory) >= self.max_states:
-            what = f"would be one more than max_states, {self.max_states}"
+            problem = f"would take {needed} bytes, but memory_limit is {self._limit}"
+        elif self.max_states is not None and len(states.memory) >= self.max_states:
+            problem = f"would be one more than max_states, {self.max_states}"
         else:
             return
-        book.dropped += 1
-        raise StoreFullError(_full(book, what))
+        states.dropped += 1
+        raise StoreFullError(_full(states, problem))
 
-    def _keep(self, book: ProbeStates, record: Record) -> None:
-        self._ledger.hold(record.places)
-        book.nbytes += record.nbytes
-        book.memory[record.key] = record
-        self._oldest[record.key] = book
+    def _keep(self, states: ProbeStates, stored: StoredState) -> None:
+        self._storages.hold(stored.storages)
+        states.nbytes += stored.nbytes
+        states.memory[stored.key] = stored
+        self._oldest[stored.key] = states
         if self.policy == "sample":
-            heapq.heappush(book.highest, (-record.rank, record.key))
+            heapq.heappush(states.highest, (-stored.rank, stored.key))
 
-    def _free(self, book: ProbeStates, record: Record) -> None:
-        del book.memory[record.key], self._oldest[record.key]
-        book.nbytes -= record.nbytes
-        self._ledger.release(record.places)
+    def _free(self, states: ProbeStates, stored: StoredState) -> None:
+        del states.memory[stored.key], self._oldest[stored.key]
+        states.nbytes -= stored.nbytes
+        self._storages.release(stored.storages)
 
-    def _clean_up(self, book: ProbeStates, max_states: int) -> None:
-        """Hold the number of states, every so many captures."""
-        book.since_cleanup += 1
-        if book.since_cleanup >= self.cleanup_interval:
-            book.since_cleanup = 0
-            while len(book.memory) > max_states:
-                self._give_up(book)
+    def _enforce_max_states(self, states: ProbeStates, max_states: int) -> None:
+        """Hold the limit on the number of states, every `cleanup_interval` captures."""
+        states.since_cleanup += 1
+        if states.since_cleanup >= self.cleanup_interval:
+            states.since_cleanup = 0
+            while len(states.memory) > max_states:
+                self._evict(states)
 
     def _make_room(self) -> None:
-        """Hold the bytes. States that share memory free nothing until the last of them goes."""
-        while self._ledger.nbytes > self._limit:
+        """Hold the limit on bytes. States that share memory free it with the last of them."""
+        while self._storages.nbytes > self._limit:
             if self.policy == "sample":
-                self._give_up(max(self._books.values(), key=lambda book: book.nbytes))
+                self._evict(max(self._probes.values(), key=lambda one: one.nbytes))
             else:
-                self._give_up(next(iter(self._oldest.values())))
+                self._evict(next(iter(self._oldest.values())))
 
-    def _give_up(self, book: ProbeStates) -> None:
-        """Drop or spill one of a probe's states: the oldest, or what a sample of one less lacks.
+    def _evict(self, states: ProbeStates) -> None:
+        """Drop or spill one of a probe's states: the oldest, or that of the highest rank.
 
-        A sample keeps the lowest ranks. Once a rank was too high it is too high for later states
-        as well, or these would have had better chances than those before.
+        A sample keeps the lowest ranks. A rank that was once too high is too high for later states
+        as well, or these would have better chances than those before.
         """
         if self.policy == "sample":
-            below, key = heapq.heappop(book.highest)
-            book.below = -below
+            below, key = heapq.heappop(states.highest)
+            states.below = -below
         else:
-            key = next(iter(book.memory))
-        record = book.memory[key]
-        self._free(book, record)
+            key = next(iter(states.memory))
+        stored = states.memory[key]
+        self._free(states, stored)
         if self.policy == "spill":
-            self._spill(book, record)
+            self._spill(states, stored)
         else:
-            book.dropped += 1
+            states.dropped += 1
 
-    def _spill(self, book: ProbeStates, record: Record) -> None:
+    def _spill(self, states: ProbeStates, stored: StoredState) -> None:
         try:
-            book.disk[record.key] = self._written(record.key, record.read())
-        except CannotSpill as error:
-            book.dropped += 1
-            self._warn(book, f"{error}. It is counted as dropped")
-        except BaseException:  # such as Ctrl-C while it is written
-            book.dropped += 1
+            states.disk[stored.key] = self._write(stored.key, stored.read())
+        except SpillError as error:
+            states.dropped += 1
+            self._warn(states, f"{error}. It was dropped")
+        except BaseException:  # such as KeyboardInterrupt while writing
+            states.dropped += 1
             raise
 
-    def _written(self, key: int, state: CapturedState) -> Record:
+    def _write(self, key: int, state: CapturedState) -> StoredState:
         assert self.folder is not None
         path = self.folder / f"{next(self._files)}.safetensors"
-        return Record(key, write(state, path), {}, 0)
+        return StoredState(key, write_state(state, path), {}, 0)
 
-    def _amend(self, book: ProbeStates, record: Record, contents: dict[str, Any]) -> bool:
-        state = record.state
+    def _add_in_memory(
+        self, states: ProbeStates, stored: StoredState, contents: dict[str, Any]
+    ) -> bool:
+        state = stored.state
         assert isinstance(state, CapturedState)
-        held = zip(CONTENTS, state.contents(), strict=True)  # as it stands: nobody waits for it
-        before = {name: value for name, value in held if name in contents}
+        values = zip(CONTENTS, state.contents(), strict=True)  # without checks: nothing waits
+        before = {name: value for name, value in values if name in contents}
         _set(state, contents)
-        places = storages(state.contents())
-        full = self._ledger.nbytes + self._ledger.new(places) > self._limit
-        alone = _size(places) > self._limit
-        if (full and self.policy == "error") or (alone and self.policy != "spill"):
+        state_storages = storages(state.contents())
+        is_full = self._storages.nbytes + self._storages.count_new(state_storages) > self._limit
+        is_too_large = _size(state_storages) > self._limit
+        if (is_full and self.policy == "error") or (is_too_large and self.policy != "spill"):
             _set(state, before)
-            what = f"with its {listed(contents)} would exceed memory_limit, {self._limit} bytes"
+            problem = f"with its {listed(contents)} would exceed memory_limit, {self._limit} bytes"
             if self.policy == "error":
-                raise StoreFullError(_full(book, what))
-            self._warn(book, f"a state {what}. It stays without")
+                raise StoreFullError(_full(states, problem))
+            self._warn(states, f"a state {problem}. It was not added")
             return False
-        self._ledger.hold(places)
-        self._ledger.release(record.places)
-        book.nbytes += _size(places) - record.nbytes
-        record.places, record.nbytes = places, _size(places)
+        self._storages.hold(state_storages)
+        self._storages.release(stored.storages)
+        states.nbytes += _size(state_storages) - stored.nbytes
+        stored.storages, stored.nbytes = state_storages, _size(state_storages)
         self._make_room()
-        return record.key in book.memory or record.key in book.disk
+        return stored.key in states.memory or stored.key in states.disk
 
-    def _amend_on_disk(self, book: ProbeStates, record: Record, contents: dict[str, Any]) -> bool:
-        state = record.read()
+    def _add_on_disk(
+        self, states: ProbeStates, stored: StoredState, contents: dict[str, Any]
+    ) -> bool:
+        state = stored.read()
         _set(state, contents)
         try:
-            book.disk[record.key] = self._written(record.key, state)
-        except CannotSpill as error:
-            self._warn(book, f"{error}. The state stays without its {listed(contents)}")
+            states.disk[stored.key] = self._write(stored.key, state)
+        except SpillError as error:
+            self._warn(states, f"{error}. Its {listed(contents)} was not added")
             return False
-        self._remove_file(record)
+        self._remove_file(stored)
         return True
 
-    def _remove_file(self, record: Record) -> None:
-        if isinstance(record.state, Spilled) and os.getpid() == self._process:
-            record.state.remove()  # not in a forked worker: the file is its parent's
+    def _remove_file(self, stored: StoredState) -> None:
+        if isinstance(stored.state, SpilledState) and os.getpid() == self._process:
+            stored.state.remove()  # in a forked worker the file is its parent's
 
-    def _warn(self, book: ProbeStates, what: str) -> None:
-        if not book.warned:
-            book.warned = True
+    def _warn(self, states: ProbeStates, problem: str) -> None:
+        if not states.warned:
+            states.warned = True
             log.warning(
-                "Probe '%s': %s. This is said once. Capture less (a slice, another dtype, fewer "
-                "modules), or allow more.",
-                book.probe,
-                what,
+                "Probe '%s': %s. This warning is shown once. Capture less (a slice, another dtype, "
+                "fewer modules) or raise the limit.",
+                states.probe,
+                problem,
             )
 
 
-def _full(book: ProbeStates, what: str) -> str:
+def _full(states: ProbeStates, problem: str) -> str:
     return (
-        f"Probe '{book.probe}' has captured a state that {what}. Clear what is not needed, "
-        "capture less, raise the limit, or choose policy='drop_oldest', 'sample' or 'spill'."
+        f"Probe '{states.probe}' has captured a state that {problem}. Clear states, capture less, "
+        "raise the limit, or use policy='drop_oldest', 'sample' or 'spill'."
     )
 
 
-def _size(places: dict[Any, tuple[int, Any]]) -> int:
-    return sum(size for size, _ in places.values())
+def _size(state_storages: dict[Any, tuple[int, Any]]) -> int:
+    return sum(size for size, _ in state_storages.values())
 
 
 def _set(state: CapturedState, contents: dict[str, Any]) -> None:
@@ -413,7 +415,7 @@ def _new_folder(parent: str | os.PathLike[str] | None) -> Path:
             Path(parent).mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="hookline-probes-", dir=parent))
     except OSError as error:
-        raise ConfigError(f"folder: {parent} cannot be written to: {error}.") from error
+        raise ConfigError(f"Cannot write to the folder {parent}: {error}.") from error
 
 
 def _remove(folder: Path | None, process: int) -> None:
@@ -433,11 +435,11 @@ def _check(
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             none = " or None" if optional else ""
-            raise ConfigError(f"{name} is a whole number from 1{none}, not {value!r}.")
+            raise ConfigError(f"{name} must be a positive integer{none}, not {value!r}.")
     if policy not in get_args(Policy):
         raise ConfigError(
-            f"policy is one of {listed(get_args(Policy))}, not {policy!r}."
+            f"policy must be one of {listed(get_args(Policy))}, not {policy!r}."
             + nearest(str(policy), get_args(Policy))
         )
     if folder is not None and policy != "spill":
-        raise ConfigError(f"folder is where policy='spill' writes; with {policy!r} it is not used.")
+        raise ConfigError(f"folder is only used with policy='spill', not with {policy!r}.")

@@ -2,10 +2,10 @@
 
     x = hookline.tap(x, "attn.scores")
 
-`tap` returns what it is given. A tap cannot know which model it stands in, so each probe with taps
-says when its model's outermost call begins and ends, in each thread, and sees what is named in
-between. In a compiled model taps are nothing as long as no probe asks for any; then all of them
-become operators that look at a switch, so that toggling compiles nothing again.
+`tap` returns its argument. It does not know which model it is in, so each probe with taps notes
+when its model's outermost call begins and ends, in each thread, and sees what is named in between.
+A compiled model has nothing at a tap until a probe with taps is attached. Then all taps become
+operators that check whether the probe is enabled, so that toggling does not recompile.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ __all__ = ["Taps", "tap"]
 
 T = TypeVar("T")
 
-_on = False  # whether any probe asks for taps: all that a tap looks at otherwise
-_all: tuple[weakref.ref[Taps], ...] = ()
-"""In the order of attaching. A model that nobody needs any more goes, with its probes on it."""
-_LOCK = threading.RLock()  # a model may be collected at any time
-_INSIDE = threading.local()  # `.now`: whose models are being called in this thread
+_enabled = False  # whether any probe has taps: all that `tap` checks otherwise
+_registered: tuple[weakref.ref[Taps], ...] = ()
+"""In the order of attaching. Weak: a model is freed together with the probes on it."""
+_LOCK = threading.RLock()  # reentrant: garbage collection may unregister at any time
+_INSIDE = threading.local()  # `.now`: the taps of the models that are being called in this thread
 
 
 def tap(x: T, name: str) -> T:
-    """Name a value that is no module's output, for probes with `taps=[name]`. Returns the value.
+    """Name a value in a model's code, for probes with `taps=[name]`, and return it.
 
     Args:
         x: The value: a tensor, or tensors in tuples, dicts and so on.
-        name: Its name. The same one may occur several times in a forward: `call.index` counts.
+        name: Its name. It may occur several times in a forward: `call.index` counts.
     """
-    if not _on:
+    if not _enabled:
         return x
     if torch.compiler.is_compiling():
         return _trace(x, name)
-    return _show(x, name)
+    return _notify(x, name)
 
 
 class Taps:
-    """What one attachment wants to see of the named values in its model.
+    """The named values that one attachment sees in its model.
 
     Args:
-        attachment: Whose they are.
+        attachment: The attachment.
         patterns: Names, or globs as for modules: `*` stands for one part of a name, `**` for any
             number of parts.
-        make: Makes the site of a name.
+        make: Creates the site of a name.
     """
 
     def __init__(
@@ -66,37 +66,37 @@ class Taps:
         self.attachment = attachment
         self.patterns = check_taps(patterns)
         self.on = False
-        self.seen: set[str] = set()  # every name that occurred, wanted or not
+        self.seen: set[str] = set()  # all names that occurred
         self._make = make
         self._sites: dict[str, Site | None] = {}
-        self._elsewhere: set[str] = set()  # wanted names that occurred outside of the model, too
+        self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
         self._modules: set[int] | None = None
 
-    # -- on and off -------------------------------------------------------------------------------
+    # -- enabling and disabling -------------------------------------------------------------------
 
     def attach(self) -> None:
-        """See what is named from now on."""
+        """See named values from now on."""
         self._switch(on=True)
         _register(self)
 
     def detach(self, *, for_good: bool = False) -> None:
-        """See nothing. What was compiled keeps its operators, and so its place, until the end."""
+        """See nothing. What was compiled keeps its operators, so it stays registered."""
         self._switch(on=False)
-        if for_good or not any(site.compiled for site in self._wanted()):
+        if for_good or not any(site.compiled for site in self._matched()):
             _unregister(self, id(self))
             self.leave()
-            for site in self._wanted():
+            for site in self._matched():
                 site.detach()
 
     def _switch(self, *, on: bool) -> None:
         self.on = on
-        for site in self._wanted():
+        for site in self._matched():
             site.on = on
 
     # -- the outermost call of the model ----------------------------------------------------------
 
     def enter(self) -> None:
-        """The model's forward begins, in this thread."""
+        """Note that the model's forward begins in this thread."""
         now = getattr(_INSIDE, "now", None)
         if now is None:
             now = _INSIDE.now = set()
@@ -104,14 +104,14 @@ class Taps:
         _note_editing(self, inside=True)
 
     def leave(self) -> None:
-        """It is over."""
+        """Note that the model's forward has ended."""
         getattr(_INSIDE, "now", set[Taps]()).discard(self)
         _note_editing(self, inside=False)
 
-    # -- what occurs ------------------------------------------------------------------------------
+    # -- matching ---------------------------------------------------------------------------------
 
     def site(self, name: str) -> Site | None:
-        """Return the site of a name, if it is wanted."""
+        """Return the site of a name, if a pattern matches it."""
         if name not in self._sites:
             wanted = any(_matches(pattern, name) for pattern in self.patterns)
             site = self._make(name) if wanted else None
@@ -120,37 +120,43 @@ class Taps:
             self._sites[name] = site
         return self._sites[name]
 
-    def wants(self, name: str, inside: bool, again: bool) -> Site | None:
-        """Return the site of a name that occurs now, if this attachment is to see it."""
-        if inside and not again:
+    def find(self, name: str, inside: bool, recomputed: bool) -> Site | None:
+        """Return the site of a name that occurs now, if this attachment sees it.
+
+        Args:
+            name: The name.
+            inside: Whether it occurs within a call of the attachment's model.
+            recomputed: Whether it occurs in a recomputation.
+        """
+        if inside and not recomputed:
             self.seen.add(name)
         site = self.site(name) if self.on else None
         if site is None:
             return None
-        if again:
-            return site if self._sees_again(site) else None
+        if recomputed:
+            return site if self._sees_recomputation(site) else None
         if not inside:
             self._elsewhere.add(name)
         return site if inside else None
 
     @property
     def silent(self) -> list[str]:
-        """The patterns that nothing has occurred for."""
-        fired = [site.name for site in self._wanted() if site.fired]
+        """The patterns that no name has matched."""
+        fired = [site.name for site in self._matched() if site.fired]
         return [p for p in self.patterns if not any(_matches(p, name) for name in fired)]
 
     def hint(self) -> str:
-        """Say what occurred instead, for what did not."""
+        """Return a sentence on the names that did occur."""
         if not self.seen:
-            return "No hookline.tap was reached at all."
-        close = "".join(nearest(pattern, self.seen) for pattern in self.silent)
-        return f"Named there: {listed(sorted(self.seen))}.{close}"
+            return "No hookline.tap was reached."
+        suggestions = "".join(nearest(pattern, self.seen) for pattern in self.silent)
+        return f"The names there are {listed(sorted(self.seen))}.{suggestions}"
 
-    def _wanted(self) -> list[Site]:
+    def _matched(self) -> list[Site]:
         return [site for site in list(self._sites.values()) if site is not None]
 
-    def _sees_again(self, site: Site) -> bool:
-        """Whether a recomputation is of this model: an edit has to be applied in it once more."""
+    def _sees_recomputation(self, site: Site) -> bool:
+        """Return whether a recomputation is of this model, so that an edit is applied again."""
         probe, root = self.attachment.probe, self.attachment.root
         if not (probe.edits or probe.wants_recomputed) or root is None:
             return False
@@ -159,12 +165,14 @@ class Taps:
         ours = recomputes(self._modules)
         if ours is None:  # a function without any module was checkpointed
             ours = site.fired
-            others = [taps for taps in _there() if taps is not self and taps._has_seen(site.name)]
+            others = [
+                taps for taps in _live_taps() if taps is not self and taps._has_seen(site.name)
+            ]
             if ours and probe.edits and (others or site.name in self._elsewhere):
                 raise ProbeError(
-                    f"'{site.name}' is named in several models, and is recomputed now, by "
-                    "activation checkpointing, in a function that shows no module: it cannot be "
-                    "told whose it is. Checkpoint a module instead, or give each its own name."
+                    f"'{site.name}' is named in several models, and activation checkpointing "
+                    "recomputes it in a function without a module, so its model is not known. "
+                    "Checkpoint a module instead, or give each tap its own name."
                 )
         return ours
 
@@ -173,22 +181,22 @@ class Taps:
 
 
 def check_taps(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of taps; raise if they are none."""
+    """Return the names or globs of taps; raise if they are invalid."""
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if not (isinstance(name, str) and name):
-            raise ConfigError(f"A tap is chosen by its name or a glob, not by {name!r}.")
+            raise ConfigError(f"taps must be names or globs, not {name!r}.")
     return names
 
 
 # -- in eager models ------------------------------------------------------------------------------
 
 
-def _show(x: T, name: str) -> T:
-    again = is_recomputing()
+def _notify(x: T, name: str) -> T:
+    recomputed = is_recomputing()
     now = getattr(_INSIDE, "now", ())
-    for taps in _there():
-        site = taps.wants(name, taps in now, again)
+    for taps in _live_taps():
+        site = taps.find(name, taps in now, recomputed)
         if site is not None:
             new = site.after((), {}, x)
             x = x if new is None else new
@@ -197,34 +205,34 @@ def _show(x: T, name: str) -> T:
 
 # -- in compiled models ---------------------------------------------------------------------------
 
-_EDITING: dict[int, weakref.ref[Taps]] = {}  # those that edit, by number
+_EDITING: dict[int, weakref.ref[Taps]] = {}  # the taps of edits, by number
 _editing_now: tuple[int, ...] = ()
-"""Those whose model is being called, in whatever thread. Dynamo guards it: what was compiled for a
-model with an edit is not used for another one that shares the code."""
-_NAMES: list[str] = []  # names that were compiled, each with a number: operators take no words
+"""Those whose model is being called, in any thread. Dynamo guards it: what was compiled for a model
+with an edit is not used for another one that shares the code."""
+_NAMES: list[str] = []  # the compiled names, by number: operators take no strings
 
 
 def _trace(x: T, name: str) -> T:
-    """What dynamo traces instead of calling probes: first the edits, then an operator that sees."""
+    """Trace a tap: first the edits, then the operator that observes."""
     for number in _editing_now:
-        editing, tensors = _EDITING[number](), compiled.tensors(x)
+        editing, tensors = _EDITING[number](), compiled.find_tensors(x)
         if editing is not None and tensors and _edits(number, name):
             attachment = editing.attachment
             edit = attachment.probe.compiled_edit(name)
             if edit is not None:
                 x = edit(x, attachment.flag.to(tensors[0].device))
-    compiled.see(compiled.tensors(x), _number(name))
+    compiled.observe(compiled.find_tensors(x), _number(name))
     return x
 
 
 def _edits(number: int, name: str) -> bool:
-    """Whether these taps want this name."""
+    """Return whether an edit applies to a name."""
     editing = _EDITING[number]()
     return editing is not None and editing.site(name) is not None
 
 
 def _number(name: str) -> int:
-    """Return a name's number, which is negative: those of sites are not."""
+    """Return a name's number. It is negative, unlike those of sites."""
     if name not in _NAMES:
         _NAMES.append(name)
     return -1 - _NAMES.index(name)
@@ -235,48 +243,52 @@ for _function in (_edits, _number):
     cast(Any, _function)._dynamo_marked_constant = True
 
 
-def _saw(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
+def _notify_compiled(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
     if number >= 0 or is_recomputing():
         return
     name = _NAMES[-1 - number]
     now = getattr(_INSIDE, "now", ())
-    for taps in _there():
-        site = taps.wants(name, taps in now, again=False)
+    for taps in _live_taps():
+        site = taps.find(name, taps in now, recomputed=False)
         if site is not None:
             site.after_compiled(tensors, gradients)
 
 
-compiled.tell.append(_saw)
+compiled.listeners.append(_notify_compiled)
 
 
-# -- who is there ---------------------------------------------------------------------------------
+# -- registering ----------------------------------------------------------------------------------
 
 
-def _there() -> Iterator[Taps]:
-    for one in _all:
-        taps = one()
+def _live_taps() -> Iterator[Taps]:
+    for reference in _registered:
+        taps = reference()
         if taps is not None:
             yield taps
 
 
 def _register(taps: Taps) -> None:
-    global _all, _on
+    global _registered, _enabled
     number = id(taps)
     with _LOCK:
-        if all(one() is not taps for one in _all):
-            there = weakref.ref(taps, lambda gone: _unregister(gone, number))
-            _all = (*_all, there)
+        if all(reference() is not taps for reference in _registered):
+            reference = weakref.ref(taps, lambda freed: _unregister(freed, number))
+            _registered = (*_registered, reference)
             if taps.attachment.probe.edits:
-                _EDITING[number] = there
-        _on = True
+                _EDITING[number] = reference
+        _enabled = True
 
 
-def _unregister(gone: Taps | weakref.ref[Taps], number: int) -> None:
-    global _all, _on
+def _unregister(removed: Taps | weakref.ref[Taps], number: int) -> None:
+    global _registered, _enabled
     with _LOCK:
         _EDITING.pop(number, None)
-        _all = tuple(one for one in _all if one is not gone and one() is not gone)
-        _on = bool(_all)
+        _registered = tuple(
+            reference
+            for reference in _registered
+            if reference is not removed and reference() is not removed
+        )
+        _enabled = bool(_registered)
 
 
 def _note_editing(taps: Taps, *, inside: bool) -> None:

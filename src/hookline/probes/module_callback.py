@@ -1,0 +1,145 @@
+"""The callables that PyTorch's forward hooks hold for an attachment, in eager and compiled models.
+
+Dynamo traces them: in a compiled graph each becomes the operator of `compiled.py`, which looks up
+its receiver by a number. A copy or a pickle of a model gets a function that does nothing instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
+
+from hookline.probes import compiled
+
+if TYPE_CHECKING:
+    from hookline.probes.attachment import Site
+
+__all__ = ["ForwardCallback", "ModuleCallback", "register_receiver", "unregister_receiver"]
+
+_RECEIVERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The objects that operators in compiled graphs notify, by the number that the operator has."""
+
+
+def register_receiver(receiver: Any) -> torch.Tensor:
+    """Have `receiver.after_compiled` called by the operator; return the number to give it."""
+    _RECEIVERS[id(receiver)] = receiver
+    return compiled.as_site(id(receiver))
+
+
+def unregister_receiver(receiver: Any) -> None:
+    """Have the operators that were compiled for a receiver do nothing."""
+    _RECEIVERS.pop(id(receiver), None)
+
+
+def _notify_receiver(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
+    receiver = _RECEIVERS.get(number)
+    if receiver is not None:
+        receiver.after_compiled(tensors, gradients)
+
+
+compiled.listeners.append(_notify_receiver)
+
+
+def _do_nothing(*_: Any) -> None:
+    """Take a callback's place in a copy of the model."""
+
+
+def _get_do_nothing() -> Any:
+    return _do_nothing
+
+
+class _NotCopied:
+    """A callback that copies and pickles of a model do not have."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _do_nothing
+
+    def __reduce__(self) -> Any:
+        return _get_do_nothing, ()
+
+
+class ModuleCallback(_NotCopied):
+    """The forward pre-hook or forward hook of one module."""
+
+    def __init__(self, site: Site, *, before: bool) -> None:
+        probe = site.attachment.probe
+        self._site = site
+        self._before = before
+        self._number = register_receiver(self if before else site)
+        self._wants_input = probe.wants_input
+        self._wants_before = probe.wants_before
+        self._edit = probe.compiled_edit(site.name)
+        self._is_on = site.attachment.flag
+
+    def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
+        """Pass a call on to the site, or be traced."""
+        if len(more) < (1 if self._before else 2):
+            # Another thread is registering or removing this hook: PyTorch keeps in a second place
+            # that it takes keyword arguments, and sets that a little later.
+            return None
+        kwargs, output = more[0], more[-1]
+        if is_compiling():
+            return self._trace_before(args, kwargs) if self._before else self._trace_after(output)
+        site = self._site
+        if not site.on:  # hooks that were compiled stay registered
+            return None
+        if self._before:
+            return site.before(args, kwargs) if self._wants_before else None
+        return site.after(args, kwargs, output)
+
+    def _trace_before(self, args: Any, kwargs: Any) -> None:
+        if self._wants_input:
+            compiled.observe(compiled.find_tensors((args, kwargs)), self._number)
+        elif self._edit is not None and self._wants_before:
+            compiled.observe([], self._number)
+
+    def _trace_after(self, output: Any) -> Any:
+        tensors = compiled.find_tensors(output)
+        if self._edit is None:
+            compiled.observe(tensors, self._number)
+            return None
+        compiled.observe([], self._number)
+        # Without a tensor in the output the edit raises its own error.
+        return self._edit(output, self._is_on.to(tensors[0].device) if tensors else self._is_on)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """Handle the operator before a module having run."""
+        self._site.before_compiled(tensors)
+
+
+class ForwardCallback(_NotCopied):
+    """The hook at the start or the end of the model's outermost call.
+
+    Args:
+        call: Called with whether gradients are enabled; None in eager models, where one can look.
+    """
+
+    def __init__(self, call: Callable[[bool | None], None]) -> None:
+        self._call = call
+        self._number = register_receiver(self)
+        self.compiled = False
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        """Pass a call of the model on, or be traced."""
+        if is_compiling():
+            # Gradients are off when the operator runs: autograd sees the graph as one function.
+            compiled.observe([], self._number, int(torch.is_grad_enabled()))
+        else:
+            self._call(None)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """Handle the operator having run, in a graph compiled with or without gradients."""
+        self.compiled = True
+        self._call(bool(gradients))
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        if self.handle is not None:
+            self.handle.remove()
+        unregister_receiver(self)
