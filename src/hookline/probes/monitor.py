@@ -20,7 +20,7 @@ from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.observation import Observation
 from hookline.tensors.reading import read_tensors, widest_float
-from hookline.tensors.running_counts import Histograms, unit_dimension
+from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
 from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
 from hookline.tensors.sharded import local
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
