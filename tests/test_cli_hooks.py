@@ -103,7 +103,7 @@ def test_a_hook_is_shown_with_options_events_cost_and_examples() -> None:
     done = hookline("hooks", "show", "early_stopping")
     assert done.returncode == 0, done.stderr
     for text in (
-        "early_stopping: Ends training when a metric has not improved",
+        "early_stopping: Stops training when a metric has not improved",
         "patience: int",
         "monitor: str (default 'val/loss')",
         "on_validation_end",
