@@ -260,7 +260,7 @@ class DebugProbe(BuiltIn, Probe):
             recent = self._recent
             self._recent = recent[len(recent) - self._keep :] if self._keep else []
         found = [self._add_states(first, recent) for first in self._first(measured)]
-        new = [finding for finding in found if self._is_reported(finding)]
+        new = [finding for finding in found if self._should_report(finding)]
         for finding in new:
             self.findings.append(finding)
             log.log(
@@ -282,12 +282,12 @@ class DebugProbe(BuiltIn, Probe):
         answers = iter(read_tensors(told))
         first: dict[tuple[str, str], _Measured] = {}
         for each, pairs in zip(measured, ranges, strict=True):
-            given = [
+            answered = [
                 (condition, bool(next(answers)) if isinstance(a, torch.Tensor) else a)
                 for condition, a in each.answers
             ]
             for condition in self._conditions:
-                found = self._holds(condition, each, pairs, given)
+                found = self._find(condition, each, pairs, answered)
                 if found is None:
                     continue
                 key = (condition.name, found.finding.of)
@@ -300,24 +300,24 @@ class DebugProbe(BuiltIn, Probe):
                     others.append(found.finding.module)
         yield from first.values()
 
-    def _holds(
+    def _find(
         self,
         condition: Condition,
         each: _Measured,
         pairs: list[tuple[float, float]],
-        given: list[tuple[Condition, bool]],
+        answered: list[tuple[Condition, bool]],
     ) -> _Measured | None:
         """Return the finding of a condition, with the values, if it holds."""
-        where = each.finding
-        place = (where.step, where.epoch, where.call)
+        place = each.finding
+        position = (place.step, place.epoch, place.call)
         if condition.holds is None:
-            if not any(answer for asked, answer in given if asked is condition):
+            if not any(answer for asked, answer in answered if asked is condition):
                 return None
-            finding = Finding(where.module, condition.name, where.of, *place)
+            finding = Finding(place.module, condition.name, place.of, *position)
             return _Measured(finding, [], [], each.state)
         for low, high in pairs:
             if condition.holds(low, high):
-                finding = Finding(where.module, condition.name, where.of, *place, low, high)
+                finding = Finding(place.module, condition.name, place.of, *position, low, high)
                 return _Measured(finding, [], [], each.state)
         return None
 
@@ -327,7 +327,7 @@ class DebugProbe(BuiltIn, Probe):
             measured.finding.states = recent[max(0, at - self._keep) : at]
         return measured.finding
 
-    def _is_reported(self, finding: Finding) -> bool:
+    def _should_report(self, finding: Finding) -> bool:
         """Count a finding and return whether to report it."""
         key = (finding.module, finding.condition, finding.of)
         if self._once and key in self._reported:
