@@ -165,7 +165,7 @@ def test_an_unknown_id_is_one_line_with_the_near_ones(three: Three) -> None:
         assert len(done.stderr.splitlines()) == 1
     done = runs("show", "2", cwd=three.folder)
     assert done.returncode == 1
-    assert "'2' fits 3 runs" in done.stderr
+    assert "'2' matches 3 runs" in done.stderr
 
 
 @pytest.mark.parametrize(

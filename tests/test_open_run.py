@@ -22,6 +22,7 @@ from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
 from hookline.runs.jsonl_file import read_jsonl_backwards
 from hookline.runs.metric_summary import is_better_when_low
+from hookline.runs.run_lookup import find_run_of_checkpoint
 
 
 class Saves(hookline.Hook):
@@ -175,6 +176,16 @@ def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
     assert first == "list"
     assert second.startswith("RunError frame=True needs pandas")
     assert second.endswith("pip install pandas")
+
+
+def test_the_run_of_a_checkpoint_is_its_enclosing_run_folder(
+    finished: hookline.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = finished.run.path
+    assert find_run_of_checkpoint(path / "checkpoints" / "step_000006") == path
+    assert find_run_of_checkpoint(tmp_path / "a" / "step_000006") is None
+    monkeypatch.chdir(path)  # a checkpoint that is named without its folder
+    assert find_run_of_checkpoint(Path("mine")) is None
 
 
 def test_events_are_there_and_can_be_chosen(finished: hookline.Trainer) -> None:

@@ -74,7 +74,7 @@ def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, order, ba
     st.integers(0, 4),
     st.booleans(),
 )
-def test_what_is_wanted_is_exactly_what_would_be_kept(scores, keep, keep_newest):
+def test_would_keep_is_true_for_exactly_what_would_be_kept(scores, keep, keep_newest):
     kept = scored(*scores)[:keep]
     retention = Retention(keep=keep, order="max", keep_newest=keep_newest)
     retention._saved, retention._number = list(kept), len(scores)
@@ -123,7 +123,7 @@ def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
     assert names(tmp_path) == ["a", "c"]
 
 
-def test_what_last_or_best_names_is_never_removed(tmp_path):
+def test_a_checkpoint_that_last_or_best_names_is_never_removed(tmp_path):
     retention = opened(tmp_path, keep=1)
     a = save(retention, "a", 3.0)
     b = write(retention.reserve("b", 1, 2.0))
@@ -136,7 +136,7 @@ def test_what_last_or_best_names_is_never_removed(tmp_path):
     assert names(tmp_path) == ["c"], "and is when nothing names it any more"
 
 
-def test_what_others_wrote_is_neither_ours_nor_removed(tmp_path):
+def test_checkpoints_of_others_are_not_removed(tmp_path):
     retention = opened(tmp_path, keep=1)
     other = write(tmp_path / "other")
     assert not retention.mark_saved(other)
@@ -173,7 +173,7 @@ def test_two_writers_never_get_the_same_name(tmp_path):
     assert two.mark_saved(second)
 
 
-def test_what_another_writer_asked_for_is_not_taken_for_a_variant_of_ours(tmp_path):
+def test_a_name_that_another_writer_reserved_is_not_a_variant_of_ours(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path)
     one.reserve("x", 1, 1.0)
     second = write(two.reserve("x", 1, 1.0))
@@ -181,7 +181,7 @@ def test_what_another_writer_asked_for_is_not_taken_for_a_variant_of_ours(tmp_pa
     assert two.mark_saved(second)
 
 
-def test_what_is_being_saved_counts_when_asked_whether_more_is_wanted(tmp_path):
+def test_checkpoints_that_are_being_saved_count_in_would_keep(tmp_path):
     retention = opened(tmp_path, keep=1)
     retention.reserve("x", 1, 1.0)
     assert not retention.would_keep(2.0)
@@ -220,7 +220,7 @@ def test_removing_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_something_of_the_users_is_left_alone(tmp_path, caplog):
+def test_a_folder_with_a_file_of_the_user_is_not_removed(tmp_path, caplog):
     path = write(tmp_path / "a")
     (path / "notes.txt").write_text("mine")
     assert not remove_checkpoint(path)
@@ -229,13 +229,13 @@ def test_a_folder_with_something_of_the_users_is_left_alone(tmp_path, caplog):
     assert "'notes.txt'" in caplog.text
 
 
-def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_not_removed(tmp_path):
     (tmp_path / "a").mkdir()
     assert not remove_checkpoint(tmp_path / "a")
     assert (tmp_path / "a").is_dir()
 
 
-def test_a_link_is_left_alone_with_what_it_leads_to(tmp_path):
+def test_a_link_and_its_target_are_not_removed(tmp_path):
     path = write(tmp_path / "a")
     link = tmp_path / "link"
     link.symlink_to(path)
@@ -275,14 +275,14 @@ def test_it_is_known_under_the_name_that_it_got(tmp_path):
     assert [one.name for one in resumed(retention, tmp_path, ours).saved] == ["b_2"]
 
 
-def test_what_was_asked_for_and_never_saved_is_forgotten(tmp_path):
+def test_a_reserved_checkpoint_that_was_never_saved_is_forgotten(tmp_path):
     retention = opened(tmp_path, keep=2)
     retention.reserve("b", 1, 1.0)
     other = write(tmp_path / "other")
     assert resumed(retention, tmp_path, other).saved == ()
 
 
-def test_what_vanished_meanwhile_is_forgotten_and_said(tmp_path, caplog):
+def test_a_checkpoint_that_vanished_is_forgotten_and_logged(tmp_path, caplog):
     caplog.set_level("INFO", "hookline")
     retention = opened(tmp_path, keep=2)
     a, b = save(retention, "a", 1.0), save(retention, "b", 2.0)
@@ -301,7 +301,7 @@ def test_a_folder_that_was_moved_is_found_again(tmp_path):
     assert [one.name for one in again.saved] == ["a", "b"]
 
 
-def test_a_run_that_is_not_resumed_begins_with_nothing(tmp_path):
+def test_a_run_that_is_not_resumed_starts_with_no_checkpoints(tmp_path):
     retention = opened(tmp_path / "one", keep=1)
     save(retention, "a", 1.0)
     retention.open(tmp_path / "two", resumed=False)

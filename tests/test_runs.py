@@ -346,7 +346,7 @@ def test_opening_for_reading_writes_nothing(run: Run) -> None:
     assert {p.name: p.stat().st_mtime_ns for p in run.path.iterdir()} == before
 
 
-def test_what_is_no_run_is_named(run: Run, tmp_path: Path) -> None:
+def test_opening_what_is_not_a_run_raises_an_error_that_names_it(run: Run, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no manifest"):
         Run.open(tmp_path / "nowhere")
     newer = {**run.manifest, "version": 2}
@@ -377,7 +377,7 @@ def test_a_program_that_ends_without_closing_its_run_loses_no_records(tmp_path: 
     assert json.loads((path / "manifest.json").read_text())["status"] == "training"
 
 
-def test_a_run_that_nobody_has_any_more_writes_its_records_and_closes_its_files(
+def test_a_garbage_collected_run_writes_its_metrics_and_closes_its_files(
     tmp_path: Path,
 ) -> None:
     import gc
@@ -393,7 +393,7 @@ def test_a_run_that_nobody_has_any_more_writes_its_records_and_closes_its_files(
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_the_journal_of_metrics_is_there_while_the_run_writes(run: Run) -> None:
+def test_the_metrics_log_exists_while_the_run_is_writable(run: Run) -> None:
     assert run.metrics_log is not None
     run.metrics_log.add((5, 1, 123.5, "train/loss", "scalar", 0.25))
     (record,) = records(run)

@@ -109,7 +109,8 @@ def remove_leftovers(parent: Path) -> None:
 
 def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock | None]:
     while True:
-        folder = parent / f"{TEMPORARY}{name}-{uuid.uuid4().hex[:8]}.hookline"
+        # Shortened: with the additions, a long name could exceed the limit for file names.
+        folder = parent / f"{TEMPORARY}{name[:40]}-{uuid.uuid4().hex[:8]}.hookline"
         folder.mkdir()
         try:
             return folder, _lock(folder / _MARKER)

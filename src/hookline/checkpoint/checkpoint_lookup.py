@@ -59,6 +59,10 @@ class _InvalidCheckpointError(Exception):
         super().__init__(f"{name} {problem}")
         self.advice = advice or "The checkpoint is damaged and was not loaded."
 
+    def in_checkpoint(self, path: Path) -> CheckpointError:
+        """Return the error for users, with the folder and the other checkpoints beside it."""
+        return CheckpointError(f"{path}{os.sep}{self}. {self.advice}{_describe_others(path)}")
+
 
 # -- manifests ------------------------------------------------------------------------------------
 
@@ -82,9 +86,7 @@ def read_manifest(path: Path, *, verify_files: bool = False) -> Manifest:
         if verify_files:
             _check_files(path, manifest, hashes=True)
     except _InvalidCheckpointError as error:
-        raise CheckpointError(
-            f"{path}{os.sep}{error}. {error.advice}{_describe_others(path)}"
-        ) from error.__cause__
+        raise error.in_checkpoint(path) from error.__cause__
     return manifest
 
 
@@ -95,8 +97,7 @@ def hash_manifest(manifest: Manifest) -> str:
 
 def damage_error(path: Path, name: str, problem: str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint."""
-    error = _InvalidCheckpointError(name, problem)
-    return CheckpointError(f"{path}{os.sep}{error}. {error.advice}{_describe_others(path)}")
+    return _InvalidCheckpointError(name, problem).in_checkpoint(path)
 
 
 def _parse_manifest(path: Path) -> Manifest:
