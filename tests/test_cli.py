@@ -21,7 +21,7 @@ from hookline import __version__
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.cli import demo_command as demo
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 
@@ -51,6 +51,17 @@ def value_of(word: str, printed: str) -> str:
     found = re.search(rf"^{word} +(\S+)", printed, re.MULTILINE)
     assert found, printed
     return found[1]
+
+
+def test_python_m_hookline_is_the_installed_command() -> None:
+    installed = str(Path(sys.executable).with_name("hookline"))
+    for arguments in (["--version"], ["--help"], ["no_such_command"]):
+        module, script = hookline(*arguments), run([installed, *arguments])
+        assert (module.returncode, module.stdout, module.stderr) == (
+            script.returncode,
+            script.stdout,
+            script.stderr,
+        )
 
 
 class Trained:

@@ -18,7 +18,7 @@ import hookline as library
 from hookline.config import BUILT_INS, PROBES, HookRegistry, load_hook_class
 from hookline.events import COMMON, EVENTS, LOOP_MAP
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 

@@ -32,7 +32,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def hookline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "hookline.cli.app", *arguments, cwd=cwd)
+    return run(sys.executable, "-m", "hookline", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")

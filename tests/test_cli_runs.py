@@ -15,7 +15,7 @@ import pytest
 
 from hookline.runs import Run, diff_runs, open_run
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app", "runs"]
+COMMAND = [sys.executable, "-m", "hookline", "runs"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 

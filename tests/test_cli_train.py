@@ -16,7 +16,7 @@ import pytest
 
 import hookline
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 PROJECT = """

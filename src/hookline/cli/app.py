@@ -163,7 +163,3 @@ def demo(
         run_demo(steps=steps, out=out, seed=seed)
     except KeyboardInterrupt:  # here, because each version of typer makes something else of it
         _end("Interrupted.", INTERRUPTED)
-
-
-if __name__ == "__main__":
-    main()
