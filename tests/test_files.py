@@ -517,7 +517,7 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("model.init_args.widht=1", "Net has no argument 'widht'. Did you mean 'width'? It takes:"),
         ("model.init_args={}", "model.init_args.width: Net needs the argument 'width'."),
         ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
-        ("model.init_args.width='4'", "A number is written without quotes."),
+        ("model.init_args.width='4'", "Write the number without quotes."),
         ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
         ("model.class_path=net.ANSWER", "It is a int; expected a class or a function."),
         ("model.class_path=nett.Net", "There is no module 'nett'. Did you mean 'net'?"),
@@ -544,7 +544,10 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("hooks=[{name: early_stopping, patience: x}]", "'patience' is 'x'."),
         ("hooks=[early_stoping]", "Did you mean 'early_stopping'?"),
         ("hooks=[net.Net]", "is not a hook"),
-        ("hooks={update: [clip_norm]}", "hooks.update.0: ClipNorm needs the option 'max_norm'."),
+        (
+            "hooks={update: [clip_norm]}",
+            "hooks.update.0.max_norm: ClipNorm: The option 'max_norm' is required",
+        ),
         ("hooks={update: [lr_monitor]}", "'lr_monitor' is of kind 'loop'. Move it to 'loop'."),
         ("hooks=[{name: lr_monitor, every: -1}]", "hooks.0"),
         ("hooks=[{name: lr_monitor, before: nobody}]", "There is no hook 'nobody'."),
@@ -718,6 +721,39 @@ def test_hooks_are_registered_as_the_file_says(project: Path) -> None:
         "update",
         "probe",
     }
+
+
+COUNTED = """
+from typing import Annotated
+import torch
+from pydantic import AfterValidator
+from hookline.options import BuiltIn
+
+CHECKED = []
+
+def count(value):
+    CHECKED.append(value)
+    return value
+
+class Counted(BuiltIn):
+    def __init__(self, size: Annotated[int, AfterValidator(count)], helper: torch.nn.Module = None):
+        self.size, self.helper = size, helper
+    def on_step_end(self, step):
+        pass
+"""
+
+
+@pytest.mark.parametrize("helper", ["", ", helper: {class_path: torch.nn.GELU}"])
+def test_the_options_of_a_built_in_are_validated_once(project: Path, helper: str) -> None:
+    (project / "counted.py").write_text(COUNTED)
+    trainer = load(project, f"hooks=[{{name: counted.Counted, size: 3{helper}}}]").trainer
+    assert sys.modules["counted"].CHECKED == [3]
+    assert trainer.hooks.get_hook("counted").hookline_options["size"] == 3
+    said = refused(project, "hooks=[{name: counted.Counted, size: x}]")
+    assert "hooks.0.size: Counted: 'size' is 'x'." in said
+    said = refused(project, "hooks=[{name: counted.Counted, init_args: {size: x, siez: 1}}]")
+    assert "hooks.0.init_args.size: Counted: 'size' is 'x'." in said
+    assert "hooks.0.init_args.siez: Counted: Unknown option 'siez'." in said
 
 
 def test_probes_for_modules_that_are_not_there_are_an_error(project: Path) -> None:

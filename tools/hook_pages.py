@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from hookline.cli.hook_facts import GROUPS, facts_of, group_of
-from hookline.config.hook_names import BUILT_INS, PROBES, where_is
+from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 
 ALL = {**BUILT_INS, **PROBES}
 
 
 def page(name: str) -> str:
     """The page of one built-in."""
-    facts = facts_of(where_is(name))
+    facts = facts_of(find_hook(name))
     kind, module = _class(facts)
     lines = [
         f"# {kind}",
@@ -60,7 +60,7 @@ def overview() -> str:
     lines: list[str] = []
     for title in GROUPS.values():
         lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
-        for known in map(where_is, ALL):
+        for known in map(find_hook, ALL):
             if group_of(known) == title:
                 facts = facts_of(known)
                 link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"

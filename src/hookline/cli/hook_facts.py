@@ -11,12 +11,12 @@ from typing import Any
 
 import hookline
 import hookline.probes
-from hookline.config import SECTIONS, Known, load_class
+from hookline.config import SECTIONS, KnownHook, load_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
-from hookline.options import Option, options_of
+from hookline.options import Option, get_options
 from hookline.runs.jsonable import plain
 
 __all__ = ["GROUPS", "facts_of", "group_of"]
@@ -58,7 +58,7 @@ _PLACES = {
 _CARRIERS = {"observation"}  # how a hook is called, nothing that it asks for
 
 
-def group_of(known: Known) -> str:
+def group_of(known: KnownHook) -> str:
     """Return the title under which a hook is listed."""
     if known.package != "hookline":
         return f"From the package {known.package}"
@@ -66,7 +66,7 @@ def group_of(known: Known) -> str:
     return GROUPS[parts[2] if parts[1] == "hooks" else parts[1]]
 
 
-def facts_of(known: Known) -> dict[str, Any]:
+def facts_of(known: KnownHook) -> dict[str, Any]:
     """Return what there is to know of a hook, as plain values; raise `ConfigError` for no hook."""
     kind: Any = load_class(known.path)
     if not _is_hook(kind):
@@ -80,7 +80,7 @@ def facts_of(known: Known) -> dict[str, Any]:
         "package": known.package,
         "purpose": purpose,
         "text": text,
-        "options": [_option(one) for one in options_of(kind).values()],
+        "options": [_option(one) for one in get_options(kind).values()],
         "events": _events(kind),
         "order": _PLACES[_rank(kind)],
         "critical": bool(kind.critical),
@@ -146,10 +146,10 @@ def _events(kind: Any) -> list[dict[str, Any]]:
 def _shown_options(name: str, kind: Any) -> dict[str, Any]:
     """What an example is made with: what is needed, and two more options at most."""
     shown = dict(_EXAMPLES.get(name, {}))
-    for one in options_of(kind).values():
+    for one in get_options(kind).values():
         if one.required and one.name not in shown:
             shown[one.name] = _some(one.type)
-    for one in options_of(kind).values():
+    for one in get_options(kind).values():
         if len(shown) < 2 and isinstance(one.default, bool | int | float | str):
             shown.setdefault(one.name, one.default)
     return shown

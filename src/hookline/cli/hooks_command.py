@@ -72,10 +72,10 @@ def show_hook(
     """
     with interrupted_afterwards():
         from hookline.cli.hook_facts import facts_of
-        from hookline.config import where_is
+        from hookline.config import find_hook
 
     sys.path.insert(0, str(Path.cwd()))  # class paths begin in this folder, as in a training's file
-    facts = facts_of(where_is(name))
+    facts = facts_of(find_hook(name))
     if as_json or context.obj:
         print(_json(facts))
     else:

@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from hookline.config import SECTIONS
+from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.checking import Found
+from hookline.config_files.checking import ResolvedObjects
 from hookline.config_files.file_model import ObjectConfig, OptimizerConfig, TrainingConfig
 from hookline.config_files.merging import Merged
 from hookline.config_files.object_specs import hooks_in, is_object, loaders_in
 from hookline.config_files.problems import FileError, Key
-from hookline.errors import ConfigError, HooklineError
+from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import chosen_names
 from hookline.trainer.trainer import Trainer
@@ -48,18 +50,18 @@ def run_config(config: TrainerConfig, training: Mapping[str, Any], seed: int | N
     return RunConfig(**given)
 
 
-def build_trainer(config: TrainingConfig, merged: Merged, found: Found) -> Trainer:
+def build_trainer(config: TrainingConfig, merged: Merged, resolved: ResolvedObjects) -> Trainer:
     """Make everything that the configuration names; return the trainer, which has its data.
 
     Raises:
         FileError: something could not be made.
     """
-    return _Builder(config, merged, found).trainer()
+    return _Builder(config, merged, resolved).trainer()
 
 
 class _Builder:
-    def __init__(self, config: TrainingConfig, merged: Merged, found: Found) -> None:
-        self._config, self._merged, self._found = config, merged, found
+    def __init__(self, config: TrainingConfig, merged: Merged, resolved: ResolvedObjects) -> None:
+        self._config, self._merged, self._resolved = config, merged, resolved
 
     def trainer(self) -> Trainer:
         config = self._config
@@ -85,7 +87,11 @@ class _Builder:
             trainer = Trainer(fields, model, optimizers, schedulers, **functions)
         for key, section, hook in hooks_in(config):
             with self._making(key):
-                self._add_hook(trainer, section, self._each_filled(hook.item(), key))
+                item = self._resolved.hooks.get(key)
+                if item is None:  # its options contain objects
+                    kind = None if section is None else SECTIONS[section]
+                    item = HookItem.read(self._each_filled(hook.item(), key), kind)
+                trainer.hooks.add_item(item)
         with self._making(("data",)):
             trainer._take_data(train, val)
         return trainer
@@ -136,7 +142,7 @@ class _Builder:
             return chosen_names(patterns, list(named))
 
     def _function(self, key: Key, given: ObjectConfig) -> Any:
-        target = self._found[given.class_path]
+        target = self._resolved.targets[given.class_path]
         if isinstance(target, type):
             target = self._made(key, given)
         elif given.init_args:
@@ -165,19 +171,12 @@ class _Builder:
             )
         return data
 
-    def _add_hook(self, trainer: Trainer, section: str | None, item: dict[str, Any]) -> None:
-        where = "hooks[0]: " if section is None else f"hooks.{section}[0]: "
-        try:
-            trainer.hooks.add_configured([item] if section is None else {section: [item]})
-        except ConfigError as error:  # it counts within what it was given, which is this hook alone
-            raise ConfigError(str(error).removeprefix(where)) from error
-
     # -- objects ----------------------------------------------------------------------------------
 
     def _made(self, key: Key, given: ObjectConfig, *first: Any) -> Any:
         args = self._each_filled(given.init_args, (*key, "init_args"))
         with self._making(key):
-            return self._found[given.class_path](*first, **args)
+            return self._resolved.targets[given.class_path](*first, **args)
 
     def _filled(self, value: Any, key: Key) -> Any:
         """Return a value with the objects in it made."""
@@ -186,7 +185,7 @@ class _Builder:
         if not isinstance(value, dict):
             return value
         if is_object(value):
-            target = self._found[value["class_path"]]
+            target = self._resolved.targets[value["class_path"]]
             if value.get("call", True) is False:
                 return target
             args = self._each_filled(value.get("init_args") or {}, (*key, "init_args"))

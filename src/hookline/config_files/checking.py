@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from hookline.builtin import BuiltIn
-from hookline.config import where_is
-from hookline.config.hook_items import Item
+from hookline.config import SECTIONS, find_hook
+from hookline.config.hook_items import HookItem
 from hookline.config_files.file_model import HookConfig, TrainingConfig
 from hookline.config_files.merging import Merged
 from hookline.config_files.object_specs import (
@@ -20,15 +20,26 @@ from hookline.config_files.object_specs import (
 from hookline.config_files.problems import FileError, Key, Problem
 from hookline.config_files.trust import Trust, load_object
 from hookline.errors import HooklineError
-from hookline.options import check_options, options_of
+from hookline.options import OptionsError
 
-__all__ = ["Found", "check_objects"]
-
-Found = dict[str, Any]
-"""What class paths stand for."""
+__all__ = ["ResolvedObjects", "check_objects"]
 
 
-def check_objects(config: TrainingConfig, merged: Merged, trust: Trust) -> Found:
+@dataclass
+class ResolvedObjects:
+    """What a configuration names, imported and checked.
+
+    Attributes:
+        targets: the class or function of each class path.
+        hooks: the hooks whose options are complete, by key. A hook with objects among its options
+            is missing here: its options can only be checked when the objects exist.
+    """
+
+    targets: dict[str, Any] = field(default_factory=dict[str, Any])
+    hooks: dict[Key, HookItem] = field(default_factory=dict[Key, HookItem])
+
+
+def check_objects(config: TrainingConfig, merged: Merged, trust: Trust) -> ResolvedObjects:
     """Find every class that is named, and compare arguments with signatures.
 
     Modules are imported only when all class paths are trusted, and nothing is called.
@@ -48,18 +59,19 @@ def check_objects(config: TrainingConfig, merged: Merged, trust: Trust) -> Found
         if refusal is not None:
             problems.append(merged.problem(key, refusal))
     _raise(problems)
-    found: Found = {}
+    resolved = ResolvedObjects()
+    targets = resolved.targets
     for spec in specs:
-        _find(found, spec.path, _path_key(spec), merged, trust, problems)
-        if spec.path in found and not spec.itself:
-            problems += argument_problems(spec, found[spec.path], merged)
+        _find(targets, spec.path, _path_key(spec), merged, trust, problems)
+        if spec.path in targets and not spec.itself:
+            problems += argument_problems(spec, targets[spec.path], merged)
     for key, path in hooks:
-        _find(found, path, key, merged, trust, problems)
-    for key, _, hook in hooks_in(config):
-        problems += _hook_problems(key, hook, merged)
+        _find(targets, path, key, merged, trust, problems)
+    for key, section, hook in hooks_in(config):
+        _check_hook(resolved, key, section, hook, merged, problems)
     _check_sense(config, merged, problems)
     _raise(problems)
-    return found
+    return resolved
 
 
 def _raise(problems: list[Problem]) -> None:
@@ -72,20 +84,25 @@ def _path_key(spec: Spec) -> Key:
 
 
 def _find(
-    found: Found, path: str, key: Key, merged: Merged, trust: Trust, problems: list[Problem]
+    targets: dict[str, Any],
+    path: str,
+    key: Key,
+    merged: Merged,
+    trust: Trust,
+    problems: list[Problem],
 ) -> None:
-    if path in found:
+    if path in targets:
         return
     try:
         loaded = load_object(path)
     except LookupError as error:
-        problems.append(merged.problem(key, f"'{path}': {error.args[0]}"))
+        problems.append(merged.problem(key, f"'{path}': {error}"))
         return
     refusal = trust.refusal(path) or trust.refusal_of(path, loaded)
     if refusal is not None:
         problems.append(merged.problem(key, refusal))
     else:
-        found[path] = loaded
+        targets[path] = loaded
 
 
 # -- hooks ----------------------------------------------------------------------------------------
@@ -103,25 +120,34 @@ def _hook_paths(
         named.append((("trainer", "hooks", "hook_classes", i), name))
     for key, name in named:
         try:
-            yield key, where_is(name).path
+            yield key, find_hook(name).path
         except HooklineError as error:
             problems.append(merged.problem(key, str(error)))
 
 
-def _hook_problems(key: Key, hook: HookConfig, merged: Merged) -> list[Problem]:
-    """What is wrong with a hook's options, as far as its class says."""
+def _check_hook(
+    resolved: ResolvedObjects,
+    key: Key,
+    section: str | None,
+    hook: HookConfig,
+    merged: Merged,
+    problems: list[Problem],
+) -> None:
+    """Load a hook's class and check its options."""
+    item = hook.item()
+    kind = None if section is None else SECTIONS[section]
+    has_objects = holds_object(item)
     try:
-        item = Item.read(hook.item())
-        kind: Any = item.kind
-        own = issubclass(kind, BuiltIn) and not holds_object(dict(item.options))
-        resolved = check_options(kind, (), item.options, values=own)
-        missing = [one for one in options_of(kind) if one not in resolved]
-        if missing:
-            text = f"{kind.__name__} needs the option '{missing[0]}'."
-            return [merged.problem(key, text)]
+        checked = HookItem.read(item, kind, check_values=not has_objects)
+        if not has_objects:
+            resolved.hooks[key] = checked
+    except OptionsError as error:
+        for one in error.problems:
+            inside = ("init_args",) if one.option in (hook.init_args or {}) else ()
+            text = f"{error.class_name}: {one.text}"
+            problems.append(merged.problem((*key, *inside, one.option), text))
     except (HooklineError, ValueError, TypeError) as error:
-        return [merged.problem(key, str(error))]
-    return []
+        problems.append(merged.problem(key, str(error)))
 
 
 # -- what belongs together ------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hookline.builtin import BuiltIn
 from hookline.config import HookRegistry
 from hookline.config_files.building import raised_in
 from hookline.config_files.loading import Training
@@ -17,6 +16,7 @@ from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.hooks.metric_lookup import Monitors, check_is_there
 from hookline.loop.evaluation import evaluation
+from hookline.options import BuiltIn
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.trainer import Trainer
 

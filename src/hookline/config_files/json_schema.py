@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hookline.config import known_hooks, load_hook_class
 from hookline.config_files.file_model import TrainingConfig
-from hookline.options import Option, options_of
+from hookline.options import Option, get_options
 
 __all__ = ["PLACE", "training_schema"]
 
@@ -78,7 +78,7 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
 def _options(name: str) -> Mapping[str, Option] | None:
     try:
         kind: Any = load_hook_class(name)
-        return options_of(kind)
+        return get_options(kind)
     except Exception:  # a package's hook that cannot be imported here
         return None
 

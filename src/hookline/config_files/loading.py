@@ -84,6 +84,6 @@ def load_training(path: str | Path, *overrides: str) -> Training:
     config, merged = read_training(path, overrides)
     folder = path.resolve().parent
     with importable(folder):
-        found = check_objects(config, merged, Trust(folder, config.trust))
-        trainer = build_trainer(config, merged, found)
+        resolved = check_objects(config, merged, Trust(folder, config.trust))
+        trainer = build_trainer(config, merged, resolved)
     return Training(trainer, str(path), folder)

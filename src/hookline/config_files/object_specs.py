@@ -219,7 +219,7 @@ def _wrong_value(found: Any, parameter: inspect.Parameter, value: Any) -> str | 
         if hint is None:
             return None
         option = Option(parameter.name, "", parameter.default, "", hint)
-        problem = option.problem(value)
+        problem = option.find_problem(value)
     except Exception:  # annotations that only a type checker understands
         return None
     return None if problem is None else f"It is {shown(value)}. {problem}."

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.probes.attachment import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, extremes, read, read_conditions

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hookline.builtin import BuiltIn
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
+from hookline.options import BuiltIn
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import dense
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank, UpdateHook
+from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import matching, parameters_by_name
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import dense

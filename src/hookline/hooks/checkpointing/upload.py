@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.checkpoint.retention import pointed, remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.hook import Rank
 from hookline.hooks.checkpointing.destination import Bundle, StoppedError, destination_of
+from hookline.options import BuiltIn
 
 __all__ = ["UploadHook"]
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.debugging.finite import all_finite, first_bad, tensors_in
+from hookline.options import BuiltIn
 from hookline.tensors.nested import describe_structure
 
 __all__ = ["DebugHook"]

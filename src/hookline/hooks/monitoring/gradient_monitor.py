@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.monitoring.gradient_report import Report, Turn, histogram, read, total
 from hookline.hooks.monitoring.gradient_statistics import histograms, percentiles, statistics
+from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
 
 __all__ = ["GradientMonitor"]

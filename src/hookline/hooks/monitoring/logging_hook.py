@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.hooks.number_text import duration_text, metrics_text
+from hookline.options import BuiltIn
 
 __all__ = ["LoggingHook"]
 

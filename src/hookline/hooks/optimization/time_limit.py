@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.number_text import duration_text
+from hookline.options import BuiltIn
 
 __all__ = ["TimeLimit"]
 
