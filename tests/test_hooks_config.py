@@ -211,3 +211,18 @@ def test_a_trainer_config_passes_them_on(tmp_path):
     trainer.add_hook(Fails())
     trainer.fit(batches(3))
     assert trainer.hooks.summary().failures == {"fails": 1}
+
+
+def test_the_settings_of_hooks_are_validated_like_all_fields() -> None:
+    settings = hookline.HookSettings(max_failures=7)
+    assert HooksConfig(settings=settings).manager_settings() == settings
+    assert HooksConfig(settings={"max_failures": 7}).manager_settings() == settings
+    config = HooksConfig(settings={"isolate": False}, log_hook_errors=False)
+    assert config.manager_settings() == hookline.HookSettings(isolate=False, log_errors=False)
+    wrong = {"hooks": {"settings": {"max_failure": 1, "max_failures": 0, "budget": -1.0}}}
+    with pytest.raises(hookline.ConfigError) as error:
+        TrainerConfig(**wrong)
+    said = str(error.value)
+    assert "Unknown field 'hooks.settings.max_failure'. Did you mean 'max_failures'?" in said
+    assert "'hooks.settings.max_failures' is 0. Input should be greater than 0." in said
+    assert "'hooks.settings.budget' is -1.0." in said

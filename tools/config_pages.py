@@ -23,7 +23,7 @@ from hookline.config_files.file_model import (
     SchedulerConfig,
     TrainingConfig,
 )
-from hookline.config_files.json_schema import PLACE
+from hookline.config_files.json_schema import REGISTRATION_KEYS
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", TrainingConfig),
@@ -69,7 +69,8 @@ def tables() -> str:
             lines.append("| | | | and the keys of an object |")
         if model is HookConfig:
             lines += [
-                f"| `{n}` | {one['type']} | | {one['description']} |" for n, one in PLACE.items()
+                f"| `{n}` | {one['type']} | | {one['description']} |"
+                for n, one in REGISTRATION_KEYS.items()
             ]
             lines.append("| any other | | | an option of the hook |")
         if model is GroupConfig:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,13 +22,10 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config.trainer_config import (
-    HooksConfig,
-    HooksSettingsConfig,
-    LoadersConfig,
-    TrainerConfig,
-)
+from hookline.config.trainer_config import HooksConfig, LoadersConfig, TrainerConfig
+from hookline.dispatch import HookSettings
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
+from hookline.options import get_options
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -130,10 +128,6 @@ MEANINGS = {
     "LoadersConfig.order": "whose turn it is",
     "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
     "LoadersConfig.on_exhausted": "a loader that runs out is started again, or left out",
-    "HooksSettingsConfig.isolate": "a failing hook does not stop training",
-    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
-    "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
-    "HooksSettingsConfig.budget_after": "seconds of training before the budget is looked at",
 }
 
 
@@ -153,7 +147,7 @@ def config_tables() -> str:
             "",
             "and its `settings`:",
             "",
-            *_config_table(HooksSettingsConfig),
+            *_options_table(HookSettings),
         ]
     )
 
@@ -167,8 +161,16 @@ def _config_table(kind: type[BaseModel]) -> list[str]:
     return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
 
 
+def _options_table(kind: type) -> list[str]:
+    rows = [
+        f"| `{option.name}` | {_values(option.hint)} | `{option.default}` | {option.text} |"
+        for option in get_options(kind).values()
+    ]
+    return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
+
+
 def _values(annotation: Any) -> str:
-    """What a field may be, in a few words."""
+    """Return the valid values of a field in a few words."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _values(get_args(annotation)[0])
@@ -178,7 +180,9 @@ def _values(annotation: Any) -> str:
         return ", ".join(_values(one) for one in get_args(annotation))
     if annotation is NoneType:
         return "None"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    ):
         return f"a `{annotation.__name__}` or a mapping"
     named = {int: "whole number", float: "number", bool: "True, False", str: "string"}
     named |= {Path: "path", list: "list", dict: "mapping"}
@@ -187,7 +191,7 @@ def _values(annotation: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
+    if isinstance(value, BaseModel) or is_dataclass(value):
         return "see below"
     return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
 

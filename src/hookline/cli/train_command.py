@@ -140,9 +140,9 @@ def check(
     try:
         training = _load(config, overrides)
         _check_runs(training)
-        from hookline.config_files.dry_run import try_training
+        from hookline.config_files.dry_run import dry_run
 
-        facts = try_training(training)
+        facts = dry_run(training)
     except HooklineError as error:
         if not as_json:
             raise
@@ -189,15 +189,14 @@ def _load(config: str, overrides: list[str] | None) -> Training:
     given = overrides or []
     with interrupted_afterwards():
         import_module("hookline.config_files.building")  # and with it torch
-        from hookline.config_files.loading import load_training
+        from hookline.config_files.loading import is_python_function, load_python, load_training
         from hookline.config_files.merging import parse_override
-        from hookline.config_files.python_function import is_python, load_python
     for one in given:
         try:
             parse_override(one)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'KEY=VALUE'") from None
-    if is_python(config):
+    if is_python_function(config):
         return load_python(config, *given)
     if config.endswith(".py"):
         raise typer.BadParameter(

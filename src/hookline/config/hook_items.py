@@ -55,13 +55,13 @@ class HookItem:
             OptionsError: options do not match the hook's signature.
             ConfigError: the item is malformed, or its hook unknown.
         """
-        item = {"name": item} if isinstance(item, str) else item
-        if not isinstance(item, Mapping):
+        mapping = {"name": item} if isinstance(item, str) else item
+        if not isinstance(mapping, Mapping):
             raise ConfigError(
                 f"{item!r} is a {type(item).__name__}; expected a hook's name, or a mapping with "
                 "'name' and options."
             )
-        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", item).items()}
+        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", mapping).items()}
         name, alias = _pop_names(rest)
         enabled = rest.pop("enabled", True)
         if not isinstance(enabled, bool):

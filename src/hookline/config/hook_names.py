@@ -211,15 +211,17 @@ def make_checked_hook(
     """
     is_built_in = issubclass(hook_class, BuiltIn)
     try:
+        hook: Hook
         if is_built_in:
-            return hook_class.from_checked(options, resolved)
-        hook: Hook = hook_class(**options)
+            hook = hook_class.from_checked(options, resolved)
+        else:
+            hook = hook_class(**options)
     except HooklineError:
         raise
     except Exception as error:  # whatever the class's own code raises
         raise ConfigError(
             f"'{name}' could not be created with {dict(options)} ({type(error).__name__}: {error})."
         ) from error
-    if not hook.hookline_options:
+    if not is_built_in and not hook.hookline_options:
         hook.hookline_options = resolved
     return hook

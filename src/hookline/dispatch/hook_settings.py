@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 __all__ = ["HookSettings"]
 
@@ -21,7 +24,7 @@ class HookSettings:
     """
 
     isolate: bool = True
-    max_failures: int = 3
-    budget: float | None = 0.05
-    budget_after: float = 5.0
+    max_failures: Annotated[int, Gt(0)] = 3
+    budget: Annotated[float, Gt(0)] | None = 0.05
+    budget_after: Annotated[float, Ge(0)] = 5.0
     log_errors: bool = True
