@@ -91,8 +91,8 @@ def test_the_demo_ends_with_the_paths_of_what_it_leaves_behind(trained: Trained)
     assert checkpoint.split() == ["checkpoint", str(run / "checkpoints" / "step_000060")]
     file = trained.run / "checkpoints" / "step_000060" / "model.safetensors"
     assert weights.split()[1] == hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    assert hint.startswith("look at ")
-    assert hooks.split() == ["the", "hooks", str(Path(demo.__file__))]
+    assert hint.startswith("metrics ")
+    assert hooks.split() == ["source", str(Path(demo.__file__))]
     assert trained.errors == ""
 
 
@@ -120,7 +120,7 @@ def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:
 
 def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
     before, after = (
-        trained.printed.split(f"Written {when} training\n")[1].split("\n\n")[0]
+        trained.printed.split(f"Text generated {when} training\n")[1].split("\n\n")[0]
         for when in ("before", "after")
     )
     assert before != after

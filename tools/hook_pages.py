@@ -1,21 +1,21 @@
-"""The reference pages of built-in hooks: what `hookline hooks show` says, as Markdown.
+"""The reference pages of built-in hooks: the content of `hookline hooks show` as Markdown.
 
-`tools/generate.py` writes them: one page for each hook, and the table on the overview.
+`tools/generate.py` writes one page for each hook, and the table on the overview page.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hookline.cli.hook_facts import GROUPS, facts_of, group_of
+from hookline.cli.hook_facts import describe_behaviour, describe_hook, group_hooks
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 
 ALL = {**BUILT_INS, **PROBES}
 
 
 def page(name: str) -> str:
-    """The page of one built-in."""
-    facts = facts_of(find_hook(name))
+    """Return the page of one built-in hook."""
+    facts = describe_hook(find_hook(name))
     kind, module = _class(facts)
     lines = [
         f"# {kind}",
@@ -29,7 +29,7 @@ def page(name: str) -> str:
         facts["python"],
         "```",
         "",
-        f"Its name in a run is `{name}`. In a [training file](../configuration.md):",
+        f"Its name in a run is `{name}`. In a [config file](../configuration.md):",
         "",
         "```yaml",
         facts["yaml"],
@@ -39,13 +39,13 @@ def page(name: str) -> str:
         "",
         *_options(facts["options"]),
         "",
-        "## What it does, when",
+        "## Events",
         "",
-        "| when | asks for |",
+        "| event | arguments |",
         "|---|---|",
         *(f"| `{one['event']}` | {_asks(one['asks'])} |" for one in facts["events"]),
         "",
-        f"It comes {facts['order']}. {_character(facts)}",
+        f"It is called {facts['order']}. {describe_behaviour(facts)}",
         "",
         "## Cost",
         "",
@@ -56,15 +56,14 @@ def page(name: str) -> str:
 
 
 def overview() -> str:
-    """The table of all built-ins, by what they are for."""
+    """Return the tables of all built-in hooks, by group."""
     lines: list[str] = []
-    for title in GROUPS.values():
-        lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
-        for known in map(find_hook, ALL):
-            if group_of(known) == title:
-                facts = facts_of(known)
-                link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"
-                lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
+    for title, hooks in group_hooks(map(find_hook, ALL)).items():
+        lines += [f"**{title}**", "", "| hook | name | purpose |", "|---|---|---|"]
+        for known in hooks:
+            facts = describe_hook(known)
+            link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"
+            lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -76,7 +75,7 @@ def _class(facts: dict[str, Any]) -> tuple[str, str]:
 
 def _options(options: list[dict[str, Any]]) -> list[str]:
     if not options:
-        return ["It has none."]
+        return ["The hook has no options."]
     head = ["| option | type | default | meaning |", "|---|---|---|---|"]
     return [*head, *(_row(one) for one in options)]
 
@@ -88,13 +87,4 @@ def _row(one: dict[str, Any]) -> str:
 
 
 def _asks(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "nothing"
-
-
-def _character(facts: dict[str, Any]) -> str:
-    texts: list[str] = []
-    if facts["critical"]:
-        texts.append("Training depends on it: when it fails, training stops.")
-    if facts["intervenes"]:
-        texts.append("It means to change training or validation.")
-    return " ".join(texts) or "It only observes; when it fails, training goes on."
+    return ", ".join(f"`{name}`" for name in names) or "none"

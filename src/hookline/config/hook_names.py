@@ -211,11 +211,9 @@ def make_checked_hook(
     """
     is_built_in = issubclass(hook_class, BuiltIn)
     try:
-        hook: Hook
-        if is_built_in:
-            hook = hook_class.from_checked(options, resolved)
-        else:
-            hook = hook_class(**options)
+        hook: Hook = (
+            hook_class.from_checked(options, resolved) if is_built_in else hook_class(**options)
+        )
     except HooklineError:
         raise
     except Exception as error:  # whatever the class's own code raises
