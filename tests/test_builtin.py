@@ -8,9 +8,8 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import hookline
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
-from hookline.options import options_of
+from hookline.options import BuiltIn, get_options
 
 
 class TunedHook(BuiltIn):
@@ -60,7 +59,7 @@ def test_a_copy_has_the_options_too(copied: Any) -> None:
 def test_an_unknown_option_names_the_nearest_and_all_there_are() -> None:
     with pytest.raises(hookline.ConfigError) as error:
         TunedHook(patiance=3)  # type: ignore[call-arg]
-    assert "TunedHook: 'patiance' is no option. Did you mean 'patience'?" in str(error.value)
+    assert "TunedHook: Unknown option 'patiance'. Did you mean 'patience'?" in str(error.value)
     assert "monitor, mode, patience, share, anything" in str(error.value)
 
 
@@ -70,7 +69,7 @@ def test_an_unknown_option_names_the_nearest_and_all_there_are() -> None:
         ({"mode": "least"}, "'mode' is 'least'. Input should be 'min' or 'max'"),
         ({"patience": 0}, "'patience' is 0. Input should be greater than 0"),
         ({"share": 1.5}, "'share' is 1.5. Input should be less than 1"),
-        ({"patience": "3"}, "'patience' is '3'. A number is written without quotes"),
+        ({"patience": "3"}, "'patience' is '3'. Write the number without quotes"),
         ({"monitor": 3}, "'monitor' is 3. Input should be a valid string"),
     ],
 )
@@ -90,7 +89,7 @@ def test_all_problems_are_said_at_once() -> None:
 
 
 def test_options_are_described_from_the_code() -> None:
-    options = options_of(TunedHook)
+    options = get_options(TunedHook)
     assert list(options) == ["monitor", "mode", "patience", "share", "anything"]
     assert options["monitor"].text == "what to look at, in two lines."
     assert options["mode"].default == "min"

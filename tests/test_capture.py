@@ -930,7 +930,7 @@ def test_a_tied_module_has_all_its_names():
 
 
 def test_options_are_checked():
-    with pytest.raises(ConfigError, match=r"'outputs' is no option. Did you mean 'output'"):
+    with pytest.raises(ConfigError, match=r"Unknown option 'outputs'. Did you mean 'output'"):
         Capture("*", outputs=True)
     with pytest.raises(ConfigError, match="'by' is 'ref'"):
         Capture("*", by="ref")

@@ -21,7 +21,7 @@ from hookline import __version__
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.cli import demo_command as demo
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 
@@ -53,6 +53,17 @@ def value_of(word: str, printed: str) -> str:
     return found[1]
 
 
+def test_python_m_hookline_is_the_installed_command() -> None:
+    installed = str(Path(sys.executable).with_name("hookline"))
+    for arguments in (["--version"], ["--help"], ["no_such_command"]):
+        module, script = hookline(*arguments), run([installed, *arguments])
+        assert (module.returncode, module.stdout, module.stderr) == (
+            script.returncode,
+            script.stdout,
+            script.stderr,
+        )
+
+
 class Trained:
     """A demo of 60 steps: what it printed, and what it left behind."""
 
@@ -80,8 +91,8 @@ def test_the_demo_ends_with_the_paths_of_what_it_leaves_behind(trained: Trained)
     assert checkpoint.split() == ["checkpoint", str(run / "checkpoints" / "step_000060")]
     file = trained.run / "checkpoints" / "step_000060" / "model.safetensors"
     assert weights.split()[1] == hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    assert hint.startswith("look at ")
-    assert hooks.split() == ["the", "hooks", str(Path(demo.__file__))]
+    assert hint.startswith("metrics ")
+    assert hooks.split() == ["source", str(Path(demo.__file__))]
     assert trained.errors == ""
 
 
@@ -109,7 +120,7 @@ def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:
 
 def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
     before, after = (
-        trained.printed.split(f"Written {when} training\n")[1].split("\n\n")[0]
+        trained.printed.split(f"Text generated {when} training\n")[1].split("\n\n")[0]
         for when in ("before", "after")
     )
     assert before != after

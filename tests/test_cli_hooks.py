@@ -18,7 +18,7 @@ import hookline as library
 from hookline.config import BUILT_INS, PROBES, HookRegistry, load_hook_class
 from hookline.events import COMMON, EVENTS, LOOP_MAP
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 
@@ -57,7 +57,7 @@ def test_all_hooks_are_listed_with_kind_and_purpose_in_groups() -> None:
         line = rf"^  {name} +{kind.hookline_kind} +{re.escape(purpose)}"
         assert re.search(line, done.stdout, re.MULTILINE), name
     headings = [line for line in done.stdout.splitlines() if line and line[0] != " "]
-    assert headings[0] == "See how training goes"
+    assert headings[0] == "Monitor training"
     assert "Transform gradients" in headings
     assert "hookline hooks show NAME" in headings[-1]
     assert "\x1b" not in done.stdout
@@ -67,7 +67,7 @@ def test_the_list_for_programs_says_the_same() -> None:
     listed = printed_json("hooks", "--json")
     assert {one["name"] for one in listed} == {**BUILT_INS, **PROBES}.keys()
     (ema,) = [one for one in listed if one["name"] == "ema"]
-    assert ema["group"] == "Steer training"
+    assert ema["group"] == "Control training"
     assert ema["class"] == BUILT_INS["ema"]
     assert (ema["kind"], ema["package"], ema["problem"]) == ("loop", "hookline", None)
 
@@ -89,7 +89,10 @@ def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert re.search(r"^  gone +\? +'not_there.Hook': the module", done.stdout, re.MULTILINE)
     assert re.search(r"^  odd +\? +'odd' is not a hook", done.stdout, re.MULTILINE)
-    assert "The name 'ema' of the package broken is taken: its hook is 'broken:ema'." in done.stdout
+    assert (
+        "The name 'ema' is taken. Use 'broken:ema' for the hook of the package broken."
+        in done.stdout
+    )
     assert re.search(r"^  early_stopping +loop", done.stdout, re.MULTILINE)
     shown = hookline("hooks", "show", "gone", path=tmp_path)
     assert (shown.returncode, shown.stdout) == (1, "")
@@ -120,15 +123,15 @@ def test_a_needed_option_is_said_to_be_needed() -> None:
     assert option["required"]
     assert "destination" in facts["python"]
     assert "destination" in facts["yaml"]
-    assert "(needed)" in hookline("hooks", "show", "upload").stdout
+    assert "(required)" in hookline("hooks", "show", "upload").stdout
 
 
 def test_every_example_can_be_pasted() -> None:
-    from hookline.cli.hook_facts import facts_of
+    from hookline.cli.hook_facts import describe_hook
     from hookline.config import known_hooks
 
     for name, known in known_hooks().items():
-        facts = facts_of(known)
+        facts = describe_hook(known)
         registry = HookRegistry(yaml.safe_load(facts["yaml"]))
         assert registry.list_hooks() == [name]
         manager = library.HookManager()
@@ -152,7 +155,7 @@ def test_a_hook_of_ones_own_is_shown_by_its_class_path(tmp_path: Path) -> None:
     assert facts["events"] == [{"event": "on_step_end", "asks": ["loss", "step"]}]
     python = "from mine import Mine\n\ntrainer.add_hook(Mine(often=1, names=[], what='…'))"
     assert facts["python"] == python
-    assert "It only observes".lower() in hookline("hooks", "show", "mine.Mine", cwd=tmp_path).stdout
+    assert "It only observes" in hookline("hooks", "show", "mine.Mine", cwd=tmp_path).stdout
 
 
 def test_a_short_class_name_is_enough() -> None:
@@ -288,7 +291,7 @@ def test_what_nobody_expected_is_a_line_that_says_where_and_how_to_see_more() ->
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
     assert re.search(r"^hookline: AttributeError: .*hooks_command\.py, line \d+", done.stderr)
-    assert "With the traceback: hookline --debug events" in done.stderr
+    assert "For the traceback, run: hookline --debug events" in done.stderr
 
 
 @pytest.mark.parametrize("words", ["'--debug', 'events'", "'events', '--debug'"])

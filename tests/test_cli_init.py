@@ -32,7 +32,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def hookline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "hookline.cli.app", *arguments, cwd=cwd)
+    return run(sys.executable, "-m", "hookline", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     done = hookline("init", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
-    assert "model.py, hooks.py are in '.' already, and nothing is overwritten." in done.stderr
+    assert (
+        "model.py, hooks.py already exist in '.', and files are never overwritten." in done.stderr
+    )
     assert sorted(one.name for one in tmp_path.iterdir()) == ["hooks.py", "model.py"]
     assert (tmp_path / "hooks.py").read_text() == "mine"
 

@@ -15,7 +15,7 @@ import pytest
 
 from hookline.runs import Run, diff_runs, open_run
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app", "runs"]
+COMMAND = [sys.executable, "-m", "hookline", "runs"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
 
 
@@ -107,7 +107,7 @@ def test_the_list_as_json(three: Three) -> None:
 
 
 def test_a_folder_without_runs_is_no_error(tmp_path: Path) -> None:
-    assert "The folder runs is not there yet." in printed(cwd=tmp_path)
+    assert "The folder runs does not exist yet." in printed(cwd=tmp_path)
     assert "hookline demo" in printed(cwd=tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "notes.txt").write_text("")

@@ -16,7 +16,7 @@ import pytest
 
 import hookline
 
-COMMAND = [sys.executable, "-m", "hookline.cli.app"]
+COMMAND = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 PROJECT = """
@@ -127,7 +127,7 @@ def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
     assert hookline.open_run(path).status == "interrupted"
 
     other = run(project, "train", "train.yaml", "model.init_args.width=4", "--resume")
-    assert "no unfinished run of this configuration: starting afresh" in other.stdout
+    assert "no unfinished run of this configuration. Starting a new run." in other.stdout
     assert len(runs_in(project)) == 2
 
     again = run(project, "train", "train.yaml", "trainer.progress=off", "--resume")
@@ -179,7 +179,9 @@ def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(proj
     hooks = "hooks=[{name: early_stopping, monitor: val/los}]"
     assert run(project, "train", "train.yaml", hooks).returncode == 1
     again = run(project, "train", "train.yaml", hooks, "--resume")
-    said = "In runs, 1 unfinished run of this configuration has no checkpoint: starting afresh."
+    said = (
+        "In runs, 1 unfinished run has this configuration, but no checkpoint. Starting a new run."
+    )
     assert said in again.stdout.splitlines()
 
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 import hookline
 from hookline.config_files import FileError, load_training, training_schema
+from hookline.config_files.config_tree import ConfigTree
 from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingConfig
+from hookline.config_files.loading import is_python_function, load_python
 from hookline.config_files.merging import merge_files, parse_override
-from hookline.config_files.python_function import is_python, load_python
+from hookline.config_files.references import resolve_references
 from hookline.config_files.resuming import NEWEST, find_resume
 from hookline.runs.recorded_config import config_hash
 
@@ -176,24 +178,24 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.yaml", "a: 1\nb: [1", ["a.yaml:2:", "not YAML"]),
-        ("a.yaml", "a: 1\nb: 2\na: 3", ["a.yaml:3:", "'a' stands twice", "line 1"]),
+        ("a.yaml", "a: 1\nb: [1", ["a.yaml:2:", "Not valid YAML"]),
+        ("a.yaml", "a: 1\nb: 2\na: 3", ["a.yaml:3:", "Duplicate key 'a'", "line 1"]),
         ("a.yaml", "a: !!python/object:os.system x", ["a.yaml:1:", "!!python/object:os.system"]),
-        ("a.yaml", "a: !mine [1]", ["a.yaml:1:", "'!mine'", "not understood"]),
-        ("a.yaml", "a: !!int x", ["a.yaml:1:", "'x' is no int"]),
+        ("a.yaml", "a: !mine [1]", ["a.yaml:1:", "Unknown tag '!mine'"]),
+        ("a.yaml", "a: !!int x", ["a.yaml:1:", "'x' is not a valid int"]),
         ("a.yaml", "[1, 2]", ["[1, 2]", "expected a mapping"]),
         ("a.yaml", "? [1]\n: 2", ["a.yaml:1:", "A key is a list"]),
-        ("a.yaml", "a: 1\n---\nb: 2", ["a.yaml:2:", "not YAML"]),
+        ("a.yaml", "a: 1\n---\nb: 2", ["a.yaml:2:", "Not valid YAML"]),
         ("a.yaml", "a: &a [*a]", ["nested more than 40"]),
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
-        ("a.yaml", "a: \x00", ["not YAML"]),
-        ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "not YAML", "Indent with spaces"]),
-        ("a.toml", "a = 1\nb = [", ["a.toml", "not TOML"]),
-        ("a.toml", "a = 1\na = 2", ["a.toml:2:", "not TOML"]),
+        ("a.yaml", "a: \x00", ["Not valid YAML"]),
+        ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
+        ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
+        ("a.toml", "a = 1\na = 2", ["a.toml:2:", "Not valid TOML"]),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
-        ("a.json", '{"a": 1,\n "b": }', ["a.json:2:", "not JSON"]),
-        ("a.json", '{"a": 1, "a": 2}', ["'a' stands twice"]),
-        ("a.json", "[" * 100000, ["not JSON"]),
+        ("a.json", '{"a": 1,\n "b": }', ["a.json:2:", "Not valid JSON"]),
+        ("a.json", '{"a": 1, "a": 2}', ["Duplicate key 'a'"]),
+        ("a.json", "[" * 100000, ["Not valid JSON"]),
         ("a.jsn", "{}", ["'.jsn'", "Did you mean '.json'?"]),
         ("a.py", "", ["train.py:make_trainer"]),
     ],
@@ -268,11 +270,131 @@ def test_variables_of_the_environment(tmp_path: Path, text: str, value: Any) -> 
 def test_variables_that_are_missing_are_named_all_at_once(tmp_path: Path) -> None:
     said = wrong(tmp_path, "a.yaml", "a: ${LERN_RATE}\nb:\n  c: ${x y}\n", LEARN_RATE="1")
     assert (
-        "a.yaml:1: a: The environment has no variable 'LERN_RATE'. Did you mean 'LEARN_RA" in said
+        "a.yaml:1: a: There is no key or environment variable 'LERN_RATE'. Did you mean 'LEARN_RA"
+        in said
     )
     assert "${LERN_RATE:…}" in said
     assert "a.yaml:3: b.c: " in said
     assert "$${" in said
+
+
+# -- references -----------------------------------------------------------------------------------
+
+
+WIDTHS = """\
+width: 64
+lr: 1e-3
+fast: true
+nothing: null
+model: {init_args: {width: "${width}", sizes: [1, 2]}, name: net}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${width}", 64),
+        ("${lr}", 0.001),
+        ("${fast}", True),
+        ("${nothing}", None),
+        ("${model.init_args.width}", 64),
+        ("${model.init_args.sizes}", [1, 2]),
+        ("${model.init_args.sizes.1}", 2),
+        ("${model.init_args.sizes[1]}", 2),
+        ("${model}", {"init_args": {"width": 64, "sizes": [1, 2]}, "name": "net"}),
+        ("${model.name}-${width}", "net-64"),
+        ("a ${fast} ${nothing} ${lr}", "a true null 0.001"),
+        ("${env:width}", 3),
+        ("${env:width}.", "003."),
+        ("${env:none:7}", 7),
+        ("${OTHER}", "x"),
+        ("${model.depth:2}", 2),
+        ("${model.name:2}", "net"),
+        ("$${width}", "${width}"),
+    ],
+)
+def test_references_to_other_keys_keep_their_type(tmp_path: Path, text: str, value: Any) -> None:
+    more = f"x: {json.dumps(text)}\n"
+    values = read(tmp_path, "a.yaml", WIDTHS + more, width="003", OTHER="x").values
+    assert values["x"] == value
+    assert type(values["x"]) is type(value)
+
+
+def test_references_see_included_files_and_overrides(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('a = "${b}"\nb = 1\n')
+    text = "include: ${BASE}.toml\nb: 2\nc: ${a}\n"
+    assert read(tmp_path, "a.yaml", text, BASE="base").values == {"a": 2, "b": 2, "c": 2}
+    values = read(tmp_path, "a.yaml", text, "b=3", "d=${a}", BASE="base").values
+    assert values == {"a": 3, "b": 3, "c": 3, "d": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x: ${x}", "a.yaml:1: x: The reference leads back to itself: x → x."),
+        (
+            "b: ${c.d}\nc: {d: 'see ${b}'}",
+            "a.yaml:1: b: The reference leads back to itself: b → c.d → b.",
+        ),
+        ("m: {n: 1, w: '${m}'}", "a.yaml:1: m.w: The reference leads back to itself: m.w → m.w."),
+        (
+            "m: {width: 1}\nx: ${m.widht}",
+            "a.yaml:2: x: There is no key 'm.widht'. Did you mean 'm.width'?",
+        ),
+        ("m: 1\nx: ${m.a}", "a.yaml:2: x: There is no key 'm.a'."),
+        ("m: [1]\nx: ${m.1}", "a.yaml:2: x: There is no key 'm.1'."),
+        ("x: ${env:x}", "a.yaml:1: x: There is no environment variable 'x'."),
+        ("m: [1]\nx: a ${m}", "a.yaml:2: x: ${m} is a list, which cannot be a part of a text."),
+        ("x: ${}", "a.yaml:1: x: '${}' is not a reference."),
+        ("x: ${a", "a.yaml:1: x: '${' is not a reference."),
+        ("x: ${a..b}", "'${a..b}' is not a reference."),
+    ],
+)
+def test_a_reference_that_cannot_be_resolved_is_said_once_with_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    with pytest.raises(FileError) as caught:
+        read(tmp_path, "a.yaml", text)
+    assert said in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "said"),
+    [
+        ("[1, 2]", "['${a{0}}', '${a{0}}']", "more than 100,000 values"),
+        ("x" * 1000, "'${a{0}}${a{0}}'", "more than 1,000,000 characters"),
+        ("1", "['${a{0}}']", "more than 40 levels deep"),
+    ],
+)
+def test_references_that_would_fill_the_memory_are_an_error(
+    tmp_path: Path, first: str, again: str, said: str
+) -> None:
+    lines = [f"a0: {first}", *(f"a{i + 1}: {again.replace('{0}', str(i))}" for i in range(60))]
+    assert said in wrong(tmp_path, "a.yaml", "\n".join(lines))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(targets=st.lists(st.integers(0, 6), min_size=7, max_size=7))
+def test_chains_of_references_end_in_a_value_or_are_named_as_cycles(targets: list[int]) -> None:
+    """Key i refers to key `targets[i]`, and to nothing else; key 6 has a value."""
+    names = "abcdefg"
+    values: dict[str, Any] = {names[i]: f"${{{names[targets[i]]}}}" for i in range(6)} | {"g": 5}
+    cyclic = set()
+    for start in range(6):
+        at, seen = start, set()
+        while at != 6 and at not in seen:
+            seen.add(at)
+            at = targets[at]
+        cyclic |= {names[start]} if at != 6 else set()
+    tree = ConfigTree("a.yaml", values, {})
+    if cyclic:
+        with pytest.raises(FileError) as caught:
+            resolve_references(tree, {})
+        assert {one.key for one in caught.value.problems} <= cyclic
+    else:
+        resolve_references(tree, {})
+        assert tree.values == dict.fromkeys(names, 5)
 
 
 # -- includes -------------------------------------------------------------------------------------
@@ -317,7 +439,7 @@ def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path) -
     assert "a.yaml:2: include.0: " in said
     assert "There is no such file" in said
     assert "a.yaml:3: include.1: It is 3; expected the name of a file." in said
-    assert "broken.yaml:3: It is not YAML" in said
+    assert "broken.yaml:3: Not valid YAML" in said
 
 
 # -- the command line's settings ------------------------------------------------------------------
@@ -340,11 +462,11 @@ def test_settings_win_over_the_file(tmp_path: Path) -> None:
 
 def test_settings_that_cannot_be_made_are_all_named(tmp_path: Path) -> None:
     said = wrong(tmp_path, "a.yaml", "l: [1]\na: 1\n", "l.1=2", "l.x=2", "a.b=1", "nothing", "x=[")
-    assert "'l' is a list of 1, which has no '1'" in said
-    assert "which has no 'x'" in said
+    assert "'l' is a list of 1 without an item '1'" in said
+    assert "'l' is a list of 1 without an item 'x'" in said
     assert "'a.b' cannot be set: 'a' is 1, which has no keys." in said
-    assert "'nothing' is no setting. Expected key=value" in said
-    assert "The value in 'x=[' cannot be read" in said
+    assert "'nothing' is not a valid override. Expected key=value" in said
+    assert "The value in 'x=[' cannot be parsed" in said
 
 
 # -- the models -----------------------------------------------------------------------------------
@@ -399,7 +521,10 @@ def test_all_mistakes_are_named_at_once_with_line_and_nearest_key(project: Path)
         ("model=3", "model: It is 3. Expected a mapping."),
         ("model.class_path=Net", "'Net'. Expected a class path, `package.module.Name`."),
         ("hooks=lr_monitor", "hooks: It is 'lr_monitor'. Expected a mapping or a list."),
-        ("data.train={clas_path: net.batches}", "data.train.clas_path: 'clas_path' is no key. Did"),
+        (
+            "data.train={clas_path: net.batches}",
+            "data.train.clas_path: Unknown key 'clas_path'. Did",
+        ),
         ("optimizer=[]", "at least 1 item"),
         ("scheduler.optimizer=-1", "greater than or equal to 0"),
         ("trust=numpy", "Input should be a valid list"),
@@ -514,24 +639,30 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("model.init_args.widht=1", "Net has no argument 'widht'. Did you mean 'width'? It takes:"),
-        ("model.init_args={}", "model.init_args.width: Net needs the argument 'width'."),
+        (
+            "model.init_args.widht=1",
+            "Net has no argument 'widht'. Did you mean 'width'? The arguments are: width",
+        ),
+        ("model.init_args={}", "model.init_args.width: Net requires the argument 'width'."),
         ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
-        ("model.init_args.width='4'", "A number is written without quotes."),
+        ("model.init_args.width='4'", "Write the number without quotes."),
         ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
-        ("model.class_path=net.ANSWER", "It is a int; expected a class or a function."),
+        ("model.class_path=net.ANSWER", "It is of type int; expected a class or a function."),
         ("model.class_path=nett.Net", "There is no module 'nett'. Did you mean 'net'?"),
-        ("model.init_args.width=", "has no value. To have none, write model.init_args.width=null."),
-        ("a.b.c=1", "command line: a: 'a' is no key."),
+        (
+            "model.init_args.width=",
+            "has no value. To set it to null, write model.init_args.width=null.",
+        ),
+        ("a.b.c=1", "command line: a: Unknown key 'a'."),
         ("model.class_path=torch.nnn.Linear", "'torch' has no module 'nnn'. Did you mean 'nn'?"),
         ("model.class_path=torch.nn", "It is a module"),
-        ("optimizer.init_args.params=[]", "'params' of SGD is given without being named."),
+        ("optimizer.init_args.params=[]", "The argument 'params' of SGD is passed automatically."),
         ("optimizer.init_args.learning_rate=1", "SGD has no argument 'learning_rate'."),
-        ("scheduler=torch.optim.lr_scheduler.StepLR", "StepLR needs the argument 'step_size'."),
+        ("scheduler=torch.optim.lr_scheduler.StepLR", "StepLR requires the argument 'step_size'."),
         ("data.train.loader={batchsize: 3}", "data.train.loader.batchsize: DataLoader has no ar"),
         ("loss_fn.init_args.reducton=sum", "Did you mean 'reduction'?"),
         ("loss_fn.init_args.reduction=3", "loss_fn.init_args.reduction: It is 3."),
-        ("model.init_args.act={class_path: torch.nn.GELU, args: 1}", "'args' is no key."),
+        ("model.init_args.act={class_path: torch.nn.GELU, args: 1}", "Unknown key 'args'."),
         ("model.init_args.act={class_path: 3}", "act.class_path: It is 3. Expected a class path."),
         ("model.init_args.act={class_path: torch.nn.GELU, init_args: 3}", "Expected a mapping."),
         ("model.init_args.act={class_path: torch.nn.GELU, init_args: {a: 3}}", "act.init_args.a: "),
@@ -544,12 +675,15 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("hooks=[{name: early_stopping, patience: x}]", "'patience' is 'x'."),
         ("hooks=[early_stoping]", "Did you mean 'early_stopping'?"),
         ("hooks=[net.Net]", "is not a hook"),
-        ("hooks={update: [clip_norm]}", "hooks.update.0: ClipNorm needs the option 'max_norm'."),
+        (
+            "hooks={update: [clip_norm]}",
+            "hooks.update.0.max_norm: ClipNorm: The option 'max_norm' is required",
+        ),
         ("hooks={update: [lr_monitor]}", "'lr_monitor' is of kind 'loop'. Move it to 'loop'."),
         ("hooks=[{name: lr_monitor, every: -1}]", "hooks.0"),
         ("hooks=[{name: lr_monitor, before: nobody}]", "There is no hook 'nobody'."),
-        ("step_fn=net.step", "There is a `loss_fn`, too"),
-        ("scheduler.optimizer=1", "needs the argument"),
+        ("step_fn=net.step", "`loss_fn` is given, too"),
+        ("scheduler.optimizer=1", "requires the argument"),
     ],
 )
 def test_what_does_not_fit_a_signature_is_said_before_anything_is_made(
@@ -561,16 +695,19 @@ def test_what_does_not_fit_a_signature_is_said_before_anything_is_made(
 
 def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
     said = refused(project, "seed=1", "trainer.seed=2")
-    assert "trainer.seed: It is 2, and `seed` is 1." in said
+    assert "trainer.seed: It is 2, but `seed` is 1." in said
 
 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
         ("model={class_path: net.broken}", "RuntimeError: no network today (net.py, line "),
-        ("model={class_path: net.batches}", "It gave a list; expected a torch.nn.Module."),
+        ("model={class_path: net.batches}", "It returned a list; expected a torch.nn.Module."),
         ("optimizer.params=[thrid]", "optimizer.params: No parameter matches 'thrid'"),
-        ("data.train={class_path: net.Net.small}", "It gave a Net; expected what gives batches"),
+        (
+            "data.train={class_path: net.Net.small}",
+            "It returned a Net; expected an iterable of batches",
+        ),
         ("optimizer.init_args.lr=-1.0", "ValueError: Invalid learning rate"),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
@@ -644,7 +781,9 @@ def test_several_optimizers_share_the_parameters_and_schedulers_choose_theirs(
     trainer = load_training(project / "two.yaml").trainer
     assert [type(one).__name__ for one in trainer.optimizers] == ["SGD", "AdamW"]
     assert trainer.schedulers[0].optimizer is trainer.optimizers[1]
-    with pytest.raises(FileError, match=r"scheduler.0.optimizer: It is 2, and there are 2"):
+    with pytest.raises(
+        FileError, match=r"scheduler.0.optimizer: It is 2, but there are 2 optimizers"
+    ):
         load_training(project / "two.yaml", "scheduler.0.optimizer=2")
 
 
@@ -718,6 +857,39 @@ def test_hooks_are_registered_as_the_file_says(project: Path) -> None:
         "update",
         "probe",
     }
+
+
+COUNTED = """
+from typing import Annotated
+import torch
+from pydantic import AfterValidator
+from hookline.options import BuiltIn
+
+CHECKED = []
+
+def count(value):
+    CHECKED.append(value)
+    return value
+
+class Counted(BuiltIn):
+    def __init__(self, size: Annotated[int, AfterValidator(count)], helper: torch.nn.Module = None):
+        self.size, self.helper = size, helper
+    def on_step_end(self, step):
+        pass
+"""
+
+
+@pytest.mark.parametrize("helper", ["", ", helper: {class_path: torch.nn.GELU}"])
+def test_the_options_of_a_built_in_are_validated_once(project: Path, helper: str) -> None:
+    (project / "counted.py").write_text(COUNTED)
+    trainer = load(project, f"hooks=[{{name: counted.Counted, size: 3{helper}}}]").trainer
+    assert sys.modules["counted"].CHECKED == [3]
+    assert trainer.hooks.get_hook("counted").hookline_options["size"] == 3
+    said = refused(project, "hooks=[{name: counted.Counted, size: x}]")
+    assert "hooks.0.size: Counted: 'size' is 'x'." in said
+    said = refused(project, "hooks=[{name: counted.Counted, init_args: {size: x, siez: 1}}]")
+    assert "hooks.0.init_args.size: Counted: 'size' is 'x'." in said
+    assert "hooks.0.init_args.siez: Counted: Unknown option 'siez'." in said
 
 
 def test_probes_for_modules_that_are_not_there_are_an_error(project: Path) -> None:
@@ -803,6 +975,20 @@ def test_the_hash_is_the_same_for_yaml_toml_and_json_of_the_same_meaning(
         assert merged.values == tree
         hashes.add(config_hash(merged.values))
     assert len(hashes) == 1
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(tree=TREES)
+def test_a_reference_is_replaced_by_the_value_whatever_it_is(tree: dict[str, Any]) -> None:
+    merged = ConfigTree("a.yaml", {"section": {"value": tree}, "x": "${section.value}"}, {})
+    resolve_references(merged, {})
+    assert merged.values == {"section": {"value": tree}, "x": tree}
 
 
 def test_the_hash_of_a_training_does_not_depend_on_how_it_is_written(project: Path) -> None:
@@ -934,12 +1120,12 @@ def test_a_function_of_a_module_is_found_from_the_folder(
     [
         ("script.py:make_triner", [], "Did you mean 'make_trainer'?"),
         ("scrpt.py:make_trainer", [], "There is no file"),
-        ("script.py:with_loaders", ["vall=1"], "Did you mean 'val'? It takes: val."),
+        ("script.py:with_loaders", ["vall=1"], "Did you mean 'val'? The arguments are: val."),
         ("script.py:with_loaders", ["a.b=1"], "has no argument 'a.b'"),
-        ("script.py:needs", [], "needs this argument: lr=…"),
+        ("script.py:needs", [], "requires this argument: lr=…"),
         ("script.py:without_data", [], "a trainer without data"),
         ("script.py:nothing", [], "returned a NoneType; expected a Trainer"),
-        ("json.py:loads", [], "Python has another module 'json'"),
+        ("json.py:loads", [], "another module 'json' is already imported"),
     ],
 )
 def test_functions_that_do_not_fit_are_a_clear_error(
@@ -952,12 +1138,12 @@ def test_functions_that_do_not_fit_are_a_clear_error(
 
 
 def test_what_is_a_function_and_what_is_a_file(tmp_path: Path) -> None:
-    assert is_python("train.py:make_trainer")
-    assert is_python("package.module:make")
-    assert not is_python("train.yaml")
-    assert not is_python("C:train.yaml")
+    assert is_python_function("train.py:make_trainer")
+    assert is_python_function("package.module:make")
+    assert not is_python_function("train.yaml")
+    assert not is_python_function("C:train.yaml")
     (tmp_path / "a:b").write_text("")
-    assert not is_python(str(tmp_path / "a:b"))
+    assert not is_python_function(str(tmp_path / "a:b"))
 
 
 # -- resuming -------------------------------------------------------------------------------------
@@ -1021,7 +1207,7 @@ def test_a_run_that_its_time_limit_stopped_is_unfinished(project: Path) -> None:
 def test_without_runs_there_is_nothing_to_resume(project: Path) -> None:
     assert find_resume(load(project), NEWEST) == (
         None,
-        "There is nothing to resume, because `runs` is null: starting afresh.",
+        "There is nothing to resume, because `runs` is null. Starting a new run.",
     )
 
 
@@ -1046,7 +1232,7 @@ def test_the_schema_describes_every_section_and_every_option() -> None:
     assert patience["description"]
     assert patience["default"] == 3
     assert patience["anyOf"][0]["type"] == "integer"
-    assert patience["anyOf"][1] == {"$ref": "#/$defs/Variable"}
+    assert patience["anyOf"][1] == {"$ref": "#/$defs/Reference"}
     mapping = definitions["HookConfig"]["anyOf"][1]
     rules = {one["if"]["properties"]["name"]["const"]: one["then"] for one in mapping["allOf"]}
     assert {"early_stopping", "clip_norm", "monitor"} <= set(rules)

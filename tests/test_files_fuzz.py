@@ -105,6 +105,7 @@ VALID: dict[str, Any] = {
 
 PATHS = ["torch.nn.Linear", "torch.nn", "os.system", "fuzz_project.FuzzNet", "fuzz_project.batches"]
 ODD_TEXT = ["", ".", "a.", "a..b", "${", "${NO_SUCH}", "${A:1}", "$${x}", "__class__.__init__", "*"]
+REFERENCES = ["${seed}", "${model}", "${optimizer.0.init_args.lr}", "x${trainer.max_epochs}"]
 NUMBERS = [0, 1, -1, 3, 64, 2**70, 0.5, 1e-300, float("nan"), float("inf"), 10**400]
 
 
@@ -113,7 +114,7 @@ def scalars() -> st.SearchStrategy[Any]:
         st.none(),
         st.booleans(),
         st.sampled_from(NUMBERS),
-        st.sampled_from(ODD_TEXT + PATHS),
+        st.sampled_from(ODD_TEXT + PATHS + REFERENCES),
         st.text(max_size=8),
     )
 

@@ -8,7 +8,7 @@ from loops import batches, make
 import hookline
 from hookline import GenericTrainer, HooksConfig, Trainer, TrainerConfig, get_trainer
 from hookline.config import BUILT_INS, load_hook_class
-from hookline.options import options_of
+from hookline.options import get_options
 
 
 def trainer_with(tmp_path, **fields):
@@ -109,7 +109,7 @@ def test_users_hooks_come_first_and_built_ins_in_their_order(tmp_path):
     [
         (
             {"enable_early_stopping_hook": True, "early_stopping_config": {"patiance": 3}},
-            "EarlyStopping: 'patiance' is no option. Did you mean 'patience'?",
+            "EarlyStopping: Unknown option 'patiance'. Did you mean 'patience'?",
         ),
         (
             {"hook_classes": ["user_hooks.Lifecycle"], "hook_configs": {"user_hooks.Life": {}}},
@@ -120,11 +120,11 @@ def test_users_hooks_come_first_and_built_ins_in_their_order(tmp_path):
                 "hook_classes": ["user_hooks.Lifecycle"],
                 "hook_configs": {"user_hooks.Lifecycle": {"treshold": 1.0}},
             },
-            "Lifecycle: 'treshold' is no option. Did you mean 'threshold'?",
+            "Lifecycle: Unknown option 'treshold'. Did you mean 'threshold'?",
         ),
         ({"hook_classes": ["notification"]}, "NotificationHook has no URL to post to"),
-        ({"hook_classes": ["upload"]}, "UploadHook needs the option 'destination'."),
-        ({"hook_classes": ["emma"]}, "'emma' is no class path"),
+        ({"hook_classes": ["upload"]}, "UploadHook: The option 'destination' is required: "),
+        ({"hook_classes": ["emma"]}, "Unknown hook 'emma'."),
         ({"enable_lr_monitr": True}, "Did you mean 'enable_lr_monitor'?"),
     ],
 )
@@ -184,7 +184,7 @@ def test_every_built_in_explains_its_purpose_its_options_and_its_cost(name):
     kind = load_hook_class(name)
     assert kind.__doc__
     assert kind.hookline_cost
-    assert [one.name for one in options_of(kind).values() if not one.text] == []
+    assert [one.name for one in get_options(kind).values() if not one.text] == []
     assert hookline.HookManager  # and it is public
     assert getattr(hookline, kind.__name__) is kind
 
@@ -211,3 +211,18 @@ def test_a_trainer_config_passes_them_on(tmp_path):
     trainer.add_hook(Fails())
     trainer.fit(batches(3))
     assert trainer.hooks.summary().failures == {"fails": 1}
+
+
+def test_the_settings_of_hooks_are_validated_like_all_fields() -> None:
+    settings = hookline.HookSettings(max_failures=7)
+    assert HooksConfig(settings=settings).manager_settings() == settings
+    assert HooksConfig(settings={"max_failures": 7}).manager_settings() == settings
+    config = HooksConfig(settings={"isolate": False}, log_hook_errors=False)
+    assert config.manager_settings() == hookline.HookSettings(isolate=False, log_errors=False)
+    wrong = {"hooks": {"settings": {"max_failure": 1, "max_failures": 0, "budget": -1.0}}}
+    with pytest.raises(hookline.ConfigError) as error:
+        TrainerConfig(**wrong)
+    said = str(error.value)
+    assert "Unknown field 'hooks.settings.max_failure'. Did you mean 'max_failures'?" in said
+    assert "'hooks.settings.max_failures' is 0. Input should be greater than 0." in said
+    assert "'hooks.settings.budget' is -1.0." in said

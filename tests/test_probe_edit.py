@@ -456,7 +456,7 @@ def test_values_of_another_precision_are_brought_to_the_output_s_once() -> None:
         ({"operation": "twist", "value": 3}, "'operation' is 'twist'"),
         ({"operation": "scale", "value": 3, "at": 1.5}, "at=1.5 is not an index"),
         ({"operation": "scale", "value": 3, "at": "a:b"}, "'a:b' is neither a number nor a slice"),
-        ({"operation": "scale", "value": 3, "factor": 3}, "'factor' is no option"),
+        ({"operation": "scale", "value": 3, "factor": 3}, "Unknown option 'factor'"),
     ],
 )
 def test_wrong_options_are_errors_when_the_edit_is_made(options: Any, message: str) -> None:

@@ -19,11 +19,11 @@ from hookline.config import (
     BUILT_INS,
     PROBES,
     HookRegistry,
+    find_hook,
     known_hooks,
     load_class,
     load_hook_class,
     make_hook,
-    where_is,
 )
 
 PACKAGE = Path(__file__).parent / "entry_point_package"
@@ -198,7 +198,7 @@ def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apar
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hook": {"loop": []}}, "'hook' is no section of hooks. Did you mean 'hooks'?"),
+        ({"hook": {"loop": []}}, "Unknown section 'hook' of hooks. Did you mean 'hooks'?"),
         ({"hooks": {"foward": []}}, "Did you mean 'forward'? The sections are: loop, forward"),
         ({"hooks": {"loop": "ema"}}, "'hooks.loop' is 'ema'; expected a list of hooks."),
         ({"hooks": "ema"}, "'hooks' is 'ema'; expected a list of hooks."),
@@ -206,20 +206,20 @@ def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apar
         ({"loop": [3]}, "hooks.loop[0]: 3 is a int; expected a hook's name, or a mapping"),
         (
             {"loop": [{"nam": "ema"}]},
-            "There is no 'name': that of a hook, or a class path. Did you",
+            "'name' is missing; expected a hook's name or class path. Did you",
         ),
-        ({"loop": [{"name": 3}]}, "'name' is 3; expected a word."),
-        ({"loop": [{"name": "ema", "as": ""}]}, "'as' is ''; expected a word."),
+        ({"loop": [{"name": 3}]}, "'name' is 3; expected a non-empty string."),
+        ({"loop": [{"name": "ema", "as": ""}]}, "'as' is ''; expected a non-empty string."),
         ({"loop": [{"name": "ema", "enabled": "no"}]}, "'enabled' is 'no'; expected true or false"),
         (
             {"loop": [{"name": "ema", "decai": 0.5}]},
-            "EMA: 'decai' is no option. Did you mean 'decay'?",
+            "EMA: Unknown option 'decai'. Did you mean 'decay'?",
         ),
         ({"loop": [{"name": "ema", "decay": 2.0}]}, "EMA: 'decay' is 2.0."),
         ({"loop": [{"name": "ema", "init_args": 3}]}, "'init_args' is 3; expected a mapping."),
         (
             {"loop": [{"name": "ema", "init_args": {"decay": 0.5}, "decay": 0.4}]},
-            "'decay' stands under 'init_args' and beside it. Keep one.",
+            "'decay' is given inside and beside 'init_args'. Keep one.",
         ),
         (
             {"loop": [{"name": "a", "class_path": "x.Y", "as": "b"}]},
@@ -233,13 +233,13 @@ def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apar
             {"loop": ["capture"]},
             "hooks.loop[0]: 'capture' is of kind 'probe'. Move it to 'probes'.",
         ),
-        ({"loop": ["upload"]}, "UploadHook needs the option 'destination'."),
+        ({"loop": ["upload"]}, "UploadHook: The option 'destination' is required: "),
         ({"probes": [{"name": "edit", "modules": "x"}]}, "enable_intervention=True"),
-        ({"loop": [f"{__name__}.Broken"]}, "cannot be made with {} (ZeroDivisionError: no)."),
+        ({"loop": [f"{__name__}.Broken"]}, "could not be created with {} (ZeroDivisionError: no)."),
         ({"loop": [f"{__name__}.Loks"]}, "has no 'Loks'. Did you mean 'Looks'?"),
         ({"loop": ["torch.nn.Linear"]}, "'torch.nn.Linear' is not a hook"),
         ({"loop": ["nowhere.at.All"]}, "the module 'nowhere.at' could not be imported"),
-        ({"loop": [".x"]}, "'.x' is no class path"),
+        ({"loop": [".x"]}, "'.x' has no module. Expected a class path"),
         ({"loop": ["..x.y"]}, "'..x.y': the module '..x' could not be imported"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_short_class_name_works_where_one_known_hook_has_it():
     assert load_hook_class("GradientMonitor") is hookline.GradientMonitor
     assert load_hook_class("Capture") is hookline.probes.Capture
     assert load_hook_class("hookline.EMA") is hookline.EMA
-    assert where_is("GradientMonitor").name == "gradient_monitor"
+    assert find_hook("GradientMonitor").name == "gradient_monitor"
 
 
 def test_every_own_name_leads_to_a_class_that_gets_this_name():
@@ -301,10 +301,10 @@ def test_probes_get_the_names_they_are_listed_under():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gradient_moniter", "no hook has this name. Did you mean 'gradient_monitor'?"),
+        ("gradient_moniter", "Unknown hook 'gradient_moniter'. Did you mean 'gradient_monitor'?"),
         ("GradientMoniter", "Did you mean 'GradientMonitor'?"),
-        ("emma", "'emma' is no class path"),
-        ("", "'' is no class path"),
+        ("emma", "Unknown hook 'emma'."),
+        ("", "Unknown hook ''."),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(name, message):
@@ -383,13 +383,13 @@ def test_a_packages_hook_is_called_as_its_entry_point_is():
 
 
 def test_without_the_package_its_name_is_unknown():
-    with pytest.raises(ConfigError, match="'loss_ceiling' is no class path, and no hook has"):
+    with pytest.raises(ConfigError, match="Unknown hook 'loss_ceiling'"):
         make_hook("loss_ceiling", {})
 
 
 @pytest.mark.usefixtures("installed")
 def test_options_of_a_packages_hook_are_checked():
-    with pytest.raises(ConfigError, match=r"'cieling' is no option\. Did you mean 'ceiling'"):
+    with pytest.raises(ConfigError, match=r"Unknown option 'cieling'\. Did you mean 'ceiling'"):
         HookRegistry([{"name": "loss_ceiling", "cieling": 1.0}])
 
 
@@ -398,7 +398,9 @@ def test_a_built_in_keeps_its_name_and_that_is_said(tmp_path, monkeypatch, caplo
     monkeypatch.syspath_prepend(tmp_path)
     with caplog.at_level(logging.WARNING, "hookline"):
         assert load_hook_class("ema") is hookline.EMA
-    assert "'ema' is Hookline's own; that of the package 'rival' is 'rival:ema'." in caplog.text
+    assert (
+        "'ema' is a built-in hook. The hook of the package 'rival' is 'rival:ema'." in caplog.text
+    )
     assert load_hook_class("rival:ema") is Scheduled
     assert HookRegistry(["rival:ema"]).list_hooks() == ["ema"]
     assert known_hooks()["ema"].package == "hookline"
@@ -409,7 +411,10 @@ def test_a_name_of_two_packages_has_to_be_said_in_full(tmp_path, monkeypatch):
     describe_package(tmp_path, "one", {"same": f"{__name__}:Scheduled"})
     describe_package(tmp_path, "two", {"same": f"{__name__}:Times"})
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"several packages\. Say which: 'one:same', 'two:same'."):
+    with pytest.raises(
+        ConfigError,
+        match=r"Several packages have a hook 'same'\. Use one of: 'one:same', 'two:same'\.",
+    ):
         load_hook_class("same")
     assert load_hook_class("two:same") is Times
     assert "same" not in known_hooks()
@@ -418,7 +423,9 @@ def test_a_name_of_two_packages_has_to_be_said_in_full(tmp_path, monkeypatch):
 def test_a_short_class_name_of_two_hooks_has_to_be_said_in_full(tmp_path, monkeypatch):
     describe_package(tmp_path, "one", {"a": f"{__name__}:Times", "b": "elsewhere:Times"})
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"the class of several hooks\. Say which: 'a', 'b'."):
+    with pytest.raises(
+        ConfigError, match=r"Several hooks have a class 'Times'\. Use one of: 'a', 'b'\."
+    ):
         load_hook_class("Times")
 
 
@@ -455,7 +462,7 @@ def test_hooks_are_toggled_by_name_or_by_number_within_their_kind():
         ("update", 2, "There is no hook 2 of kind 'update': 0 is 'times', 1 is 'plus'."),
         ("update", -1, "There is no hook -1 of kind 'update'"),
         ("update", True, "There is no hook True of kind 'update'"),
-        ("updates", 0, "There is no kind 'updates'. Did you mean 'update'?"),
+        ("updates", 0, "Unknown kind 'updates'. Did you mean 'update'?"),
     ],
 )
 def test_a_hook_that_is_not_there_is_an_error_that_says_which_are(kind, index, message):

@@ -305,8 +305,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) -> None:
-    from hookline.builtin import BuiltIn
     from hookline.hook import Rank
+    from hookline.options import BuiltIn
 
     class Reports(BuiltIn):
         """Says something.

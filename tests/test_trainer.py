@@ -586,11 +586,11 @@ def test_hooks_may_put_attributes_on_the_trainer():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_epoch": 3}, "'max_epoch' is no field. Did you mean 'max_epochs'"),
+        ({"max_epoch": 3}, "Unknown field 'max_epoch'. Did you mean 'max_epochs'"),
         ({"max_epochs": -1}, "'max_epochs' is -1"),
         ({"precision": "fp8"}, "'precision' is 'fp8'"),
         ({"accumulate": 0}, "'accumulate' is 0"),
-        ({"hooks": {"hook_class": []}}, "'hooks.hook_class' is no field. Did you mean 'hook_cl"),
+        ({"hooks": {"hook_class": []}}, "Unknown field 'hooks.hook_class'. Did you mean 'hook_cl"),
     ],
 )
 def test_a_configuration_that_does_not_fit_names_the_field_and_the_fix(fields, message):
@@ -652,7 +652,11 @@ def test_parameters_that_no_optimizer_holds_are_named(caplog):
     ("name", "value", "message"),
     [
         ("max_epochs", "many", "TrainerConfig: 'max_epochs' is 'many'. Input should be a valid"),
-        ("max_epoch", 3, "'max_epoch' is no field. Did you mean 'max_epochs'? The fields are: max"),
+        (
+            "max_epoch",
+            3,
+            "Unknown field 'max_epoch'. Did you mean 'max_epochs'? The fields are",
+        ),
     ],
 )
 def test_a_wrong_assignment_to_a_configuration_says_what_is_right(name, value, message):

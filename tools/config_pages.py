@@ -23,7 +23,7 @@ from hookline.config_files.file_model import (
     SchedulerConfig,
     TrainingConfig,
 )
-from hookline.config_files.json_schema import PLACE
+from hookline.config_files.json_schema import REGISTRATION_KEYS
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("File", TrainingConfig),
@@ -71,7 +71,7 @@ def tables() -> str:
         if model is HookConfig:
             lines += [
                 f"| `{key}` | {schema['type']} | | {schema['description']} |"
-                for key, schema in PLACE.items()
+                for key, schema in REGISTRATION_KEYS.items()
             ]
             lines.append("| any other | | | an option of the hook |")
         if model is GroupConfig:

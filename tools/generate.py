@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,13 +24,10 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config.trainer_config import (
-    HooksConfig,
-    HooksSettingsConfig,
-    LoadersConfig,
-    TrainerConfig,
-)
+from hookline.config.trainer_config import HooksConfig, LoadersConfig, TrainerConfig
+from hookline.dispatch import HookSettings
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
+from hookline.options import get_options
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -134,10 +132,6 @@ MEANINGS = {
     "LoadersConfig.order": "which loader provides the next batch",
     "LoadersConfig.length": "where an epoch ends; an integer is a number of batches",
     "LoadersConfig.on_exhausted": "whether an exhausted loader restarts or is dropped",
-    "HooksSettingsConfig.isolate": "a failing hook does not stop training",
-    "HooksSettingsConfig.max_failures": "failures in a row after which a hook is disabled",
-    "HooksSettingsConfig.budget": "share of the run above which a warning names the costliest hook",
-    "HooksSettingsConfig.budget_after": "seconds of training before the first check of the budget",
 }
 
 
@@ -157,7 +151,7 @@ def config_tables() -> str:
             "",
             "## hooks.settings",
             "",
-            *_config_table(HooksSettingsConfig),
+            *_options_table(HookSettings),
         ]
     )
 
@@ -167,6 +161,14 @@ def _config_table(kind: type[BaseModel]) -> list[str]:
         f"| `{name}` | {_values(field.annotation)} | {_default(field)} | "
         f"{field.description or MEANINGS[f'{kind.__name__}.{name}']} |"
         for name, field in kind.model_fields.items()
+    ]
+    return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
+
+
+def _options_table(kind: type) -> list[str]:
+    rows = [
+        f"| `{option.name}` | {_values(option.hint)} | `{option.default}` | {option.text} |"
+        for option in get_options(kind).values()
     ]
     return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
 
@@ -182,7 +184,9 @@ def _values(annotation: Any) -> str:
         return ", ".join(_values(member) for member in get_args(annotation))
     if annotation is NoneType:
         return "None"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    ):
         return f"a `{annotation.__name__}` or a mapping"
     named = {int: "integer", float: "number", bool: "True, False", str: "string"}
     named |= {Path: "path", list: "list", dict: "mapping"}
@@ -191,7 +195,7 @@ def _values(annotation: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, BaseModel):
+    if isinstance(value, BaseModel) or is_dataclass(value):
         return "see below"
     return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
 

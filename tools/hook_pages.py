@@ -1,21 +1,21 @@
 """The reference pages of built-in hooks: the output of `hookline hooks show` as Markdown.
 
-`tools/generate.py` writes them: one page for each hook, and the table on the overview.
+`tools/generate.py` writes one page for each hook, and the table on the overview page.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hookline.cli.hook_facts import GROUPS, facts_of, group_of
-from hookline.config.hook_names import BUILT_INS, PROBES, where_is
+from hookline.cli.hook_facts import describe_behaviour, describe_hook, group_hooks
+from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 
 ALL = {**BUILT_INS, **PROBES}
 
 
 def page(name: str) -> str:
     """Return the page of one built-in hook."""
-    facts = facts_of(where_is(name))
+    facts = describe_hook(find_hook(name))
     kind, module = _class(facts)
     lines = [
         f"# {kind}",
@@ -45,7 +45,7 @@ def page(name: str) -> str:
         "|---|---|",
         *(f"| `{event['event']}` | {_asks(event['asks'])} |" for event in facts["events"]),
         "",
-        f"Order: {facts['order']}. {_character(facts)}",
+        f"Order: {facts['order']}. {describe_behaviour(facts)}",
         "",
         "## Cost",
         "",
@@ -58,13 +58,12 @@ def page(name: str) -> str:
 def overview() -> str:
     """Return the tables of all built-in hooks, by purpose."""
     lines: list[str] = []
-    for title in GROUPS.values():
-        lines += [f"**{title}**", "", "| hook | name | what it does |", "|---|---|---|"]
-        for known in map(where_is, ALL):
-            if group_of(known) == title:
-                facts = facts_of(known)
-                link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"
-                lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
+    for title, hooks in group_hooks(map(find_hook, ALL)).items():
+        lines += [f"**{title}**", "", "| hook | name | purpose |", "|---|---|---|"]
+        for known in hooks:
+            facts = describe_hook(known)
+            link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"
+            lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -89,12 +88,3 @@ def _row(option: dict[str, Any]) -> str:
 
 def _asks(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
-
-
-def _character(facts: dict[str, Any]) -> str:
-    texts: list[str] = []
-    if facts["critical"]:
-        texts.append("If it fails, training stops.")
-    if facts["intervenes"]:
-        texts.append("It changes training or validation.")
-    return " ".join(texts) or "It only observes. If it fails, training continues."

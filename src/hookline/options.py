@@ -1,23 +1,24 @@
-"""Options of hooks: read from a class's signature and docstring, and checked before it is made.
+"""Options of hooks: described by a class's signature and docstring, and checked before use.
 
-An option is a parameter of `__init__`. Its annotation says what is valid, its default is the
-default, and the class's docstring explains it under `Args:`.
+An option is a parameter of `__init__`. Its annotation defines the valid values, its default is the
+option's default, and the class docstring explains it under `Args:`.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from hookline.errors import ConfigError, nearest
+from hookline.hook import Hook
 
-__all__ = ["Option", "check_options", "options_of"]
+__all__ = ["BuiltIn", "Option", "OptionProblem", "OptionsError", "check_options", "get_options"]
 
 _OF_ADD_HOOK = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 _EMPTY = inspect.Parameter.empty
@@ -35,97 +36,174 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Whether the option has no default."""
         return self.default is _EMPTY
 
     @cached_property
-    def _check(self) -> TypeAdapter[Any] | None:
-        """What checks a value; None for a type that cannot be checked."""
+    def _adapter(self) -> TypeAdapter[Any] | None:
+        """The validator of the annotation; None if pydantic does not support the type."""
         try:
             return TypeAdapter(self.hint, config=ConfigDict(arbitrary_types_allowed=True))
         except PydanticSchemaGenerationError:
             return None
 
-    def problem(self, value: Any) -> str | None:
-        """Say what is wrong with a value."""
-        if self._check is None:
+    def find_problem(self, value: Any) -> str | None:
+        """Return why a value is not valid, or None if it is."""
+        if self._adapter is None:
             return None
         try:
-            valid = self._check.validate_python(value)
+            valid = self._adapter.validate_python(value)
         except ValidationError as error:
-            return "; ".join(dict.fromkeys(one["msg"] for one in error.errors()))
+            return "; ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
         if isinstance(value, str) and isinstance(valid, int | float):
-            return "A number is written without quotes"  # what is given is used as it is
+            return "Write the number without quotes"  # the value is passed on unconverted
         return None
 
 
+@dataclass(frozen=True)
+class OptionProblem:
+    """One invalid, unknown or missing option.
+
+    Attributes:
+        option: the option's name.
+        text: what is wrong and what to do.
+    """
+
+    option: str
+    text: str
+
+
+class OptionsError(ConfigError):
+    """Options do not match a hook's signature.
+
+    Attributes:
+        class_name: the hook's class.
+        problems: one for each option that is wrong.
+    """
+
+    def __init__(self, class_name: str, problems: Iterable[OptionProblem]) -> None:
+        self.class_name = class_name
+        self.problems = tuple(problems)
+        super().__init__(f"{class_name}: " + "\n  ".join(one.text for one in self.problems))
+
+
+class BuiltIn(Hook):
+    """Base class of Hookline's own hooks, whose options are checked when one is created.
+
+    The options are the parameters of `__init__`; `hookline_options` keeps them for the manifest.
+    """
+
+    cost: ClassVar[str] = ""
+    """What the hook costs, in one sentence."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.hookline_cost = cls.cost
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Check the options. `__init__` receives them as they were passed."""
+        hook = super().__new__(cls)
+        hook.hookline_options = check_options(cls, options, args, require_all=False)
+        return hook
+
+    @classmethod
+    def from_checked(cls, options: Mapping[str, Any], resolved: Mapping[str, Any]) -> Self:
+        """Return a hook created with options that `check_options` has checked already.
+
+        Args:
+            options: the options to pass to `__init__`.
+            resolved: what `check_options` returned for them.
+        """
+        hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
+        hook.hookline_options = resolved
+        initialize: Any = cls.__init__
+        initialize(hook, **options)
+        return hook
+
+
 @cache
-def options_of(kind: Any) -> Mapping[str, Option]:
+def get_options(hook_class: Any) -> Mapping[str, Option]:
     """Return a hook class's options by name."""
-    writer = next(one for one in kind.__mro__ if "__init__" in one.__dict__)
-    texts = _texts(inspect.getdoc(writer) or "") | _texts(inspect.getdoc(kind) or "")
-    hints = _hints(kind)
+    documented = next(base for base in hook_class.__mro__ if "__init__" in base.__dict__)
+    texts = _argument_texts(documented) | _argument_texts(hook_class)
+    hints = _type_hints(hook_class)
     return {
-        one.name: Option(
-            name=one.name,
-            type=_type_text(one.annotation),
-            default=one.default,
-            text=texts.get(one.name, ""),
-            hint=hints.get(one.name, Any),
+        parameter.name: Option(
+            name=parameter.name,
+            type=_type_text(parameter.annotation),
+            default=parameter.default,
+            text=texts.get(parameter.name, ""),
+            hint=hints.get(parameter.name, Any),
         )
-        for one in _parameters(kind)
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        for parameter in _parameters(hook_class)
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
 
 
 def check_options(
-    kind: Any, args: tuple[Any, ...], given: Mapping[str, Any], *, values: bool
+    hook_class: Any,
+    options: Mapping[str, Any],
+    args: tuple[Any, ...] = (),
+    *,
+    check_values: bool = True,
+    require_all: bool = True,
 ) -> dict[str, Any]:
-    """Return the options that a hook would get, defaults included; raise if they do not fit.
+    """Return a hook's options including defaults; raise if they do not match its signature.
 
     Args:
-        kind: the hook's class.
-        args: what is given in order.
-        given: what is given by name.
-        values: whether to check values against their annotations, too.
+        hook_class: the hook's class.
+        options: options passed by name.
+        args: options passed by position.
+        check_values: whether to check values against their annotations.
+        require_all: whether an option without default must be given; False leaves the error to
+            Python's own call.
+
+    Raises:
+        OptionsError: has every problem.
     """
-    known = options_of(kind)
-    options = dict(zip(known, args, strict=False)) | dict(given)
-    problems: list[str] = []
-    for name, value in options.items():
+    known = get_options(hook_class)
+    given = dict(zip(known, args, strict=False)) | dict(options)
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
+    problems: list[OptionProblem] = []
+    for name, value in given.items():
         if name in known:
-            problem = known[name].problem(value) if values else None
+            problem = known[name].find_problem(value) if check_values else None
             if problem is not None:
-                problems.append(f"'{name}' is {value!r}. {problem}.")
-        elif any(one.kind is one.VAR_KEYWORD for one in _parameters(kind)):
+                problems.append(OptionProblem(name, f"'{name}' is {value!r}. {problem}."))
+        elif open_ended:
             continue
         elif name in _OF_ADD_HOOK:
-            problems.append(_belongs_to_registration(kind, name))
+            problems.append(OptionProblem(name, _belongs_to_registration(hook_class, name)))
         else:
-            there = f"The options are: {', '.join(known)}." if known else "It has no options."
-            problems.append(f"'{name}' is no option.{nearest(name, known)} {there}")
+            valid = f"The options are: {', '.join(known)}." if known else "It has no options."
+            text = f"Unknown option '{name}'.{nearest(name, known)} {valid}"
+            problems.append(OptionProblem(name, text))
+    for name, option in known.items():
+        if require_all and option.required and name not in given:
+            text = f"The option '{name}' is required" + (f": {option.text}" if option.text else ".")
+            problems.append(OptionProblem(name, text))
     if problems:
-        raise ConfigError(f"{kind.__name__}: " + "\n  ".join(problems))
-    return {name: one.default for name, one in known.items() if not one.required} | options
+        raise OptionsError(hook_class.__name__, problems)
+    return {name: one.default for name, one in known.items() if not one.required} | given
 
 
-def _belongs_to_registration(kind: Any, name: str) -> str:
+def _belongs_to_registration(hook_class: Any, name: str) -> str:
     problem = (
         f"'{name}' belongs to the registration. Give it to add_hook(hook, {name}=…), or beside the "
         "hook's name in a config file."
     )
-    if name == "every" and kind.hookline_kind == "probe":
+    if name == "every" and hook_class.hookline_kind == "probe":
         problem += " Outside of training: hookline.probe(model, …, every=…)."
     return problem
 
 
-def _parameters(kind: Any) -> list[inspect.Parameter]:
-    return list(inspect.signature(kind.__init__).parameters.values())[1:]
+def _parameters(hook_class: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(hook_class.__init__).parameters.values())[1:]
 
 
-def _hints(kind: Any) -> dict[str, Any]:
+def _type_hints(hook_class: Any) -> dict[str, Any]:
     try:
-        return get_type_hints(kind.__init__, include_extras=True)
+        return get_type_hints(hook_class.__init__, include_extras=True)
     except (NameError, TypeError):  # annotations that only a type checker understands
         return {}
 
@@ -136,9 +214,9 @@ def _type_text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "Any")
 
 
-def _texts(doc: str) -> dict[str, str]:
-    """What the section `Args:` of a docstring says of each."""
-    _, _, section = doc.partition("Args:\n")
+def _argument_texts(documented: Any) -> dict[str, str]:
+    """Return the description of each argument in a docstring's `Args:` section."""
+    _, _, section = (inspect.getdoc(documented) or "").partition("Args:\n")
     section = section.partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).strip() for name, text in found}

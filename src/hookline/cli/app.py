@@ -1,8 +1,8 @@
-"""The `hookline` command: what it understands, and how it ends.
+"""The `hookline` command: its subcommands, error messages and exit codes.
 
-Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C. Errors go to stderr, as
-one message; what nobody expected has a traceback with `--debug`. Whatever imports torch is imported
-by the command that needs it, so that `--help` is quick.
+Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C. An error is one message
+on stderr; unexpected errors have a traceback with `--debug`. Modules that import torch are imported
+by the commands that need them, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
 from hookline.cli.runs_command import runs_app
 from hookline.cli.streams import prepare_streams
-from hookline.cli.torch_import import interrupted_afterwards
+from hookline.cli.torch_import import delay_interrupts
 from hookline.cli.train_command import add_training_commands
 from hookline.errors import HookFailedError, HooklineError
 
@@ -45,14 +45,14 @@ app.add_typer(runs_app)
 
 
 def main() -> None:
-    """Run the command line, and exit."""
+    """Run the command line and exit."""
     prepare_streams()
-    arguments = [one for one in sys.argv[1:] if one != "--debug"]  # it may stand anywhere
+    arguments = [one for one in sys.argv[1:] if one != "--debug"]  # allowed at any position
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
         if isinstance(error, HookFailedError) and len(arguments) < len(sys.argv) - 1:
-            traceback.print_exception(error)  # where in a hook; a user's mistake needs none
+            traceback.print_exception(error)  # shows where the hook failed
         _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", INTERRUPTED)
@@ -61,10 +61,10 @@ def main() -> None:
     except Exception as error:
         if len(arguments) < len(sys.argv) - 1:
             raise
-        _end(_unexpected(error), FAILED)
+        _end(_unexpected_error_message(error), FAILED)
 
 
-# The parent of all that typer says about bad input; newer typers bring a click of their own.
+# The base class of typer's errors about bad input. Newer versions of typer include their own click.
 _USAGE_ERRORS: type[Exception] = typer.BadParameter.__mro__[1]
 
 
@@ -73,13 +73,13 @@ def _usage_message(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}. See: {command} --help"
 
 
-def _unexpected(error: Exception) -> str:
-    """What was raised and where: the last line that is not of an installed package."""
+def _unexpected_error_message(error: Exception) -> str:
+    """Return the error and the last line outside of installed packages that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     place = f"{own[-1].filename}, line {own[-1].lineno}"
     again = " ".join(["hookline", "--debug", *sys.argv[1:]])
-    return f"{type(error).__name__}: {error} (from {place}). With the traceback: {again}"
+    return f"{type(error).__name__}: {error} (from {place}). For the traceback, run: {again}"
 
 
 def _end(message: str, code: int) -> NoReturn:
@@ -103,22 +103,22 @@ def hookline(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what nobody expected.")
+        bool, typer.Option("--debug", help="Show the traceback of unexpected errors.")
     ] = False,
 ) -> None:
     """One hook system for every PyTorch training loop.
 
-    To see it at work, in half a minute: **hookline demo**
+    Run an example in half a minute: **hookline demo**
 
-    To begin with a training of your own: **hookline init my_project**
+    Create a project of your own: **hookline init my_project**
     """
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
-    """Options for a number in a range, whose error says what was seen (typer's own does not)."""
-    wanted = f"a whole number of {least} or more" + ("" if most is None else f", up to {most}")
+    """Return options of a number in a range, whose error names the value (typer's does not)."""
+    expected = f"a whole number of {least} or more" + ("" if most is None else f", up to {most}")
 
     def parse(given: str) -> int:
         try:
@@ -126,7 +126,7 @@ def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
         except ValueError:
             number = least - 1
         if number < least or (most is not None and number > most):
-            raise typer.BadParameter(f"it is '{given}'; expected {wanted}.")
+            raise typer.BadParameter(f"it is '{given}'; expected {expected}.")
         return number
 
     return {"parser": parse, "metavar": "INTEGER"}
@@ -135,35 +135,30 @@ def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
 @app.command(cls=Command)
 def demo(
     steps: Annotated[
-        int, typer.Option(help="How many steps to train, 1 or more.", **_whole_number(1))
+        int, typer.Option(help="Number of training steps, 1 or more.", **_whole_number(1))
     ] = 400,
-    out: Annotated[Path, typer.Option(help="The folder that gets the run's folder.")] = Path(
+    out: Annotated[Path, typer.Option(help="The folder to create the run's folder in.")] = Path(
         "runs"
     ),
     seed: Annotated[
         int,
         typer.Option(
-            help="The same seed gives the same weights, bit for bit.",
+            help="Random seed; the same seed gives identical weights.",
             **_whole_number(0, LARGEST_SEED),
         ),
     ] = 0,
 ) -> None:
-    """Train a small GPT on Python's own help, with hooks.
+    """Train a small GPT on the text of Python's help, with hooks.
 
-    It takes about half a minute on one core. You see text from before and after training, a
-    validation loss that falls, what hooks found out and what they cost, and the folder that the
-    run leaves behind.
+    It takes about half a minute on one core. It shows text generated before and after training, the
+    validation loss, the results and the cost of hooks, and the run's folder.
 
     Example: **hookline demo --steps 100 --out /tmp/runs --seed 1**
     """
     check_folder(out, "--out")
     try:
-        with interrupted_afterwards():
+        with delay_interrupts():
             from hookline.cli.demo_command import run_demo
         run_demo(steps=steps, out=out, seed=seed)
-    except KeyboardInterrupt:  # here, because each version of typer makes something else of it
+    except KeyboardInterrupt:  # caught here, because versions of typer handle it differently
         _end("Interrupted.", INTERRUPTED)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
-"""`hookline demo`: a small GPT learns to write like Python's help, watched by three hooks.
+"""`hookline demo`: train a small GPT on the text of Python's help, with three hooks.
 
-To read as an example: `run_demo` is the training, the hooks stand right before it, and the model
-and its text after it.
+This file is also an example: the hooks come first, then the training in `run_demo`, then the data
+and the model.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ __all__ = ["run_demo"]
 
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 48, 32, 96, 4, 2
 PEAK_LR, WARM_UP, CLIP = 7e-3, 20, 1.0
-PROMPT, WRITTEN, TEMPERATURE = "The ", 200, 0.7
-VALIDATIONS, GRADIENT_LOOKS = 10, 30  # about so many, however many steps there are
+PROMPT, GENERATED, TEMPERATURE = "The ", 200, 0.7
+VALIDATIONS, GRADIENT_MEASUREMENTS = 10, 30  # approximate numbers, independent of the steps
 
 console = Console(highlight=False, soft_wrap=True)  # NO_COLOR and pipes are respected
 
 
 class ValidationCurve(Hook):
-    """Keeps each validation loss, and adds a metric: it is displayed and recorded as the rest."""
+    """Keeps each validation loss, and adds a metric that is displayed and logged like others."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
 
     def on_validation_end(self, step: int, metrics: Metrics) -> None:
-        """Note the loss, and say what it is in bits."""
+        """Keep the loss, and add it in bits per character."""
         loss = float(metrics["val/loss"])
         metrics["val/bits_per_char"] = loss / math.log(2)
         self.points.append((step, loss))
 
 
 class GradientNorms(Hook):
-    """Records how large the gradients of each part of the model are, before they are clipped."""
+    """Logs the gradient norm of each part of the model, before clipping."""
 
     def __init__(self) -> None:
-        self.seen: list[dict[str, Tensor]] = []
+        self.norms: list[dict[str, Tensor]] = []
 
     def on_gradients_ready(self, trainer: Trainer, model: nn.Module) -> None:
-        """Measure each part; nothing is read from the device here."""
+        """Compute the norms without synchronizing with the device."""
         norms = {name: _gradient_norm(part) for name, part in _parts(model).items()}
         trainer.log_dict({f"grad_norm/{name}": norm for name, norm in norms.items()})
-        self.seen.append(norms)
+        self.norms.append(norms)
 
 
 class CheckpointAtEnd(Hook):
-    """Saves a checkpoint when training has done all its steps."""
+    """Saves a checkpoint when training has completed."""
 
-    critical = True  # a checkpoint that fails is an error, not a line in the log
+    critical = True  # a failure to save raises an error
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -76,29 +76,29 @@ class CheckpointAtEnd(Hook):
 
 
 def run_demo(*, steps: int, out: Path, seed: int) -> None:
-    """Train, and show what came of it.
+    """Train, and print the results.
 
     Args:
-        steps: how many optimizer steps.
-        out: the folder that gets the run's folder.
-        seed: the same seed gives the same weights.
+        steps: the number of optimizer steps.
+        out: the folder to create the run's folder in.
+        seed: the random seed; the same seed gives the same weights.
     """
     torch.set_num_threads(1)  # faster than two for a model this small, and the same everywhere
     torch.manual_seed(seed)
     text = _text()
     model = GPT(len(text.letters))
     _introduce(model, text, steps, seed)
-    _show_text("Written before training", _write(model, text, seed))
+    _show_text("Text generated before training", _generate(model, text, seed))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, steps))
     config = TrainerConfig(
         max_epochs=None,
         max_steps=steps,
         clip_norm=CLIP,
         validate_every_epochs=None,
         validate_every_steps=math.ceil(steps / VALIDATIONS),
-        sanity=True,  # the curve begins before training
+        sanity=True,  # adds a point before training
         seed=seed,
         runs=out,
     )
@@ -107,7 +107,7 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
     )
     curve, gradients, checkpoint = ValidationCurve(), GradientNorms(), CheckpointAtEnd()
     trainer.add_hook(curve)
-    trainer.add_hook(gradients, every=math.ceil(steps / GRADIENT_LOOKS))
+    trainer.add_hook(gradients, every=math.ceil(steps / GRADIENT_MEASUREMENTS))
     trainer.add_hook(checkpoint)
 
     train, val = _loaders(text.data, seed)
@@ -115,16 +115,16 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
         trainer.fit(train, val)
     except KeyboardInterrupt:
         if trainer.run is not None:
-            console.print(f"\nWhat was recorded until now is in {trainer.run.path}")
+            console.print(f"\nThe interrupted run is in {trainer.run.path}")
         raise
 
     _show_curve(curve.points)
-    _show_gradients(gradients.seen)
-    _show_text("Written after training", _write(model, text, seed))
-    _show_what_is_left(trainer.run.path, checkpoint.path)
+    _show_gradients(gradients.norms)
+    _show_text("Text generated after training", _generate(model, text, seed))
+    _show_files(trainer.run.path, checkpoint.path)
 
 
-# -- what is shown --------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
 def _heading(title: str) -> None:
@@ -140,9 +140,9 @@ def _introduce(model: nn.Module, text: Text, steps: int, seed: int) -> None:
     )
 
 
-def _show_text(title: str, written: str) -> None:
+def _show_text(title: str, generated: str) -> None:
     _heading(title)
-    lines = textwrap.wrap(written, 76, break_on_hyphens=False)
+    lines = textwrap.wrap(generated, 76, break_on_hyphens=False)
     console.print(textwrap.indent("\n".join(lines), "  ") + "\n", markup=False)
 
 
@@ -155,43 +155,43 @@ def _show_curve(points: list[tuple[int, float]]) -> None:
         console.print(f"  step {step:>5}  {loss:6.3f}  {'#' * round(40 * loss / most)}{mark}")
 
 
-def _show_gradients(seen: list[dict[str, Tensor]]) -> None:
-    _heading("Gradient norm of each part, recorded by the hook gradient_norms")
-    third = math.ceil(len(seen) / 3)
+def _show_gradients(measured: list[dict[str, Tensor]]) -> None:
+    _heading("Gradient norm of each part, logged by the hook gradient_norms")
+    third = math.ceil(len(measured) / 3)
     console.print(f"  {'':10}  first third  last third   (means)")
-    for name in seen[0]:
+    for name in measured[0]:
         early, late = (
-            _mean(norms[name] for norms in part) for part in (seen[:third], seen[-third:])
+            _mean(norms[name] for norms in part) for part in (measured[:third], measured[-third:])
         )
         console.print(f"  {name:10}  {early:11.3f}  {late:10.3f}")
 
 
-def _show_what_is_left(run: Path, checkpoint: Path | None) -> None:
-    left = {"run": str(run)}
+def _show_files(run: Path, checkpoint: Path | None) -> None:
+    files = {"run": str(run)}
     if checkpoint is not None:
         digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-        left |= {
+        files |= {
             "checkpoint": str(checkpoint),
-            "weights": f"{digest[:16]} (of the file's sha256; the same options give it again)",
+            "weights": f"{digest[:16]} (of the file's sha256; the same for the same options)",
         }
-    left["look at"] = "metrics.jsonl in the run: every loss and gradient norm, one in a line"
-    left["the hooks"] = __file__
-    for name, value in left.items():
+    files["metrics"] = "metrics.jsonl in the run: every loss and gradient norm, one per line"
+    files["source"] = __file__
+    for name, value in files.items():
         console.print(f"{name:10}  {value}", markup=False)
 
 
-# -- the text -------------------------------------------------------------------------------------
+# -- data -----------------------------------------------------------------------------------------
 
 
 class Text(NamedTuple):
-    """A text as numbers, and the letters that they stand for."""
+    """A text as token ids, and the character of each id."""
 
     data: Tensor
     letters: list[str]
 
 
 def _text() -> Text:
-    """What `help()` knows: it comes with every Python."""
+    """Return the texts of `help()`, which are a part of every Python installation."""
     text = " ".join(" ".join(topics[name] for name in sorted(topics)).split())
     letters = sorted(set(text))
     number = {letter: i for i, letter in enumerate(letters)}
@@ -199,7 +199,7 @@ def _text() -> Text:
 
 
 def _loaders(data: Tensor, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """The first nine tenths to train on, shuffled; of the last one, a quarter to validate."""
+    """Return loaders of the first nine tenths, shuffled, and of a quarter of the last tenth."""
     border = len(data) * 9 // 10
     order = torch.Generator().manual_seed(seed)
     train = DataLoader(_pieces(data[:border]), BATCH, shuffle=True, drop_last=True, generator=order)
@@ -207,28 +207,30 @@ def _loaders(data: Tensor, seed: int) -> tuple[DataLoader[Any], DataLoader[Any]]
 
 
 def _pieces(data: Tensor, every: int = 1) -> TensorDataset:
-    """Pieces of the text, and the same pieces one letter further."""
+    """Return pieces of the text, and the same pieces shifted by one character as targets."""
     pieces = data.unfold(0, CONTEXT + 1, CONTEXT + 1)[::every]
     return TensorDataset(pieces[:, :-1], pieces[:, 1:])
 
 
 @torch.no_grad()
-def _write(model: nn.Module, text: Text, seed: int) -> str:
-    """Let the model write; training's own random numbers stay as they are."""
+def _generate(model: nn.Module, text: Text, seed: int) -> str:
+    """Return text generated by the model, without advancing torch's global generator."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([[text.letters.index(letter) for letter in PROMPT]])
-    for _ in range(WRITTEN):
+    for _ in range(GENERATED):
         logits = model(tokens[:, -CONTEXT:])[:, -1]
-        chances = F.softmax(logits / TEMPERATURE, dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        probabilities = F.softmax(logits / TEMPERATURE, dim=-1)
+        tokens = torch.cat(
+            [tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1
+        )
     return "".join(text.letters[int(token)] for token in tokens[0])
 
 
-# -- the model ------------------------------------------------------------------------------------
+# -- model ----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a small network; both add to what flows through."""
+    """A transformer block: causal attention and an MLP, both with residual connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what flows on."""
+        """Return the block's output."""
         batch, length, _ = x.shape
         heads = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -251,7 +253,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer that says, after each letter, which letter comes next."""
+    """A transformer that predicts the next character."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -264,7 +266,7 @@ class GPT(nn.Module):
             nn.init.normal_(table.weight, std=std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next letter, after each letter."""
+        """Return the logits of the next character at each position."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -276,14 +278,14 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _rate(step: int, steps: int) -> float:
-    """The share of the peak learning rate: it warms up, then falls along a cosine to a tenth."""
+def _lr_factor(step: int, steps: int) -> float:
+    """Return the factor of the peak learning rate: linear warm-up, then cosine decay to a tenth."""
     warm = min(1.0, (step + 1) / min(WARM_UP, steps))
     return warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's parts as they are shown: its children, and each block for itself."""
+    """Return the model's children by name, with each block as a part of its own."""
     parts: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         inner = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]

@@ -1,4 +1,4 @@
-"""Whether runs can be written to a folder, asked before anything takes time."""
+"""Check that runs can be written to a folder, before anything takes time."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["check_folder"]
 
 
 def check_folder(folder: Path, option: str) -> None:
-    """Refuse a folder in which no run can be made; nothing is left behind.
+    """Raise if no run can be written to a folder; nothing is left behind.
 
     Args:
-        folder: the folder of all runs; it need not be there yet.
-        option: what it was given as, for the error.
+        folder: the folder of all runs, which need not exist yet.
+        option: the name of the option, for the error.
     """
-    there = folder
+    existing = folder
     problem = "is a file"
     try:
-        while not there.exists() and there != there.parent:
-            if there.is_symlink():
-                raise OSError(errno.ENOENT, "it leads nowhere")
-            there = there.parent
-        if there.is_dir() or there != folder:
-            with tempfile.TemporaryDirectory(dir=there):
+        while not existing.exists() and existing != existing.parent:
+            if existing.is_symlink():
+                raise OSError(errno.ENOENT, "broken symbolic link")
+            existing = existing.parent
+        if existing.is_dir() or existing != folder:
+            with tempfile.TemporaryDirectory(dir=existing):
                 return
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
     raise typer.BadParameter(
-        f"'{folder}' {problem}; expected a folder, or the name of one to make.",
+        f"'{folder}' {problem}; expected a folder, or the name of a new one.",
         param_hint=f"'{option}'",
     )

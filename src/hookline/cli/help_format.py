@@ -1,4 +1,4 @@
-"""How `--help` shows commands: a flag takes no value, an argument stands as it is typed."""
+"""The format of `--help`: flags without a type, arguments as they are typed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class Command(TyperCommand):
     """A command with a usage line such as `hookline train [OPTIONS] CONFIG [KEY=VALUE]...`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return what it takes; of typer's types, flags show none."""
+        """Return the parameters, without the types of flags."""
         return _without_types_of_flags(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line."""
-        given = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
-        return ["[OPTIONS]", *map(_usage, given)]
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(_usage, arguments)]
 
 
 class Group(TyperGroup):
-    """A command with commands of its own."""
+    """A command with subcommands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return what it takes; of typer's types, flags show none."""
+        """Return the parameters, without the types of flags."""
         return _without_types_of_flags(super().get_params(ctx))
 
 
 def _without_types_of_flags(params: list[Any]) -> list[Any]:
-    for one in params:
-        if getattr(one, "is_flag", False):
-            one.metavar = ""  # newer typers show <bool>, as if a value had to follow
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""  # newer versions of typer show <bool>, although no value follows
     return params
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a hook from its class alone: purpose, options, events, cost, examples."""
+"""The description of a hook class: purpose, options, events, cost, examples."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import hookline
 import hookline.probes
-from hookline.config import SECTIONS, Known, load_class
+from hookline.config import SECTIONS, KnownHook, load_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
-from hookline.options import Option, options_of
+from hookline.options import Option, get_options
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["GROUPS", "facts_of", "group_of"]
+__all__ = ["GROUPS", "describe_behaviour", "describe_hook", "group_hooks"]
 
 GROUPS = {
-    "monitoring": "See how training goes",
-    "optimization": "Steer training",
-    "checkpointing": "Keep what training made",
-    "debugging": "Find out what goes wrong",
-    "notification": "Tell others",
+    "monitoring": "Monitor training",
+    "optimization": "Control training",
+    "checkpointing": "Save checkpoints and results",
+    "debugging": "Find errors",
+    "notification": "Send notifications",
     "updates": "Transform gradients",
-    "probes": "Look into the model, or change what flows through it",
+    "probes": "Observe or edit the model's activations",
 }
-_EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults alone are no example
+_EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults are not a good example
     "notification": {"webhook_url": "https://hooks.example.com/training"},
     "upload": {"destination": "/backup/runs"},
     "time_limit": {"limit": "11:30:00"},
@@ -50,25 +50,32 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults alone are n
 _EVERY = {"capture": 100, "monitor": 100}  # the schedule that an example shows
 _PLACES = {
     Rank.USER: "in the order of its registration",
-    Rank.MONITOR: "with the monitors, before what decides",
-    Rank.CONTROL: "after the monitors, before what saves",
-    Rank.CHECKPOINT: "after what decides, before the writers",
-    Rank.WRITER: "last, with the writers",
-    Rank.DEFAULT: "after all others",
+    Rank.MONITOR: "with the monitors, before hooks that control training",
+    Rank.CONTROL: "after the monitors, before hooks that save checkpoints",
+    Rank.CHECKPOINT: "after hooks that control training, before the writers",
+    Rank.WRITER: "with the writers, after most others",
+    Rank.DEFAULT: "after all other hooks",
 }
-_CARRIERS = {"observation"}  # how a hook is called, nothing that it asks for
+_INTERNAL_ARGUMENTS = {"observation"}  # not declared by the hook itself
 
 
-def group_of(known: Known) -> str:
-    """Return the title under which a hook is listed."""
+def group_hooks(hooks: Iterable[KnownHook]) -> dict[str, list[KnownHook]]:
+    """Return hooks by the title of their group."""
+    groups: dict[str, list[KnownHook]] = {title: [] for title in GROUPS.values()}
+    for hook in hooks:
+        groups.setdefault(_group_title(hook), []).append(hook)
+    return groups
+
+
+def _group_title(known: KnownHook) -> str:
     if known.package != "hookline":
         return f"From the package {known.package}"
     parts = known.path.split(".")
     return GROUPS[parts[2] if parts[1] == "hooks" else parts[1]]
 
 
-def facts_of(known: Known) -> dict[str, Any]:
-    """Return what there is to know of a hook, as plain values; raise `ConfigError` for no hook."""
+def describe_hook(known: KnownHook) -> dict[str, Any]:
+    """Return the description of a hook as plain values; raise `ConfigError` if it is not a hook."""
     kind: Any = load_class(known.path)
     if not _is_hook(kind):
         raise hookline.ConfigError(f"'{known.name}' is not a hook ({known.path}).")
@@ -81,7 +88,7 @@ def facts_of(known: Known) -> dict[str, Any]:
         "package": known.package,
         "purpose": purpose,
         "text": text,
-        "options": [_option(one) for one in options_of(kind).values()],
+        "options": [_option(one) for one in get_options(kind).values()],
         "events": _events(kind),
         "order": _PLACES[_rank(kind)],
         "critical": bool(kind.critical),
@@ -92,8 +99,18 @@ def facts_of(known: Known) -> dict[str, Any]:
     }
 
 
+def describe_behaviour(facts: Mapping[str, Any]) -> str:
+    """Return how a hook affects training and what its failure means, from its description."""
+    sentences: list[str] = []
+    if facts["critical"]:
+        sentences.append("Training depends on it: if it fails, training stops.")
+    if facts["intervenes"]:
+        sentences.append("It changes training or validation.")
+    return " ".join(sentences) or "It only observes; if it fails, training continues."
+
+
 def _rank(kind: Any) -> Rank:
-    """Its place: forward hooks and updates keep the order in which they were registered."""
+    """Return the rank; forward hooks and updates keep the order of their registration."""
     rank: Rank = kind.hookline_rank
     in_order = kind.hookline_kind in ("forward", "update") and rank is not Rank.DEFAULT
     return Rank.USER if in_order else rank
@@ -104,7 +121,7 @@ def _is_hook(kind: Any) -> bool:
 
 
 def _prose(doc: str) -> tuple[str, str]:
-    """The first sentence of a docstring, and the rest up to its sections."""
+    """Return the first paragraph of a docstring, and the rest up to its sections."""
     first, _, rest = doc.partition("\n\n")
     rest = re.split(r"^(?:Args|Attributes|Raises|Example|Examples):\n", rest, flags=re.MULTILINE)[0]
     return " ".join(first.split()), textwrap.dedent(rest).strip()
@@ -121,7 +138,7 @@ def _option(one: Option) -> dict[str, Any]:
 
 
 def _readable(annotation: str) -> str:
-    """A type as a reader understands it: `Annotated[float, Field(ge=0)]` is `float ≥ 0`."""
+    """Return a type in short form: `Annotated[float, Field(ge=0)]` becomes `float ≥ 0`."""
     text = re.sub(r"\bPositive(Int|Float)\b", lambda found: f"{found[1].lower()} > 0", annotation)
     text = re.sub(r"\bNonNegative(Int|Float)\b", lambda found: f"{found[1].lower()} ≥ 0", text)
     for word, sign in {"ge=": "≥ ", "gt=": "> ", "le=": "≤ ", "lt=": "< "}.items():
@@ -132,10 +149,10 @@ def _readable(annotation: str) -> str:
 def _events(kind: Any) -> list[dict[str, Any]]:
     try:
         bindings = bind(object.__new__(kind))
-    except HooklineError as error:  # what registering it would say
+    except HooklineError as error:  # the error that registering it would raise
         raise hookline.ConfigError(str(error)) from error
     return [
-        {"event": event, "asks": sorted(bindings[event].required - _CARRIERS)}
+        {"event": event, "asks": sorted(bindings[event].required - _INTERNAL_ARGUMENTS)}
         for event in (*EVENTS, *FLOWS)
         if event in bindings
     ]
@@ -145,19 +162,19 @@ def _events(kind: Any) -> list[dict[str, Any]]:
 
 
 def _shown_options(name: str, kind: Any) -> dict[str, Any]:
-    """What an example is made with: what is needed, and two more options at most."""
+    """Return the options of an example: the required ones, filled up to two."""
     shown = dict(_EXAMPLES.get(name, {}))
-    for one in options_of(kind).values():
+    for one in get_options(kind).values():
         if one.required and one.name not in shown:
-            shown[one.name] = _some(one.type)
-    for one in options_of(kind).values():
+            shown[one.name] = _placeholder(one.type)
+    for one in get_options(kind).values():
         if len(shown) < 2 and isinstance(one.default, bool | int | float | str):
             shown.setdefault(one.name, one.default)
     return shown
 
 
-def _some(annotation: str) -> Any:
-    """A value of this type, to be replaced."""
+def _placeholder(annotation: str) -> Any:
+    """Return a placeholder of this type."""
     samples = {"bool": True, "int": 1, "Int": 1, "float": 1.0, "Float": 1.0, "list": [], "dict": {}}
     return next((value for word, value in samples.items() if word in annotation), "…")
 

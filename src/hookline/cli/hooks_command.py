@@ -1,4 +1,4 @@
-"""`hookline hooks` and `hookline events`: what can be put into a training, and when it runs."""
+"""`hookline hooks` and `hookline events`: the available hooks, and the events that call them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from hookline.cli.help_format import Command, Group
-from hookline.cli.text_output import room, show
-from hookline.cli.torch_import import interrupted_afterwards
+from hookline.cli.text_output import show, terminal_width
+from hookline.cli.torch_import import delay_interrupts
 from hookline.errors import HooklineError
 
 __all__ = ["events", "hooks_app"]
@@ -31,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Return the names that begin like this; nothing that takes long is imported."""
+    """Return the names that start with a text, for shell completion; torch is not imported."""
     from hookline.config import known_hooks
 
     return [name for name in known_hooks() if name.startswith(incomplete)]
@@ -39,10 +39,10 @@ def _complete(incomplete: str) -> list[str]:
 
 @hooks_app.callback(invoke_without_command=True)
 def hooks(context: typer.Context, as_json: Json = False) -> None:
-    """List all hooks that have a name: Hookline's own, and those of installed packages.
+    """List all named hooks: built-in hooks, and hooks of installed packages.
 
-    The kinds: a **loop** hook is called by events, a **forward** hook sees what the model returns,
-    an **update** transforms gradients, a **probe** sits on modules of the model.
+    The kinds: a **loop** hook is called by events, a **forward** hook receives the model's output,
+    an **update** transforms gradients, a **probe** is attached to modules of the model.
 
     Example: **hookline hooks**, and then **hookline hooks show early_stopping**
     """
@@ -57,25 +57,25 @@ def show_hook(
     name: Annotated[
         str,
         typer.Argument(
-            help="A hook's name, its class, or the class path of one of yours.",
+            help="The name of a hook, its class, or the class path of your own hook.",
             metavar="NAME",
             autocompletion=_complete,
         ),
     ],
     as_json: Json = False,
 ) -> None:
-    """Show one hook: its purpose, options, events and cost, and an example to paste.
+    """Show one hook: its purpose, options, events and cost, and an example.
 
     Example: **hookline hooks show gradient_monitor**
 
-    Of your own, from the folder it is in: **hookline hooks show hooks.MyHook**
+    For your own hook, in the folder of its module: **hookline hooks show hooks.MyHook**
     """
-    with interrupted_afterwards():
-        from hookline.cli.hook_facts import facts_of
-        from hookline.config import where_is
+    with delay_interrupts():
+        from hookline.cli.hook_facts import describe_hook
+        from hookline.config import find_hook
 
-    sys.path.insert(0, str(Path.cwd()))  # class paths begin in this folder, as in a training's file
-    facts = facts_of(where_is(name))
+    sys.path.insert(0, str(Path.cwd()))  # class paths start in this folder, as in a config file
+    facts = describe_hook(find_hook(name))
     if as_json or context.obj:
         print(_json(facts))
     else:
@@ -83,7 +83,7 @@ def show_hook(
 
 
 def events(as_json: Json = False) -> None:
-    """List all events: when each comes, what it is also called, and what hooks may ask for.
+    """List all events: when each occurs, its aliases, and the arguments that hooks may declare.
 
     Example: **hookline events**
     """
@@ -110,9 +110,9 @@ def events(as_json: Json = False) -> None:
         lines += [f"  {_with_aliases(one)}", f"      {one['when']}"]
         if one["arguments"]:
             asks = ", ".join(_with_aliases(a) for a in one["arguments"])
-            lines.append(_wrapped(f"its own: {asks}", "      "))
+            lines.append(_wrapped(f"own arguments: {asks}", "      "))
     lines += ["", "Every event also has", "", _columns((a["name"], a["meaning"]) for a in common)]
-    lines += ["", "A hook gets what its method's parameters name, such as"]
+    lines += ["", "A hook receives the arguments that its method declares, such as"]
     lines += ["    def on_step_end(self, step, loss): …"]
     _show("\n".join(lines))
 
@@ -121,13 +121,12 @@ def events(as_json: Json = False) -> None:
 
 
 def _list_hooks(as_json: bool) -> None:
-    with interrupted_afterwards():
-        from hookline.cli.hook_facts import GROUPS, group_of
+    with delay_interrupts():
+        from hookline.cli.hook_facts import group_hooks
         from hookline.config import known_hooks
 
-    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in GROUPS.values()}
-    for known in known_hooks().values():
-        groups.setdefault(group_of(known), []).append(_entry(known))
+    by_title = group_hooks(known_hooks().values())
+    groups = {title: [_entry(hook) for hook in hooks] for title, hooks in by_title.items()}
     listed = [{"group": group, **one} for group, ones in groups.items() for one in ones]
     if as_json:
         print(_json(listed))
@@ -138,18 +137,18 @@ def _list_hooks(as_json: bool) -> None:
         rows = [(one["name"], one["kind"], one["problem"] or one["purpose"]) for one in ones]
         blocks.append(f"{group}\n{_columns(rows, widths)}\n")
     _show("\n".join(blocks))
-    print("Options, events, cost and an example: hookline hooks show NAME")
+    print("For options, events, cost and an example: hookline hooks show NAME")
     for line in _conflicts():
         print(line)
 
 
 def _entry(known: Any) -> dict[str, Any]:
-    """One line of the list; a package whose hook cannot be loaded does not hide the others."""
-    from hookline.cli.hook_facts import facts_of
+    """Return one line of the list; a hook that cannot be loaded has a problem instead."""
+    from hookline.cli.hook_facts import describe_hook
 
     entry = {"name": known.name, "package": known.package, "class": known.path}
     try:
-        facts = facts_of(known)
+        facts = describe_hook(known)
     except HooklineError as error:
         return {**entry, "kind": "?", "purpose": "", "problem": str(error)}
     return {**entry, "kind": facts["kind"], "purpose": facts["purpose"], "problem": None}
@@ -159,8 +158,8 @@ def _conflicts() -> list[str]:
     from hookline.config import known_hooks
 
     return [
-        f"The name '{known.name.partition(':')[2]}' of the package {known.package} is taken: its "
-        f"hook is '{known.name}'."
+        f"The name '{known.name.partition(':')[2]}' is taken. Use '{known.name}' for the hook of "
+        f"the package {known.package}."
         for known in known_hooks().values()
         if known.name.startswith(f"{known.package}:")
     ]
@@ -170,6 +169,8 @@ def _conflicts() -> list[str]:
 
 
 def _as_text(facts: dict[str, Any]) -> str:
+    from hookline.cli.hook_facts import describe_behaviour
+
     blocks = [
         f"{facts['name']}: {facts['purpose']}",
         textwrap.indent(facts["text"], "  "),
@@ -178,32 +179,24 @@ def _as_text(facts: dict[str, Any]) -> str:
                 ("kind", facts["kind"]),
                 ("class", facts["class"]),
                 ("package", facts["package"]),
-                ("order", f"it comes {facts['order']}"),
-                ("character", _character(facts)),
-                ("cost", facts["cost"] or "not said"),
+                ("order", f"called {facts['order']}"),
+                ("behaviour", describe_behaviour(facts)),
+                ("cost", facts["cost"] or "not documented"),
             ]
         ),
-        "Options\n" + (_options(facts["options"]) or "  It has none."),
-        "What it does, when\n" + (_events(facts["events"]) or "  It is on modules, not on events."),
+        "Options\n" + (_options(facts["options"]) or "  The hook has no options."),
+        "Events and their arguments\n"
+        + (_events(facts["events"]) or "  None: it is attached to modules."),
         f"In Python\n{textwrap.indent(facts['python'], '  ')}",
-        f"In a training's file\n{textwrap.indent(facts['yaml'], '  ')}",
+        f"In a config file\n{textwrap.indent(facts['yaml'], '  ')}",
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def _character(facts: dict[str, Any]) -> str:
-    texts = []
-    if facts["critical"]:
-        texts.append("training depends on it: when it fails, training stops")
-    if facts["intervenes"]:
-        texts.append("it means to change training or validation")
-    return "; ".join(texts) or "it only observes; when it fails, training goes on"
 
 
 def _options(options: list[dict[str, Any]]) -> str:
     lines: list[str] = []
     for one in options:
-        default = "needed" if one["required"] else f"default {one['default']!r}"
+        default = "required" if one["required"] else f"default {one['default']!r}"
         lines.append(f"  {one['name']}: {one['type']} ({default})")
         if one["meaning"]:
             lines.append(_wrapped(one["meaning"], "      "))
@@ -223,12 +216,12 @@ def _with_aliases(one: dict[str, Any]) -> str:
 
 
 def _wrapped(text: str, indent: str) -> str:
-    width = min(_WIDTH, room() or _WIDTH)
+    width = min(_WIDTH, terminal_width() or _WIDTH)
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -> str:
-    """Rows in columns, indented; the last column is as wide as it needs to be."""
+    """Return rows as indented columns; the last column is not padded."""
     rows = list(rows)
     if widths is None:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
@@ -240,7 +233,7 @@ def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -
 
 
 def _show(text: str) -> None:
-    """Print it; headings are what is not indented."""
+    """Print a text whose headings are the lines without indentation."""
     show(text, {r"(?m)^\S.*$": "bold"})
 
 

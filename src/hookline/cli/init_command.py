@@ -1,4 +1,4 @@
-"""`hookline init`: a folder to begin with. What it writes stands in `starter/`."""
+"""`hookline init`: create a project. Its files are copied from `starter/`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import typer
 __all__ = ["init"]
 
 _FILES = {
-    "train.yaml": "the training: model, data, optimizer, trainer, hooks",
+    "train.yaml": "the config file: model, data, optimizer, trainer, hooks",
     "model.py": "the model and its data",
-    "hooks.py": "a hook of yours",
+    "hooks.py": "a hook of your own",
     "test_hooks.py": "its tests",
 }
-_SCHEMA = {"train.schema.json": "what may stand in train.yaml, for editors"}
-_SLURM = {"job.sh": "a Slurm job that goes on after preemption"}
+_SCHEMA = {"train.schema.json": "the schema of train.yaml, for editors"}
+_SLURM = {"job.sh": "a Slurm job that resumes after preemption"}
 
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(help="The folder; it is made if needed.", metavar="DIR")
+        Path, typer.Argument(help="The folder, which is created if needed.", metavar="DIR")
     ] = Path(),
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Add a Slurm job that resumes after preemption.")
     ] = False,
 ) -> None:
-    """Begin a training of your own: a configuration, a model, a hook and its tests.
+    """Create a project: a config file, a model, a hook and its tests.
 
-    It trains as it is, in under a minute: a small model learns which letter comes next. Files that
-    are there already are never overwritten.
+    It trains without changes in under a minute: a small model learns to predict the next letter.
+    Existing files are never overwritten.
 
     Example: **hookline init my_project**, and then **cd my_project** and **hookline train
     train.yaml**
@@ -47,8 +47,8 @@ def init(
         if slurm:
             (folder / "job.sh").chmod(0o755)
     except OSError as error:
-        raise _bad(f"'{error.filename}' cannot be written ({error.strerror}).") from error
-    _say_what_is_there(folder, slurm)
+        raise _bad_parameter(f"'{error.filename}' cannot be written ({error.strerror}).") from error
+    _print_summary(folder, slurm)
 
 
 def _texts(slurm: bool) -> dict[str, str]:
@@ -62,23 +62,23 @@ def _texts(slurm: bool) -> dict[str, str]:
 
 
 def _check(folder: Path, names: list[str]) -> None:
-    """End before anything is written, when something is in the way."""
+    """Raise before anything is written if files are in the way."""
     if folder.exists() and not folder.is_dir():
-        raise _bad(f"'{folder}' is a file; expected a folder, or the name of one to make.")
-    there = [name for name in names if (folder / name).exists()]
-    if there:
-        verb = "is" if len(there) == 1 else "are"
-        raise _bad(
-            f"{', '.join(there)} {verb} in '{folder}' already, and nothing is overwritten. Choose "
-            "another folder: hookline init DIR."
+        raise _bad_parameter(f"'{folder}' is a file; expected a folder, or the name of a new one.")
+    existing = [name for name in names if (folder / name).exists()]
+    if existing:
+        verb = "exists" if len(existing) == 1 else "exist"
+        raise _bad_parameter(
+            f"{', '.join(existing)} already {verb} in '{folder}', and files are never overwritten. "
+            "Choose another folder: hookline init DIR."
         )
 
 
-def _bad(message: str) -> typer.BadParameter:
+def _bad_parameter(message: str) -> typer.BadParameter:
     return typer.BadParameter(message, param_hint="'DIR'")
 
 
-def _say_what_is_there(folder: Path, slurm: bool) -> None:
+def _print_summary(folder: Path, slurm: bool) -> None:
     written = {**_FILES, **_SCHEMA, **(_SLURM if slurm else {})}
     width = max(map(len, written))
     print(f"In {folder}:" if folder != Path() else "In this folder:")
@@ -86,13 +86,13 @@ def _say_what_is_there(folder: Path, slurm: bool) -> None:
         print(f"  {name.ljust(width)}  {meaning}")
     steps = [
         *([] if folder == Path() else [(f"cd {folder}", "")]),
-        ("hookline check train.yaml", "everything short of training"),
-        ("hookline train train.yaml", "train, in under a minute"),
-        ("hookline runs", "what came of it"),
+        ("hookline check train.yaml", "check everything without training"),
+        ("hookline train train.yaml", "train in under a minute"),
+        ("hookline runs", "list the results"),
         ("python -m pytest", "the tests of your hook"),
         *([("sbatch job.sh", "train on the cluster")] if slurm else []),
     ]
     width = max(len(command) for command, _ in steps)
-    print("\nWhat to do next:")
+    print("\nNext steps:")
     for command, meaning in steps:
         print(f"  {command.ljust(width)}  {meaning}".rstrip())

@@ -1,4 +1,4 @@
-"""`hookline runs`: which runs there are, what came of one, what differs between two."""
+"""`hookline runs`: list runs, show one, and compare two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hookline.cli.help_format import Command, Group
-from hookline.cli.text_output import room, show
+from hookline.cli.text_output import show, terminal_width
 
 if TYPE_CHECKING:
     from hookline.runs.run_reader import OpenedRun
@@ -29,7 +29,7 @@ _COLOURS = {
     "unknown": "red",
 }
 _STYLES = {r"\A.*": "bold"} | {rf"  {name}(?=  )": style for name, style in _COLOURS.items()}
-_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id begins with the time
+_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id starts with the time
 
 runs_app = typer.Typer(
     name="runs",
@@ -40,11 +40,14 @@ runs_app = typer.Typer(
 
 Folder = Annotated[
     Path | None,
-    typer.Option("--runs", help="The folder of all runs; without it, runs.", metavar="FOLDER"),
+    typer.Option("--runs", help="The folder of all runs; by default runs.", metavar="FOLDER"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunId = Annotated[
-    str, typer.Argument(help="A run's id, its beginning or end, or its folder.", metavar="ID")
+    str,
+    typer.Argument(
+        help="The id of a run, its beginning or end, or the run's folder.", metavar="ID"
+    ),
 ]
 
 
@@ -52,8 +55,8 @@ RunId = Annotated[
 def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -> None:
     """List runs, show one, or compare two.
 
-    Without a command: a table of all runs, the newest first. A commit with a **+** had uncommitted
-    changes; **lost** is a run whose process is gone without having said how it ended.
+    Without a command: a table of all runs, newest first. A commit with a **+** had uncommitted
+    changes; a run is **lost** if its process ended without writing a status.
 
     Example: **hookline runs --runs /tmp/runs**
     """
@@ -67,14 +70,14 @@ def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -
 def show_run(
     context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False
 ) -> None:
-    """Show one run: what it is, its metrics and checkpoints, and what is damaged.
+    """Show one run: its configuration, metrics, checkpoints, and damaged files.
 
     Example: **hookline runs show 20261115-210655-3f9c7b**
     """
     folder, as_json = _options(context, folder, as_json)
     (opened,) = _open(folder, run)
     if as_json:
-        _print_json(_all_of(opened))
+        _print_json(_as_dict(opened))
     else:
         show(str(opened))
 
@@ -94,17 +97,17 @@ def diff(
     from hookline.runs.diff import diff_runs
 
     folder, as_json = _options(context, folder, as_json)
-    one, other = _open(folder, a, b)
-    differences = diff_runs(one, other)
+    first, second = _open(folder, a, b)
+    differences = diff_runs(first, second)
     if as_json:
-        sides = {"a": one.overview(), "b": other.overview()}
+        sides = {"a": first.overview(), "b": second.overview()}
         _print_json({**sides, "differences": differences})
     else:
-        show(_as_text(one.id, other.id, differences))
+        show(_as_text(first.id, second.id, differences))
 
 
 def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tuple[Path, bool]:
-    """Take options from before the command's name, too."""
+    """Return the options, which may also be given before the command's name."""
     _check_folder(folder)
     before: tuple[Path | None, bool] = context.obj
     return folder or before[0] or Path("runs"), as_json or before[1]
@@ -133,10 +136,10 @@ def _list_runs(folder: Path, as_json: bool) -> None:
     elif found:
         show(_listing(found), _STYLES)
     else:
-        why = "has no runs yet" if folder.is_dir() else "is not there yet"
+        reason = "has no runs yet" if folder.is_dir() else "does not exist yet"
         show(
-            f"The folder {folder} {why}. A trainer makes one with each run, and so does "
-            "hookline.attach(…, runs=…). To see one at work: hookline demo"
+            f"The folder {folder} {reason}. Trainer and hookline.attach(…, runs=…) write runs. For "
+            "an example, run: hookline demo"
         )
 
 
@@ -158,7 +161,7 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
         "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
         "git": [_commit(one["git"]) for one in overviews],
     }
-    width, less_needed = room(), list(_LESS_NEEDED)
+    width, less_needed = terminal_width(), list(_LESS_NEEDED)
     while True:
         text = format_table(list(columns), list(zip(*columns.values(), strict=True)))
         if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
@@ -171,7 +174,7 @@ def _commit(git: dict[str, Any]) -> str:
     return f"{commit[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
 
 
-def _all_of(run: OpenedRun) -> dict[str, Any]:
+def _as_dict(run: OpenedRun) -> dict[str, Any]:
     checkpoints = [asdict(one) for one in run.checkpoints()]
     return {
         **run.overview(),
@@ -187,12 +190,14 @@ def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> st
 
     blocks: list[str] = []
     for section, pairs in differences.items():
-        rows = [(name, _short(one), _short(other)) for name, (one, other) in pairs.items()]
-        blocks.append(format_table((section, a, b), rows) if rows else f"{section}  the same")
+        rows = [
+            (name, _shorten(first), _shorten(second)) for name, (first, second) in pairs.items()
+        ]
+        blocks.append(format_table((section, a, b), rows) if rows else f"{section}  identical")
     return "\n\n".join(blocks)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     from hookline.runs.formatting import format_number
 
     if value is None:

@@ -1,4 +1,4 @@
-"""Where the command line prints: a pipe may be closed, a terminal may lack a letter."""
+"""Output streams that tolerate a closed pipe and characters that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 __all__ = ["prepare_streams"]
 
 
-class _UntilClosed(io.FileIO):
-    """A file whose reader may go: what is written after that is dropped."""
+class _PipeFile(io.FileIO):
+    """A file that drops everything written after its reader has closed the pipe."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -20,7 +20,7 @@ class _UntilClosed(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Let `hookline train … | head` end like any other, and show "?" for letters that lack."""
+    """Make `hookline train … | head` end normally, and print "?" for unknown characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -28,7 +28,7 @@ def prepare_streams() -> None:
         stream.reconfigure(errors="replace")
         if not stream.isatty():
             stream.flush()
-            file = io.BufferedWriter(_UntilClosed(stream.fileno(), "w", closefd=False))
+            file = io.BufferedWriter(_PipeFile(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(
                 file,
                 stream.encoding,

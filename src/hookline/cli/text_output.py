@@ -1,4 +1,4 @@
-"""Text for people: on a terminal folded at words and coloured, elsewhere as it is."""
+"""Printing text: wrapped and coloured on a terminal, unchanged elsewhere."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 import textwrap
 from collections.abc import Mapping
 
-__all__ = ["room", "show"]
+__all__ = ["show", "terminal_width"]
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
 
 
-def room() -> int | None:
-    """Return how many letters fit into a line of the terminal; None where there is none."""
+def terminal_width() -> int | None:
+    """Return the width of the terminal in characters; None without a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -23,15 +23,15 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
     """Print a text.
 
     Args:
-        text: lines; what is too long is folded under the last column.
-        styles: patterns of what stands out, and how.
+        text: lines; long lines are wrapped under their last column.
+        styles: the style of each pattern to highlight.
     """
     from rich.console import Console
     from rich.text import Text
 
-    width = room()
+    width = terminal_width()
     if width is not None:
-        text = "\n".join(_folded(line, width) for line in text.split("\n"))
+        text = "\n".join(_wrap_line(line, width) for line in text.split("\n"))
     console = Console(highlight=False)
     if width is None or console.no_color:
         print(text)
@@ -42,17 +42,17 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
     console.print(styled, soft_wrap=True)
 
 
-def _folded(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     column = _LAST_COLUMN.match(line)
-    under = column.end() if column else len(line) - len(line.lstrip())
-    if under > width * 2 // 3:
-        under = 4
+    indent = column.end() if column else len(line) - len(line.lstrip())
+    if indent > width * 2 // 3:
+        indent = 4
     return textwrap.fill(
         line,
         width,
-        subsequent_indent=" " * under,
+        subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -1,4 +1,4 @@
-"""Importing torch, which takes a second, from a command."""
+"""Importing torch from a command, which takes a second."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 
-__all__ = ["interrupted_afterwards"]
+__all__ = ["delay_interrupts"]
 
 
 @contextmanager
-def interrupted_afterwards() -> Generator[None, None, None]:
-    """Let Ctrl-C wait: an import of torch that is torn apart ends in errors about other things."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+def delay_interrupts() -> Generator[None, None, None]:
+    """Delay Ctrl-C until the end: interrupting the import of torch raises unrelated errors."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed and before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, previous)
+    if received and previous is not signal.SIG_IGN:
         raise KeyboardInterrupt

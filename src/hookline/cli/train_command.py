@@ -1,4 +1,4 @@
-"""`hookline train`, `hookline check` and `hookline schema`: trainings from a file."""
+"""`hookline train`, `hookline check` and `hookline schema`: training from a config file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from hookline.cli.folder_checks import check_folder
 from hookline.cli.help_format import Command
 from hookline.cli.text_output import show
-from hookline.cli.torch_import import interrupted_afterwards
+from hookline.cli.torch_import import delay_interrupts
 
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
@@ -27,7 +27,7 @@ _FILES = (".yaml", ".yml", ".toml", ".json")
 Config = Annotated[
     str,
     typer.Argument(
-        help="A file (YAML, TOML, JSON), or a function that returns a trainer: "
+        help="A config file (YAML, TOML, JSON), or a function that returns a trainer: "
         "train.py:make_trainer.",
         metavar="CONFIG",
         show_default=False,
@@ -36,8 +36,8 @@ Config = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Settings that win over the file's, such as trainer.max_epochs=3 or hooks.0.every=5; "
-        "the value is written as YAML. For a function: its arguments.",
+        help="Override a key of the file, such as trainer.max_epochs=3 or hooks.0.every=5; the "
+        "value is parsed as YAML. For a function: its arguments.",
         metavar="KEY=VALUE",
         show_default=False,
     ),
@@ -45,30 +45,30 @@ Overrides = Annotated[
 
 
 def add_training_commands(app: typer.Typer) -> None:
-    """Give the command line these commands."""
-    app.command(cls=_WithOptionalResume)(train)
+    """Add these commands to the command line."""
+    app.command(cls=_OptionalResumeCommand)(train)
     app.command(cls=Command)(check)
     app.command(cls=Command)(schema)
 
 
-class _WithOptionalResume(Command):
-    """`--resume` may stand alone; then it means the newest run."""
+class _OptionalResumeCommand(Command):
+    """A command whose `--resume` may have no value, which means the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        filled: list[str] = []
-        for i, one in enumerate(args):
-            alone = one == "--resume" and not _is_run(args[i + 1 : i + 2])
-            filled.append(f"--resume={_NEWEST}" if alone else one)
-        return super().parse_args(ctx, filled)
+        completed: list[str] = []
+        for i, arg in enumerate(args):
+            has_no_value = arg == "--resume" and not _is_run(args[i + 1 : i + 2])
+            completed.append(f"--resume={_NEWEST}" if has_no_value else arg)
+        return super().parse_args(ctx, completed)
 
 
 def _is_run(following: list[str]) -> bool:
-    """Whether what follows `--resume` is a run, and not the training or a setting."""
+    """Return whether the argument after `--resume` is a run, not a config file or override."""
     if not following or following[0].startswith("-"):
         return False
     text = following[0]
-    is_training = text.endswith(_FILES) or ".py:" in text
-    return Path(text).is_dir() or not (is_training or "=" in text)
+    is_config = text.endswith(_FILES) or ".py:" in text
+    return Path(text).is_dir() or not (is_config or "=" in text)
 
 
 def train(
@@ -77,24 +77,24 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Go on with a run: its id, its folder, or a checkpoint's. Without a value: the "
-            "newest unfinished run of this very configuration; where there is none, start afresh, "
-            "as a job needs it that may be preempted.",
+            help="Resume a run: its id, its folder, or a checkpoint's folder. Without a value: the "
+            "newest unfinished run of this configuration, or a new run if there is none, as jobs "
+            "that may be preempted need it.",
             metavar="[RUN]",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Train what a file describes, and end with the run's folder.
+    """Train as a config file describes, and print the run's folder.
 
     Example: **hookline train train.yaml**
 
-    Other settings than the file's: **hookline train train.yaml trainer.max_epochs=3
+    With overrides: **hookline train train.yaml trainer.max_epochs=3
     optimizer.init_args.lr=1e-2**
 
     In a job that may be preempted: **hookline train train.yaml --resume**
 
-    From Python: **hookline train train.py:make_trainer lr=0.1**
+    From a Python function: **hookline train train.py:make_trainer lr=0.1**
     """
     training: Training | None = None
     try:
@@ -104,21 +104,21 @@ def train(
         if resume is not None:
             from hookline.config_files.resuming import find_resume
 
-            start, said = find_resume(training, resume)
-            print(said, flush=True)
+            start, message = find_resume(training, resume)
+            print(message, flush=True)
         if start is None:
             _check_runs(training)
         trainer = training.fit(start)
-    except KeyboardInterrupt:  # here, because each version of typer makes something else of it
+    except KeyboardInterrupt:  # caught here, because versions of typer handle it differently
         if training is not None and training.trainer.run is not None:
-            _say_where(training)
+            _print_run_folder(training)
         print("hookline: Interrupted.", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     if trainer.run is not None:
-        _say_where(training)
+        _print_run_folder(training)
 
 
-def _say_where(training: Training) -> None:
+def _print_run_folder(training: Training) -> None:
     print(f"run {training.trainer.run.path}", flush=True)
 
 
@@ -127,11 +127,11 @@ def check(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Check a training without starting it.
+    """Check a config file without training.
 
-    Are all classes found, do their arguments fit, are hooks bound, does a batch go through the
-    model, its loss and backward, will the metrics be there that hooks look at, can a run be
-    written? No optimizer steps, and no run is recorded.
+    Checks that all classes exist, that arguments match their signatures, that hooks can be
+    registered, that a batch passes through the model, the loss and backward, that monitored metrics
+    exist, and that a run can be written. No optimizer steps, and no run is written.
 
     Example: **hookline check train.yaml**
     """
@@ -140,9 +140,9 @@ def check(
     try:
         training = _load(config, overrides)
         _check_runs(training)
-        from hookline.config_files.dry_run import try_training
+        from hookline.config_files.dry_run import dry_run
 
-        facts = try_training(training)
+        facts = dry_run(training)
     except HooklineError as error:
         if not as_json:
             raise
@@ -160,16 +160,18 @@ def check(
 
 
 def schema(
-    out: Annotated[Path | None, typer.Option(help="Write it to this file.", metavar="FILE")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the schema to this file.", metavar="FILE")
+    ] = None,
 ) -> None:
-    """Print the JSON schema of training files, for completion and checks in editors.
+    """Print the JSON schema of config files, for completion and validation in editors.
 
     Example: **hookline schema --out hookline.schema.json**
 
-    A YAML file names it in its first line, so that editors find it:
+    Name it in the first line of a YAML file, so that editors find it:
     **# yaml-language-server: $schema=hookline.schema.json**
     """
-    with interrupted_afterwards():
+    with delay_interrupts():
         from hookline.config_files.json_schema import training_schema
 
     text = json.dumps(training_schema(), indent=1, ensure_ascii=False) + "\n"
@@ -187,21 +189,20 @@ def schema(
 
 def _load(config: str, overrides: list[str] | None) -> Training:
     given = overrides or []
-    with interrupted_afterwards():
-        import_module("hookline.config_files.building")  # and with it torch
-        from hookline.config_files.loading import load_training
+    with delay_interrupts():
+        import_module("hookline.config_files.building")  # which imports torch
+        from hookline.config_files.loading import is_python_function, load_python, load_training
         from hookline.config_files.merging import parse_override
-        from hookline.config_files.python_function import is_python, load_python
     for one in given:
         try:
             parse_override(one)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'KEY=VALUE'") from None
-    if is_python(config):
+    if is_python_function(config):
         return load_python(config, *given)
     if config.endswith(".py"):
         raise typer.BadParameter(
-            f"'{config}' is Python: name the function that returns a trainer, "
+            f"'{config}' is a Python file. Name the function that returns a trainer: "
             f"{config}:make_trainer.",
             param_hint="'CONFIG'",
         )
@@ -235,7 +236,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("hooks", hooks or "none"),
         ("length", " or ".join(length) or "no limit"),
         ("device", f"{facts['device']}, {facts['precision']}"),
-        ("runs", facts["runs"] or "not recorded"),
+        ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
     return format_table(rows[0], rows[1:])

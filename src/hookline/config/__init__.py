@@ -1,19 +1,19 @@
-"""From names and class paths to hooks, and from a configuration to a registry of hooks.
+"""Configuration objects, the names of hooks, and the registry that creates hooks by name.
 
-`names` has what a name stands for, `entry_points` what installed packages bring, `items` reads the
-hooks of a configuration, `registry` is the `HookRegistry`, `given` what it is called with by hand.
+`trainer_config` has the configuration of a trainer, `hook_names` and `entry_points` find the class
+of a name, `hook_items` reads the hooks of a configuration, `registry` is the `HookRegistry`.
 """
 
 from hookline.config.hook_items import SECTIONS
 from hookline.config.hook_names import (
     BUILT_INS,
     PROBES,
-    Known,
+    KnownHook,
+    find_hook,
     known_hooks,
     load_class,
     load_hook_class,
     make_hook,
-    where_is,
 )
 from hookline.config.registry import HookRegistry
 
@@ -22,10 +22,10 @@ __all__ = [
     "PROBES",
     "SECTIONS",
     "HookRegistry",
-    "Known",
+    "KnownHook",
+    "find_hook",
     "known_hooks",
     "load_class",
     "load_hook_class",
     "make_hook",
-    "where_is",
 ]

@@ -1,9 +1,9 @@
-"""Hooks that installed packages bring: entry points in the group `hookline.hooks`.
+"""Hooks of installed packages: entry points in the group `hookline.hooks`.
 
     [project.entry-points."hookline.hooks"]
     loss_ceiling = "acme_hooks:LossCeiling"
 
-Nothing is imported here: what a package says of itself is read from its metadata.
+Only package metadata is read; no hook is imported.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class PackagedHook:
 
     name: str
     path: str
-    """Where its class is: `package.module.Class`."""
+    """The class path: `package.module.Class`."""
 
     package: str
-    """The package as it is installed, such as `acme-hooks`."""
+    """The name of the distribution, such as `acme-hooks`."""
 
     @property
     def full_name(self) -> str:
-        """A name that no other package's hook has: `acme-hooks:loss_ceiling`."""
+        """The name with its package, which is unique: `acme-hooks:loss_ceiling`."""
         return f"{self.package}:{self.name}"
 
 
 def packaged_hooks() -> tuple[PackagedHook, ...]:
-    """Return the hooks of all installed packages, by package and name."""
-    return _found_on(tuple(sys.path))
+    """Return the hooks of all installed packages, sorted by package and name."""
+    return _read_entry_points(tuple(sys.path))
 
 
 @lru_cache(maxsize=8)
-def _found_on(path: tuple[str, ...]) -> tuple[PackagedHook, ...]:
-    """Look through the metadata once for each search path: it takes milliseconds."""
-    found = {
+def _read_entry_points(search_path: tuple[str, ...]) -> tuple[PackagedHook, ...]:
+    """Read the metadata of all packages, once per search path because it takes milliseconds."""
+    hooks = {
         PackagedHook(
             name=point.name,
             path=".".join(part for part in (point.module, point.attr) if part),
@@ -51,4 +51,4 @@ def _found_on(path: tuple[str, ...]) -> tuple[PackagedHook, ...]:
         )
         for point in entry_points(group=GROUP)
     }
-    return tuple(sorted(found, key=lambda one: (one.package, one.name)))
+    return tuple(sorted(hooks, key=lambda hook: (hook.package, hook.name)))

@@ -1,4 +1,4 @@
-"""The hooks that a configuration lists: where each stands, and what its keys mean."""
+"""The hooks listed in a configuration: where each one is, and what its keys mean."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hookline.config.hook_names import load_hook_class
+from hookline.config.hook_names import load_hook_class, make_checked_hook
 from hookline.config.trainer_config import HooksConfig
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
-from hookline.options import options_of
+from hookline.options import BuiltIn, check_options, get_options
 
-__all__ = ["SECTIONS", "Item", "items_of"]
+__all__ = ["SECTIONS", "HookItem", "iterate_items"]
 
 SECTIONS: Mapping[str, str] = {
     "loop": "loop",
@@ -20,47 +20,70 @@ SECTIONS: Mapping[str, str] = {
     "update": "update",
     "probes": "probe",
 }
-"""The sections of a configuration of hooks, and the kind that each is for."""
+"""The sections of a configuration of hooks, and the kind of hook in each."""
 
-_REGISTRATION = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
+_REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 
 
 @dataclass(frozen=True)
-class Item:
-    """One hook of a configuration, taken apart."""
+class HookItem:
+    """One hook of a configuration, with checked options."""
 
     name: str
     alias: str | None
     enabled: bool
-    kind: type[Hook]
+    hook_class: type[Hook]
     options: Mapping[str, Any]
-    """What it is made with."""
+    """The options to create it with."""
+
+    resolved: Mapping[str, Any]
+    """The same options including defaults."""
 
     registration: Mapping[str, Any]
-    """What it is registered with: its schedule and its place."""
+    """The arguments of `add_hook`: its schedule and its place."""
 
     @classmethod
-    def read(cls, item: Any) -> Item:
-        """Take apart what stands in a configuration, and find its class."""
-        given = {"name": item} if isinstance(item, str) else item
-        if not isinstance(given, Mapping):
+    def read(cls, item: Any, kind: str | None = None, *, check_values: bool = True) -> HookItem:
+        """Read an item of a configuration, load its class and check its options.
+
+        Args:
+            item: a hook's name, or a mapping with `name` or `class_path`.
+            kind: the kind of hook that the item's section requires; None for any.
+            check_values: whether to check the values of a built-in's options.
+
+        Raises:
+            OptionsError: options do not match the hook's signature.
+            ConfigError: the item is malformed, or its hook unknown.
+        """
+        mapping = {"name": item} if isinstance(item, str) else item
+        if not isinstance(mapping, Mapping):
             raise ConfigError(
                 f"{item!r} is a {type(item).__name__}; expected a hook's name, or a mapping with "
-                "'name' and its options."
+                "'name' and options."
             )
-        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", given).items()}
-        name, alias = _names(rest)
+        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", mapping).items()}
+        name, alias = _pop_names(rest)
         enabled = rest.pop("enabled", True)
         if not isinstance(enabled, bool):
             raise ConfigError(f"'enabled' is {enabled!r}; expected true or false.")
-        kind = load_hook_class(name)
-        options, registration = _apart(kind, rest)
-        return cls(name, alias, enabled, kind, options, registration)
+        hook_class = load_hook_class(name)
+        own_kind = hook_class.hookline_kind
+        if kind not in (None, own_kind):
+            section = next(key for key, value in SECTIONS.items() if value == own_kind)
+            raise ConfigError(f"'{name}' is of kind '{own_kind}'. Move it to '{section}'.")
+        options, registration = _split_options(hook_class, rest)
+        check_values = check_values and issubclass(hook_class, BuiltIn)
+        resolved = check_options(hook_class, options, check_values=check_values)
+        return cls(name, alias, enabled, hook_class, options, resolved, registration)
+
+    def make_hook(self) -> Hook:
+        """Return a new hook with these options."""
+        return make_checked_hook(self.hook_class, self.name, self.options, self.resolved)
 
 
-def _names(rest: dict[str, Any]) -> tuple[str, str | None]:
-    """What the hook is, and what it is called in the run."""
-    path, name, alias = (_word(rest, key) for key in ("class_path", "name", "as"))
+def _pop_names(rest: dict[str, Any]) -> tuple[str, str | None]:
+    """Return the hook's name or class path, and its name in the run if one is given."""
+    path, name, alias = (_pop_string(rest, key) for key in ("class_path", "name", "as"))
     if path is not None and name is not None:
         if alias is not None:
             raise ConfigError("'name' and 'as' both name the hook of a 'class_path'. Keep one.")
@@ -68,69 +91,69 @@ def _names(rest: dict[str, Any]) -> tuple[str, str | None]:
     found = path if path is not None else name
     if found is None:
         hint = nearest("name", rest)
-        raise ConfigError(f"There is no 'name': that of a hook, or a class path.{hint}")
+        raise ConfigError(f"'name' is missing; expected a hook's name or class path.{hint}")
     return found, alias
 
 
-def _word(rest: dict[str, Any], key: str) -> str | None:
-    word = rest.pop(key, None)
-    if word is not None and not (isinstance(word, str) and word):
-        raise ConfigError(f"'{key}' is {word!r}; expected a word.")
-    return word
+def _pop_string(rest: dict[str, Any], key: str) -> str | None:
+    value = rest.pop(key, None)
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigError(f"'{key}' is {value!r}; expected a non-empty string.")
+    return value
 
 
-def _apart(kind: Any, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Say which keys are the hook's own options, and which are those of its registration.
+def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hook's own options, and the arguments of its registration.
 
-    What the class itself takes is its own, such as `every` of a probe, unless its options stand
-    under `init_args`.
+    A key that the class itself declares as an option belongs to the class, unless its options are
+    given under `init_args`.
     """
-    under = rest.pop("init_args", None)
-    if under is not None and not isinstance(under, Mapping):
-        raise ConfigError(f"'init_args' is {under!r}; expected a mapping.")
-    options = {str(key): value for key, value in (under or {}).items()}
-    own = () if options else options_of(kind)
-    registration = {key: rest.pop(key) for key in _REGISTRATION if key in rest and key not in own}
-    twice = [key for key in rest if key in options]
-    if twice:
-        raise ConfigError(f"'{twice[0]}' stands under 'init_args' and beside it. Keep one.")
+    init_args = rest.pop("init_args", None)
+    if init_args is not None and not isinstance(init_args, Mapping):
+        raise ConfigError(f"'init_args' is {init_args!r}; expected a mapping.")
+    options = {str(key): value for key, value in (init_args or {}).items()}
+    own = () if options else get_options(hook_class)
+    registration = {
+        key: rest.pop(key) for key in _REGISTRATION_KEYS if key in rest and key not in own
+    }
+    duplicates = [key for key in rest if key in options]
+    if duplicates:
+        raise ConfigError(f"'{duplicates[0]}' is given inside and beside 'init_args'. Keep one.")
     return options | rest, registration
 
 
-def items_of(config: Any) -> Iterator[tuple[str, str | None, Any]]:
-    """Each hook of a configuration: where it stands, the kind it has to be of, and itself."""
-    where = "hooks"
+def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield each hook of a configuration: its place, the kind its section requires, the item."""
     if isinstance(config, Mapping) and "hooks" in config:
         config = cast("Mapping[str, Any]", config)["hooks"]
     if config is None:
         return
     if isinstance(config, HooksConfig):
-        config = [{"name": name, "init_args": given} for name, given in config.hooks()]
+        config = [{"name": name, "init_args": options} for name, options in config.hooks()]
     if isinstance(config, Mapping):
         sections = cast("Mapping[str, Any]", config)
         _check_sections(sections)
-        for section, kind in SECTIONS.items():  # in this order, however the mapping is written
-            items = sections.get(section)
-            for i, item in enumerate(_list(items, f"{where}.{section}")):
-                yield f"{where}.{section}[{i}]", kind, item
+        for section, kind in SECTIONS.items():  # in this order, whatever the mapping's order is
+            for i, item in enumerate(_as_list(sections.get(section), f"hooks.{section}")):
+                yield f"hooks.{section}[{i}]", kind, item
     else:
-        for i, item in enumerate(_list(config, where)):
-            yield f"{where}[{i}]", None, item
+        for i, item in enumerate(_as_list(config, "hooks")):
+            yield f"hooks[{i}]", None, item
 
 
 def _check_sections(sections: Mapping[str, Any]) -> None:
     unknown = [str(name) for name in sections if name not in SECTIONS]
     if unknown:
-        known = [*SECTIONS, "hooks"]
+        hint = nearest(unknown[0], [*SECTIONS, "hooks"])
         raise ConfigError(
-            f"'{unknown[0]}' is no section of hooks.{nearest(unknown[0], known)} "
+            f"Unknown section '{unknown[0]}' of hooks.{hint} "
             f"The sections are: {', '.join(SECTIONS)}."
         )
 
 
-def _list(items: Any, where: str) -> list[Any]:
+def _as_list(items: Any, place: str) -> list[Any]:
     if items is None:
         return []
     if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
-        raise ConfigError(f"'{where}' is {items!r}; expected a list of hooks.")
+        raise ConfigError(f"'{place}' is {items!r}; expected a list of hooks.")
     return list(items)

@@ -1,4 +1,4 @@
-"""What names stand for: built-ins, hooks of installed packages, class paths, short class names."""
+"""Names of hooks: built-ins, hooks of installed packages, class paths, short class names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from hookline.builtin import BuiltIn
 from hookline.config.entry_points import PackagedHook, packaged_hooks
 from hookline.errors import ConfigError, HooklineError, listed, nearest
 from hookline.hook import Hook
-from hookline.options import check_options, options_of
+from hookline.options import BuiltIn, check_options
 
 __all__ = [
     "BUILT_INS",
     "PROBES",
-    "Known",
+    "KnownHook",
+    "find_hook",
     "known_hooks",
     "load_class",
     "load_hook_class",
-    "make_from",
+    "make_checked_hook",
     "make_hook",
-    "where_is",
 ]
 
 log = logging.getLogger("hookline")
@@ -57,7 +56,7 @@ BUILT_INS: Mapping[str, str] = {
     "ema_filter": "hookline.updates.stateful.EMAFilter",
     "skip_nonfinite": "hookline.updates.stateless.SkipNonfinite",
 }
-"""Hookline's own hooks: the name that each gets in a run, and where its class is."""
+"""Hookline's own hooks: the name in a run, and the class path."""
 
 PROBES: Mapping[str, str] = {
     "capture": "hookline.probes.capture.Capture",
@@ -66,102 +65,101 @@ PROBES: Mapping[str, str] = {
     "gradient_flow": "hookline.probes.flow.GradientFlow",
     "edit": "hookline.probes.edit.Edit",
 }
-"""Hookline's own probes, likewise."""
+"""Hookline's own probes: the name in a run, and the class path."""
 
-_OURS = "hookline"
+_OWN_PACKAGE = "hookline"
 
 
 @dataclass(frozen=True)
-class Known:
-    """A hook that has a name."""
+class KnownHook:
+    """A hook class that can be named in a configuration."""
 
     name: str
     path: str
-    """Where its class is."""
+    """The class path."""
 
     package: str
-    """Who brings it: `hookline`, or the name of an installed package."""
+    """The distribution that provides it: `hookline`, or an installed package."""
 
     @property
     def class_name(self) -> str:
-        """The class's own name."""
+        """The name of the class."""
         return self.path.rpartition(".")[2]
 
 
-def known_hooks() -> dict[str, Known]:
+def known_hooks() -> dict[str, KnownHook]:
     """Return every hook that has a name, without importing any.
 
-    Where a package's hook has a name that is taken, it has its full name here, `package:name`; a
-    built-in keeps its name, and of several packages none has it.
+    A package's hook whose name is taken is listed under its full name, `package:name`. A built-in
+    always keeps its name; if several packages share a name, all of them are listed in full.
     """
     own = {**BUILT_INS, **PROBES}
-    known = {name: Known(name, path, _OURS) for name, path in own.items()}
+    known = {name: KnownHook(name, path, _OWN_PACKAGE) for name, path in own.items()}
     packaged = packaged_hooks()
-    for one in packaged:
-        shared = one.name in own or len(_of_name(one.name, packaged)) > 1
-        name = one.full_name if shared else one.name
-        known[name] = Known(name, one.path, one.package)
+    for hook in packaged:
+        is_shared = hook.name in own or len(_with_name(hook.name, packaged)) > 1
+        name = hook.full_name if is_shared else hook.name
+        known[name] = KnownHook(name, hook.path, hook.package)
     return known
 
 
-def _of_name(name: str, packaged: Iterable[PackagedHook]) -> list[PackagedHook]:
-    return [one for one in packaged if one.name == name]
+def _with_name(name: str, packaged: Iterable[PackagedHook]) -> list[PackagedHook]:
+    return [hook for hook in packaged if hook.name == name]
 
 
-def where_is(name: str) -> Known:
-    """Return what a name stands for, without importing it; a class path stands for itself.
+def find_hook(name: str) -> KnownHook:
+    """Return the hook of a name or class path, without importing it.
 
     Raises:
-        ConfigError: it is neither, or it stands for several.
+        ConfigError: the name is unknown or ambiguous.
     """
     packaged = packaged_hooks()
-    rivals = _of_name(name, packaged)
+    same_name = _with_name(name, packaged)
     own = {**BUILT_INS, **PROBES}
     if name in own:
-        if rivals:
+        if same_name:
             log.warning(
-                "'%s' is Hookline's own; that of the package '%s' is '%s'.",
+                "'%s' is a built-in hook. The hook of the package '%s' is '%s'.",
                 name,
-                rivals[0].package,
-                rivals[0].full_name,
+                same_name[0].package,
+                same_name[0].full_name,
             )
-        return Known(name, own[name], _OURS)
-    if len(rivals) > 1:
+        return KnownHook(name, own[name], _OWN_PACKAGE)
+    if len(same_name) > 1:
         raise ConfigError(
-            f"'{name}' is brought by several packages. Say which: "
-            f"{listed(one.full_name for one in rivals)}."
+            f"Several packages have a hook '{name}'. Use one of: "
+            f"{listed(hook.full_name for hook in same_name)}."
         )
-    for one in packaged:
-        if name in (one.name, one.full_name):
-            return Known(name, one.path, one.package)
+    for hook in packaged:
+        if name in (hook.name, hook.full_name):
+            return KnownHook(name, hook.path, hook.package)
     if "." in name:
-        return Known(name, name, name.partition(".")[0])
-    return _of_class_name(name)
+        return KnownHook(name, name, name.partition(".")[0])
+    return _find_by_class_name(name)
 
 
-def _of_class_name(name: str) -> Known:
+def _find_by_class_name(name: str) -> KnownHook:
     known = known_hooks()
-    same = [one for one in known.values() if one.class_name == name]
-    if len(same) == 1:
-        return same[0]
-    if same:
+    same_class = [hook for hook in known.values() if hook.class_name == name]
+    if len(same_class) == 1:
+        return same_class[0]
+    if same_class:
         raise ConfigError(
-            f"'{name}' is the class of several hooks. Say which: "
-            f"{listed(one.name for one in same)}."
+            f"Several hooks have a class '{name}'. Use one of: "
+            f"{listed(hook.name for hook in same_class)}."
         )
-    names = [*known, *(one.class_name for one in known.values())]
+    names = [*known, *(hook.class_name for hook in known.values())]
     raise ConfigError(
-        f"'{name}' is no class path, and no hook has this name.{nearest(name, names)} "
-        f"`hookline hooks` lists those there are; a hook of your own is named with its module, "
-        f"`package.{name}`."
+        f"Unknown hook '{name}'.{nearest(name, names)} `hookline hooks` lists all names. Name a "
+        f"hook of your own with its module: `package.{name}`."
     )
 
 
 def load_class(path: str) -> Any:
-    """Return the class of this path, such as `mypackage.hooks.MyHook`."""
+    """Import and return the class of a path such as `mypackage.hooks.MyHook`."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ConfigError(f"'{path}' is no class path: write it with its module, `package.{path}`.")
+        raise ConfigError(f"'{path}' has no module. Expected a class path, `package.{path}`.")
     try:
         module = import_module(module_name)
     except Exception as error:  # whatever the module's own code raises
@@ -177,36 +175,51 @@ def load_class(path: str) -> Any:
 
 
 def load_hook_class(name: str) -> type[Hook]:
-    """Return the hook class of a name or a class path."""
-    found = where_is(name)
-    kind = load_class(found.path)
-    if not (isinstance(kind, type) and issubclass(kind, Hook)):
-        whose = "" if found.package in (_OURS, name.partition(".")[0]) else f" of {found.package}"
-        raise ConfigError(f"'{name}'{whose} is not a hook: it does not inherit from hookline.Hook.")
-    return kind
+    """Import and return the hook class of a name or class path."""
+    found = find_hook(name)
+    hook_class = load_class(found.path)
+    if not (isinstance(hook_class, type) and issubclass(hook_class, Hook)):
+        is_own = found.package in (_OWN_PACKAGE, name.partition(".")[0])
+        package = "" if is_own else f" of {found.package}"
+        raise ConfigError(
+            f"'{name}'{package} is not a hook: it does not inherit from hookline.Hook."
+        )
+    return hook_class
 
 
 def make_hook(name: str, options: Mapping[str, Any]) -> Hook:
-    """Return a hook of this name or class path, made with these options."""
-    return make_from(load_hook_class(name), name, options)
+    """Return a hook of this name or class path, created with these options.
+
+    Raises:
+        ConfigError: the name is unknown, or the options do not match the hook's signature.
+    """
+    hook_class = load_hook_class(name)
+    resolved = check_options(hook_class, options, check_values=issubclass(hook_class, BuiltIn))
+    return make_checked_hook(hook_class, name, options, resolved)
 
 
-def make_from(kind: Any, name: str, options: Mapping[str, Any]) -> Hook:
-    """Return a hook of this class; `name` is what the configuration calls it."""
-    own = issubclass(kind, BuiltIn)
-    resolved = check_options(kind, (), options, values=own)
-    missing = [one for one in options_of(kind) if one not in resolved]
-    if missing:
-        text = options_of(kind)[missing[0]].text
-        raise ConfigError(f"{kind.__name__} needs the option '{missing[0]}'. {text}".rstrip())
+def make_checked_hook(
+    hook_class: Any, name: str, options: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> Hook:
+    """Return a hook of this class, created with options that were checked already.
+
+    Args:
+        hook_class: the hook's class.
+        name: the name used in the configuration, for errors.
+        options: the options to create it with.
+        resolved: what `check_options` returned for them.
+    """
+    is_built_in = issubclass(hook_class, BuiltIn)
     try:
-        hook: Hook = kind(**options)
+        hook: Hook = (
+            hook_class.from_checked(options, resolved) if is_built_in else hook_class(**options)
+        )
     except HooklineError:
         raise
     except Exception as error:  # whatever the class's own code raises
         raise ConfigError(
-            f"'{name}' cannot be made with {dict(options)} ({type(error).__name__}: {error})."
+            f"'{name}' could not be created with {dict(options)} ({type(error).__name__}: {error})."
         ) from error
-    if not own and not hook.hookline_options:
+    if not is_built_in and not hook.hookline_options:
         hook.hookline_options = resolved
     return hook

@@ -1,21 +1,22 @@
-"""What a training is configured with: validated objects whose errors name the field and the fix."""
+"""Configuration of a trainer: validated objects whose errors name the field and the fix."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, nearest
 
-__all__ = ["HooksConfig", "HooksSettingsConfig", "LoadersConfig", "TrainerConfig"]
+__all__ = ["Config", "HooksConfig", "LoadersConfig", "TrainerConfig", "describe_fields"]
 
 
 class Config(BaseModel):
-    """The base: unknown keys and wrong values are one error that names each, with the fix."""
+    """Base class: unknown and invalid fields raise one `ConfigError` that names all of them."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
@@ -23,65 +24,88 @@ class Config(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(_readable(type(self), error)) from None
+            raise ConfigError(_format_errors(type(self), error)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise ConfigError(_readable(type(self), error)) from None
+            raise ConfigError(_format_errors(type(self), error)) from None
 
-    # As pydantic's own: it is not called for models within models, whose errors keep their path.
+    # Marks this as pydantic's own __init__: pydantic then does not call it for models within
+    # models, whose errors keep their path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
-def _readable(kind: type[BaseModel], error: ValidationError) -> str:
-    lines = []
-    for one in error.errors():
-        path = ".".join(str(part) for part in one["loc"])
-        if one["type"] in ("extra_forbidden", "no_such_attribute"):
-            fields = _fields_at(kind, one["loc"][:-1])
-            hint = nearest(str(one["loc"][-1]), fields)
-            lines.append(f"'{path}' is no field.{hint} The fields are: {', '.join(fields)}.")
+UNKNOWN_FIELD_ERRORS = ("extra_forbidden", "no_such_attribute", "unexpected_keyword_argument")
+"""The types of pydantic's errors about a field that does not exist."""
+
+
+def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
+    lines: list[str] = []
+    for detail in error.errors():
+        path = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] in UNKNOWN_FIELD_ERRORS:
+            known = describe_fields(model, detail["loc"][:-1])
+            hint = nearest(str(detail["loc"][-1]), known)
+            lines.append(f"Unknown field '{path}'.{hint} The fields are: {', '.join(known)}.")
         else:
-            lines.append(f"'{path}' is {one['input']!r}. {one['msg']}.")
-    return f"{kind.__name__}: " + "\n  ".join(lines)
+            lines.append(f"'{path}' is {detail['input']!r}. {detail['msg']}.")
+    return f"{model.__name__}: " + "\n  ".join(lines)
 
 
-def _fields_at(kind: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    """The names of the fields of the model that stands at this path."""
+def describe_fields(model: type[Any], path: tuple[str | int, ...]) -> dict[str, str]:
+    """Return the fields of the model at a path, with their descriptions.
+
+    Where the annotation at the path has several models, the fields of all of them are returned.
+    Parts of the path that are not fields, such as the index of a list, are skipped.
+    """
+    models = [model]
     for part in path:
-        inner = kind.model_fields[part].annotation if part in kind.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return []
-        kind = inner
-    return list(kind.model_fields)
+        annotations = [_annotations(one)[part] for one in models if part in _annotations(one)]
+        if annotations:
+            models = [inner for one in annotations for inner in _find_models(one)]
+    return {name: text for one in models for name, text in _descriptions(one).items()}
 
 
-class HooksSettingsConfig(Config):
-    """How failing and costly hooks are treated; see `HookSettings`."""
+def _annotations(model: type[Any]) -> Mapping[Any, Any]:
+    if is_dataclass(model):
+        return {one.name: one.type for one in fields(model)}
+    return {name: field.annotation for name, field in model.model_fields.items()}
 
-    isolate: bool = True
-    max_failures: PositiveInt = 3
-    budget: PositiveFloat | None = 0.05
-    budget_after: float = Field(default=5.0, ge=0)
 
-    def settings(self) -> HookSettings:
-        """Return it as the hook manager takes it."""
-        return HookSettings(self.isolate, self.max_failures, self.budget, self.budget_after)
+def _descriptions(model: type[Any]) -> dict[str, str]:
+    if is_dataclass(model):
+        return {one.name: "" for one in fields(model)}
+    return {
+        field.alias or name: field.description or "" for name, field in model.model_fields.items()
+    }
+
+
+def _find_models(annotation: Any) -> list[type[Any]]:
+    """Return the models in an annotation such as `list[Model] | None`."""
+    if isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    ):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _find_models(inner)]
 
 
 class HooksConfig(Config):
-    """Which hooks a training has."""
+    """The hooks of a trainer, and how their failures are treated."""
 
-    enable_logging_hook: bool = Field(default=False, description="log what happens")
-    enable_gradient_monitor: bool = Field(default=False, description="record gradients")
+    enable_logging_hook: bool = Field(default=False, description="log events")
+    enable_gradient_monitor: bool = Field(default=False, description="log gradient statistics")
     gradient_monitor_config: dict[str, Any] = Field(default={}, description="its options")
-    enable_model_checkpoint_hook: bool = Field(default=False, description="keep the best")
+    enable_model_checkpoint_hook: bool = Field(
+        default=False, description="keep the best checkpoint"
+    )
     model_checkpoint_config: dict[str, Any] = Field(default={}, description="its options")
-    enable_early_stopping_hook: bool = Field(default=False, description="stop on a plateau")
+    enable_early_stopping_hook: bool = Field(
+        default=False, description="stop when a metric no longer improves"
+    )
     early_stopping_config: dict[str, Any] = Field(default={}, description="its options")
-    enable_lr_monitor: bool = Field(default=False, description="record learning rates")
+    enable_lr_monitor: bool = Field(default=False, description="log learning rates")
     lr_monitor_config: dict[str, Any] = Field(default={}, description="its options")
     hook_classes: list[str] = Field(
         default=[], description="further hooks, in order: class paths, or names of built-ins"
@@ -93,14 +117,14 @@ class HooksConfig(Config):
         default=True, description="a failing hook does not stop training"
     )
     log_hook_errors: bool = Field(
-        default=True, description="log each failure; they are counted in any case"
+        default=True, description="log each failure; failures are always counted"
     )
-    settings: HooksSettingsConfig = Field(
-        default_factory=HooksSettingsConfig, description="how failing and costly hooks are treated"
+    settings: HookSettings = Field(
+        default_factory=HookSettings, description="how failing and costly hooks are treated"
     )
 
     def hooks(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the hooks to make, by class path or name, with their options."""
+        """Return the class path or name of each hook to create, with its options."""
         own = {
             "logging": (self.enable_logging_hook, {}),
             "gradient_monitor": (self.enable_gradient_monitor, self.gradient_monitor_config),
@@ -118,11 +142,11 @@ class HooksConfig(Config):
         return further + [(name, options) for name, (on, options) in own.items() if on]
 
     def manager_settings(self) -> HookSettings:
-        """Return the settings as the hook manager takes them."""
+        """Return the settings of the hook manager."""
         return replace(
-            self.settings.settings(),
+            self.settings,
             isolate=self.settings.isolate and self.continue_on_hook_error,
-            log_errors=self.log_hook_errors,
+            log_errors=self.settings.log_errors and self.log_hook_errors,
         )
 
 
@@ -141,37 +165,42 @@ class LoadersConfig(Config):
 
 
 class TrainerConfig(Config):
-    """What a trainer does, apart from model, optimizers and data."""
+    """The settings of a trainer, apart from model, optimizers and data."""
 
-    max_epochs: int | None = Field(default=1, ge=0, description="epochs; None for no limit")
-    max_steps: int | None = Field(
-        default=None, ge=0, description="optimizer steps; None for no limit"
+    max_epochs: int | None = Field(
+        default=1, ge=0, description="number of epochs; None for no limit"
     )
-    device: str | None = Field(default=None, description="where to train; None: where the model is")
+    max_steps: int | None = Field(
+        default=None, ge=0, description="number of optimizer steps; None for no limit"
+    )
+    device: str | None = Field(
+        default=None, description="device to train on; None: the model's device"
+    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    accumulate: PositiveInt = Field(default=1, description="batches in one optimizer step")
+    accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(
-        default=None, description="largest norm of the gradients"
+        default=None, description="maximum norm of the gradients"
     )
     clip_value: PositiveFloat | None = Field(
-        default=None, description="largest value in the gradients"
+        default=None, description="maximum absolute value of gradients"
     )
     on_nan: Literal["stop", "skip", "continue"] = Field(
         default="stop",
-        description="a loss that is not finite: stop (on an accelerator noticed one step late, "
-        "without waiting for it), skip the step (waits for the device in every batch), or continue",
+        description="what to do about a loss that is not finite: stop (on an accelerator this is "
+        "noticed one step late, without synchronization), skip the step (synchronizes with the "
+        "device in every batch), or continue",
     )
     optimizer_every: list[PositiveInt] | None = Field(
-        default=None, description="for each optimizer: it steps in each N-th step"
+        default=None, description="for each optimizer: it steps every N-th step"
     )
     scheduler_every: Literal["step", "epoch"] = "step"
     validate_every_epochs: PositiveInt | None = 1
     validate_every_steps: PositiveInt | None = None
-    sanity: bool = Field(default=False, description="validate before training, too")
+    sanity: bool = Field(default=False, description="also validate before training")
     loaders: LoadersConfig = Field(default_factory=LoadersConfig)
     seed: int | None = None
     runs: Path | None = Field(
-        default=Path("runs"), description="where run folders go; None for no record"
+        default=Path("runs"), description="the folder for run folders; None writes no run"
     )
     progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = "auto"
     debug: bool = False

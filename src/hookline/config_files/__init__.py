@@ -1,9 +1,9 @@
-"""One file for a training: read, merged, checked, and made into objects.
+"""Config files: parsed, merged, validated, and built into a trainer with its data.
 
     training = hookline.config_files.load_training("train.yaml", "trainer.max_epochs=3")
     training.fit()
 
-Names are loaded when first used.
+Names are imported when first used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from hookline.config_files.config_tree import FileError, Problem
     from hookline.config_files.file_model import TrainingConfig
     from hookline.config_files.json_schema import training_schema
     from hookline.config_files.loading import Training, load_training
-    from hookline.config_files.problems import FileError, Problem
 
 __all__ = [
     "FileError",
@@ -30,9 +30,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "loading": ("Training", "load_training"),
+        "config_tree": ("FileError", "Problem"),
         "file_model": ("TrainingConfig",),
-        "problems": ("FileError", "Problem"),
         "json_schema": ("training_schema",),
+        "loading": ("Training", "load_training"),
     },
 )

@@ -1,4 +1,4 @@
-"""A training, tried out: one batch through model, loss and backward, and nothing is changed."""
+"""Dry run: one batch through model, loss and backward, without an optimizer step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import Any
 
 import torch
 
-from hookline.builtin import BuiltIn
-from hookline.config import HookRegistry
-from hookline.config_files.building import raised_in
+from hookline.config import SECTIONS, HookRegistry
+from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
+from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
+from hookline.options import BuiltIn
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["try_training"]
+__all__ = ["dry_run"]
 
 
-def try_training(training: Training) -> dict[str, Any]:
-    """Draw a batch of each kind of data, compute its loss, run backward; return what was seen.
+def dry_run(training: Training) -> dict[str, Any]:
+    """Run one training and one validation batch; return a description of the training.
 
-    No optimizer steps and no run is recorded.
+    The training batch also runs backward. No optimizer steps, and no run is written.
 
     Raises:
-        HooklineError: something does not work; the message says with which batch.
+        HooklineError: something fails; the message names the batch.
     """
     trainer = training.trainer
     with importable(training.folder):
-        with _trying("the data"):
+        with _errors_name("the data"):
             trainer._take_data(training.loaders, training.val_loaders)
-        trainer._watch.watch(calls=False, backward=False)  # hooks are bound, and not called
+        trainer._watch.watch(calls=False, backward=False)  # hooks are bound, but not called
         try:
             train = _train_batch(trainer)
             val = _val_batch(trainer) if trainer.validates else None
@@ -43,25 +44,25 @@ def try_training(training: Training) -> dict[str, Any]:
             trainer._hooks_changed()
         train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
         _check_monitors(trainer, train_names, val_names)
-    return {**_facts(training), "train": train, "val": val}
+    return {**_describe(training), "train": train, "val": val}
 
 
 def _train_batch(trainer: Trainer) -> dict[str, Any]:
-    batch = _first(trainer._stream(), "data.train")
-    with _trying(f"a batch of data.train, {describe_structure(batch)}"):
+    batch = _first_batch(trainer._stream(), "data.train")
+    with _errors_name(f"a batch of data.train, {describe_structure(batch)}"):
         trainer.model.train()
         loss, names = _loss(trainer, batch)
         if not loss.requires_grad:
-            raise TrainingError("The loss has no gradient: nothing in it is a trained parameter.")
+            raise TrainingError("The loss has no gradient: it depends on no trained parameter.")
         trainer._strategy.backward(loss)
     parameters = [p for one in trainer.optimizers for g in one.param_groups for p in g["params"]]
-    reached = sum(parameter.grad is not None for parameter in parameters)
+    with_gradient = sum(parameter.grad is not None for parameter in parameters)
     trainer.model.zero_grad(set_to_none=True)
     return {
         "batches": trainer._stream().length(),
         "batch": describe_structure(batch),
         "loss": float(loss.detach()),
-        "gradients": reached,
+        "gradients": with_gradient,
         "parameters": len(parameters),
         "names": [f"train/{name}" for name in names],
     }
@@ -69,9 +70,9 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
 
 def _val_batch(trainer: Trainer) -> dict[str, Any]:
     stream: Any = trainer._val
-    batch = _first(stream, "data.val")
+    batch = _first_batch(stream, "data.val")
     with (
-        _trying(f"a batch of data.val, {describe_structure(batch)}"),
+        _errors_name(f"a batch of data.val, {describe_structure(batch)}"),
         evaluation(trainer.model, trainer.device),
     ):
         loss, names = _loss(trainer, batch)
@@ -83,15 +84,15 @@ def _val_batch(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _first(stream: Any, what: str) -> Any:
-    with _trying(what):
-        for drawn in stream.epoch():
-            return drawn.batch
-        raise TrainingError("It gave no batch.")
+def _first_batch(stream: Any, key: str) -> Any:
+    with _errors_name(key):
+        for loaded in stream.epoch():
+            return loaded.batch
+        raise TrainingError("It has no batches.")
 
 
 def _loss(trainer: Trainer, batch: Any) -> tuple[torch.Tensor, list[str]]:
-    """The loss, and the names of all metrics."""
+    """Return the loss, and the names of all metrics."""
     strategy = trainer._strategy
     moved = strategy.move(batch) if strategy.moves else batch
     with strategy.autocast():
@@ -100,46 +101,57 @@ def _loss(trainer: Trainer, batch: Any) -> tuple[torch.Tensor, list[str]]:
 
 
 def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
-    """Compare the metrics that hooks look at with those of the batches, where these are all."""
+    """Raise if a hook monitors a metric that the batches did not produce.
+
+    Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
+    """
     streams = (trainer._train, trainer._val)
-    if any(one is not None and len(one.names) > 1 for one in streams) or _others_add(trainer.hooks):
+    if any(one is not None and len(one.names) > 1 for one in streams) or _users_add_metrics(
+        trainer.hooks
+    ):
         return
-    own = trainer._compute_loss.step_fn is not None
-    there = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
+    has_step_fn = trainer._compute_loss.step_fn is not None
+    metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, RequiresMetrics):
             continue
-        event, looks_at = hook.required_metrics(trainer)
-        with _trying(f"the hook '{name}'"):
-            for metric in looks_at if there[event] else ():  # none: that event does not come
-                if own and not nearest(metric, there[event]):
-                    continue  # other batches may give it
-                require_metric(Metrics.fromkeys(there[event]), metric, type(hook).__name__)
+        event, monitored = hook.required_metrics(trainer)
+        with _errors_name(f"the hook '{name}'"):
+            for metric in monitored if metrics[event] else ():  # empty: the event does not occur
+                if has_step_fn and not nearest(metric, metrics[event]):
+                    continue  # the step function may return it for other batches
+                require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
 
 
-def _others_add(hooks: HookRegistry) -> bool:
-    """Whether hooks that are not Hookline's own get the metrics, and may add to them."""
-    asking = [
-        one.rpartition(" (")[0]
-        for event in ("on_validation_end", "on_epoch_end")
-        for one in hooks.required_arguments(event, optional=True).get("metrics", [])
+def _users_add_metrics(hooks: HookRegistry) -> bool:
+    """Return whether hooks that are not built in receive the metrics, and may add to them."""
+    users = [
+        bind(hook)
+        for kind in SECTIONS.values()
+        for _, hook, active in hooks.of_kind(kind)
+        if active and not isinstance(hook, BuiltIn)
     ]
-    return not all(isinstance(hooks.get_hook(name), BuiltIn) for name in asking)
+    return any(
+        event in bindings and "metrics" in bindings[event].accepted
+        for bindings in users
+        for event in ("on_validation_end", "on_epoch_end")
+    )
 
 
 @contextmanager
-def _trying(what: str) -> Generator[None]:
+def _errors_name(subject: str) -> Generator[None]:
+    """Put the subject before the message of any error."""
     try:
         yield
     except HooklineError as error:
-        raise TrainingError(f"With {what}: {error}") from error
-    except Exception as error:  # whatever the user's own code raises
+        raise TrainingError(f"With {subject}: {error}") from error
+    except Exception as error:  # whatever the user's code raises
         raise TrainingError(
-            f"With {what}: {type(error).__name__}: {error}{raised_in(error)}"
+            f"With {subject}: {type(error).__name__}: {error}{format_origin(error)}"
         ) from error
 
 
-def _facts(training: Training) -> dict[str, Any]:
+def _describe(training: Training) -> dict[str, Any]:
     trainer = training.trainer
     config = trainer.config
     return {

@@ -1,6 +1,6 @@
-"""What a training file may say: each section, each key, what is valid and what it means.
+"""The models of a config file: each section and key, its valid values and its meaning.
 
-The file's errors, the JSON schema and the reference page are made from these models.
+Error messages, the JSON schema and the reference page are derived from these models.
 
     seed: 0
     model: {class_path: model.GPT, init_args: {width: 64}}
@@ -50,42 +50,41 @@ __all__ = [
 ]
 
 TAGS = ("(one)", "(list)", "(named)")
-"""What pydantic puts into the path of an error where a section has several forms."""
+"""The names of a section's forms, which pydantic puts into the path of an error."""
 
 _PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 
 
-class Short(Config):
-    """A mapping that may be written as a string: the value of one of its keys."""
+class StringShorthand(Config):
+    """A mapping that may be written as a string, which is the value of one of its keys."""
 
     @classmethod
-    def short_for(cls) -> str:
-        """Return the key that the string stands for."""
+    def shorthand_key(cls) -> str:
+        """Return the key whose value the string is."""
         return "class_path"
 
     @model_validator(mode="before")
     @classmethod
     def _from_string(cls, given: Any) -> Any:
-        return {cls.short_for(): given} if isinstance(given, str) else given
+        return {cls.shorthand_key(): given} if isinstance(given, str) else given
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        whole = handler(core_schema)
-        inside = handler.resolve_ref_schema(whole)
-        if "anyOf" in inside:
-            return whole
-        text = f"short for a mapping with `{cls.short_for()}` alone"
-        mapping = {key: inside.pop(key) for key in list(inside) if key != "title"}
-        description = mapping.pop("description", "")
-        inside["description"] = description
-        inside["anyOf"] = [{"type": "string", "description": text}, mapping]
-        return whole
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        if "anyOf" in schema:
+            return reference
+        text = f"shorthand for a mapping with only `{cls.shorthand_key()}`"
+        mapping = {key: schema.pop(key) for key in list(schema) if key != "title"}
+        schema["description"] = mapping.pop("description", "")
+        schema["anyOf"] = [{"type": "string", "description": text}, mapping]
+        return reference
 
 
-class ObjectConfig(Short):
-    """An object: a class or function, and what it is called with."""
+class ObjectConfig(StringShorthand):
+    """An object: a class or function, and the arguments it is called with."""
 
     class_path: str = Field(
         pattern=_PATH,
@@ -93,13 +92,13 @@ class ObjectConfig(Short):
     )
     init_args: dict[str, Any] = Field(
         default={},
-        description="its arguments by name; one that is a mapping with `class_path` is made into "
-        "an object first, and with `call: false` it is the class or function itself",
+        description="its arguments by name; an argument that is a mapping with `class_path` is "
+        "created first, or with `call: false` passed as the class or function itself",
     )
 
 
 class GroupConfig(Config):
-    """Some of an optimizer's parameters, with options of their own, such as `lr`."""
+    """A parameter group of an optimizer, with its own options, such as `lr`."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -110,27 +109,27 @@ class GroupConfig(Config):
 
 
 class OptimizerConfig(ObjectConfig):
-    """An optimizer. The model's parameters are its first argument, without being named."""
+    """An optimizer. It receives the model's parameters as its first argument."""
 
     params: list[str] | None = Field(
         default=None,
-        description="which of the model's parameters it gets: parts of their names, globs, or "
+        description="the parameters it optimizes: parts of their names, globs, or "
         "regular expressions; null for all",
     )
     groups: list[GroupConfig] = Field(
         default=[],
-        description="parameters with options of their own; all others are a group by themselves",
+        description="parameter groups with their own options; all other parameters form one group",
     )
 
 
 class SchedulerConfig(ObjectConfig):
-    """A learning-rate scheduler. Its optimizer is its first argument, without being named."""
+    """A learning-rate scheduler. It receives its optimizer as its first argument."""
 
-    optimizer: NonNegativeInt = Field(default=0, description="which optimizer, counted from 0")
+    optimizer: NonNegativeInt = Field(default=0, description="the index of its optimizer, from 0")
 
 
 class LoaderConfig(ObjectConfig):
-    """Data: what gives batches, or a dataset and how to load it."""
+    """A loader: an iterable of batches, or a dataset with the options to load it."""
 
     loader: dict[str, Any] | None = Field(
         default=None,
@@ -139,67 +138,67 @@ class LoaderConfig(ObjectConfig):
     )
 
 
-def _form(given: Any) -> str:
-    if isinstance(given, list | tuple):
+def _loaders_form(value: Any) -> str:
+    if isinstance(value, list | tuple):
         return "(list)"
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(value, Mapping) or not value:
         return "(one)"
-    names = [str(name) for name in given]
-    # A misspelled key is no loader's name.
-    one = get_close_matches("class_path", names, cutoff=0.75) or not (
+    names = [str(name) for name in value]
+    # A misspelled `class_path` is not the name of a loader.
+    is_loader = get_close_matches("class_path", names, cutoff=0.75) or not (
         set(names) - set(LoaderConfig.model_fields)
     )
-    return "(one)" if one else "(named)"
+    return "(one)" if is_loader else "(named)"
 
 
-def _one_or_list(given: Any) -> str:
-    return "(list)" if isinstance(given, list | tuple) else "(one)"
+def _one_or_list(value: Any) -> str:
+    return "(list)" if isinstance(value, list | tuple) else "(one)"
 
 
 Loaders = Annotated[
     Annotated[LoaderConfig, Tag("(one)")]
     | Annotated[list[LoaderConfig], Tag("(list)"), Field(min_length=1)]
     | Annotated[dict[str, LoaderConfig], Tag("(named)"), Field(min_length=1)],
-    Discriminator(_form),
+    Discriminator(_loaders_form),
 ]
 
 
 class DataConfig(Config):
-    """What to train and validate on."""
+    """The data for training and validation."""
 
     train: Loaders = Field(
-        description="one loader, a list, or a mapping by name; `trainer.loaders` says how several "
-        "become one stream"
+        description="one loader, a list, or a mapping by name; `trainer.loaders` defines how "
+        "several are combined"
     )
     val: Loaders | None = Field(default=None, description="the same, for validation")
 
 
-class HookConfig(Short):
-    """A hook. All further keys are its options, or those of `add_hook`, such as `every`."""
+class HookConfig(StringShorthand):
+    """A hook. Further keys are its options, or arguments of `add_hook`, such as `every`."""
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True)
 
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="a built-in, what an installed package brings, or a class path",
+        description="a built-in, a hook of an installed package, or a class path",
     )
     class_path: str | None = Field(
         default=None,
         pattern=_PATH,
-        description="a hook class; `name`, if it is there too, is then its name in the run",
+        description="a hook class; `name`, if also given, is then its name in the run",
     )
     init_args: dict[str, Any] | None = Field(
-        default=None, description="its options, where they do not stand beside its name"
+        default=None, description="its options, if they are not given beside its name"
     )
-    enabled: bool = Field(default=True, strict=True, description="false: there, but switched off")
-    its_name: str | None = Field(
+    enabled: bool = Field(default=True, strict=True, description="false registers it disabled")
+    run_name: str | None = Field(
         default=None, alias="as", min_length=1, description="its name in the run"
     )
 
     @classmethod
-    def short_for(cls) -> str:
-        """Return the key that the string stands for."""
+    def shorthand_key(cls) -> str:
+        """Return the key whose value the string is."""
         return "name"
 
     @model_validator(mode="after")
@@ -209,18 +208,18 @@ class HookConfig(Short):
         return self
 
     def item(self) -> dict[str, Any]:
-        """Return it as a `HookRegistry` takes it."""
-        given = self.model_dump(exclude_unset=True)
-        return {key: value for key, value in given.items() if value is not None}
+        """Return the hook as a `HookRegistry` expects it."""
+        fields = self.model_dump(exclude_unset=True)
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 class HooksByKind(Config):
-    """Hooks by what they are called with, each kind in the order of calling."""
+    """Hooks by kind, each kind in calling order."""
 
     loop: list[HookConfig] = Field(default=[], description="called by events")
-    forward: list[HookConfig] = Field(default=[], description="see the model's outputs")
+    forward: list[HookConfig] = Field(default=[], description="receive the model's outputs")
     update: list[HookConfig] = Field(default=[], description="transform gradients")
-    probes: list[HookConfig] = Field(default=[], description="on modules of the model")
+    probes: list[HookConfig] = Field(default=[], description="attached to modules of the model")
 
 
 Hooks = Annotated[
@@ -230,32 +229,32 @@ Hooks = Annotated[
 
 
 class TrainingConfig(Config):
-    """A training, in one file."""
+    """A config file: everything that a training run needs."""
 
     include: str | list[str] = Field(
         default=[],
-        description="other files, relative to this one; what stands here wins over what stands "
-        "there, and later files win over earlier ones",
+        description="other files, relative to this one; this file overrides them, and later files "
+        "override earlier ones",
     )
     trust: list[str] = Field(
         default=[],
-        description="packages that class paths may name, beside the folder of this file, hookline, "
-        'torch, and installed packages with hooks; "*" for all. Class paths run code',
+        description="packages that class paths may name, besides the folder of this file, "
+        'hookline, torch, and installed packages with hooks; "*" for all. Class paths run code',
     )
     seed: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="seeds Python, torch and numpy (if imported) before anything is made, and "
-        "again when training begins",
+        description="seeds Python, torch and numpy (if imported) before objects are created, and "
+        "again when training starts",
     )
     model: ObjectConfig = Field(description="the model, a `torch.nn.Module`")
-    data: DataConfig = Field(description="what to train and validate on")
+    data: DataConfig = Field(description="the data for training and validation")
     optimizer: Annotated[
         Annotated[OptimizerConfig, Tag("(one)")]
         | Annotated[list[OptimizerConfig], Tag("(list)"), Field(min_length=1)],
         Discriminator(_one_or_list),
-    ] = Field(description="the optimizer, or a list of several")
+    ] = Field(description="the optimizer, or a list of optimizers")
     scheduler: (
         Annotated[
             Annotated[SchedulerConfig, Tag("(one)")]
@@ -263,24 +262,25 @@ class TrainingConfig(Config):
             Discriminator(_one_or_list),
         ]
         | None
-    ) = Field(default=None, description="a learning-rate scheduler, or a list of several")
+    ) = Field(default=None, description="a learning-rate scheduler, or a list of schedulers")
     loss_fn: ObjectConfig | None = Field(
         default=None,
-        description="`loss_fn(outputs, targets)`: a function, which is taken as it is, with "
-        "`init_args` as further arguments; or a class, of which one is made",
+        description="`loss_fn(outputs, targets)`: a function, to which `init_args` are passed as "
+        "further arguments; or a class, which is instantiated with them",
     )
     step_fn: ObjectConfig | None = Field(
         default=None,
-        description="`step_fn(model, batch)`, which returns the loss, or a mapping with `loss`; in "
-        "place of `loss_fn`",
+        description="`step_fn(model, batch)`, which returns the loss or a mapping with `loss`; "
+        "instead of `loss_fn`",
     )
     tokens_fn: ObjectConfig | None = Field(
-        default=None, description="`tokens_fn(batch)`: how many tokens a batch has"
+        default=None,
+        description="`tokens_fn(batch)`, which returns the number of tokens of a batch",
     )
     trainer: TrainerConfig = Field(
-        default_factory=TrainerConfig, description="what the trainer does"
+        default_factory=TrainerConfig, description="the settings of the trainer"
     )
     hooks: Hooks = Field(
         default=[],
-        description="hooks in a list, or by kind: `loop`, `forward`, `update`, `probes`",
+        description="a list of hooks, or hooks by kind: `loop`, `forward`, `update`, `probes`",
     )

@@ -1,8 +1,7 @@
-"""YAML, TOML and JSON files as the same plain values, with the line of each key.
+"""YAML, TOML and JSON files, parsed to the same plain values with the line of each key.
 
-YAML is read by the rules of version 1.2: `no` and `on` are strings, `1e-3` is a number, and a date
-is a string. Keys are strings in all three, a key that stands twice is an error, and nothing but
-plain values can be written.
+YAML follows the rules of version 1.2: `no` and `on` are strings, `1e-3` is a number, and a date is
+a string. In all three formats keys are strings, and a duplicate key is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
@@ -18,99 +18,104 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from hookline.config_files.problems import FileError, Key, Problem, shown
+from hookline.config_files.config_tree import FileError, Key, Problem, format_value
 from hookline.errors import listed, nearest
 
-__all__ = ["SUFFIXES", "Read", "read_file", "read_value"]
+__all__ = ["MAX_DEPTH", "MAX_VALUES", "ParsedFile", "parse_file", "parse_value"]
 
-SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-_DEEPEST = 40
-_MOST = 100_000  # values: aliases in YAML can make more of them than memory holds
-_MERGE = "tag:yaml.org,2002:merge"
+MAX_DEPTH = 40
+MAX_VALUES = 100_000  # YAML aliases can multiply values until memory is full
+_TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass
-class Read:
-    """What stands in a file: its values, and the line of each key."""
+class ParsedFile:
+    """The values of a file, and the line of each key."""
 
     values: Any
     lines: dict[Key, int] = field(default_factory=dict[Key, int])
 
 
-class _BadError(Exception):
-    """Why a text cannot be read, and in which line."""
+class _ParseError(Exception):
+    """Why a text cannot be parsed, and the line if it is known."""
 
     def __init__(self, text: str, line: int | None = None) -> None:
         super().__init__(text)
         self.text, self.line = text, line
 
 
-def read_file(path: Path, name: str | None = None) -> Read:
-    """Return what stands in a file: a mapping.
+def parse_file(path: Path, name: str | None = None) -> ParsedFile:
+    """Return the values of a file, which are a mapping.
 
     Args:
         path: the file.
-        name: what messages call it.
+        name: the file's name in messages.
 
     Raises:
-        FileError: it cannot be read; the message has the line where that is known.
+        FileError: the file cannot be read or parsed.
     """
     name = str(path) if name is None else name
     try:
-        read: Read = _readers(path)(_text(path))
-        if read.values is None:
-            read.values = {}  # an empty file
-        if not isinstance(read.values, dict):
-            raise _BadError(f"It holds {shown(read.values)}; expected a mapping of sections.")
-        read.values.pop("$schema", None)  # for editors
-    except _BadError as error:
+        parsed = _parser(path)(_read_text(path))
+        if parsed.values is None:
+            parsed.values = {}  # an empty file
+        if not isinstance(parsed.values, dict):
+            found = format_value(parsed.values)
+            raise _ParseError(f"The file contains {found}; expected a mapping of sections.")
+        parsed.values.pop("$schema", None)  # only for editors
+    except _ParseError as error:
         raise FileError([Problem(name, error.line, "", error.text)]) from None
-    return read
+    return parsed
 
 
-def read_value(text: str) -> Any:
-    """Return a value that is written as YAML, such as `3`, `1e-3`, `[a, b]` or `{lr: 0.1}`.
+def parse_value(text: str) -> Any:
+    """Return a value written as YAML, such as `3`, `1e-3`, `[a, b]` or `{lr: 0.1}`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not valid YAML.
     """
     try:
-        return _read_yaml(text).values
-    except _BadError as error:
+        return _parse_yaml(text).values
+    except _ParseError as error:
         raise ValueError(error.text) from None
 
 
-def _readers(path: Path) -> Any:
+def _parser(path: Path) -> Callable[[str], ParsedFile]:
+    parsers = {
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+        ".toml": _parse_toml,
+        ".json": _parse_json,
+    }
     suffix = path.suffix.lower()
-    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
-    if suffix not in readers:
-        raise _BadError(
-            f"Its name ends in '{suffix}'.{nearest(suffix, SUFFIXES)} Expected one of "
-            f"{listed(SUFFIXES)}; a Python file is named with a function, "
-            "`train.py:make_trainer`."
+    if suffix not in parsers:
+        raise _ParseError(
+            f"Unknown file type '{suffix}'.{nearest(suffix, parsers)} Expected one of "
+            f"{listed(parsers)}, or a function in a Python file, `train.py:make_trainer`."
         )
-    return readers[suffix]
+    return parsers[suffix]
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _BadError(f"It is not written in UTF-8 ({error}).") from None
+        raise _ParseError(f"The file is not encoded in UTF-8 ({error}).") from None
     except FileNotFoundError:
         hint = ""
         if path.parent.is_dir():
             hint = nearest(path.name, [p.name for p in path.parent.iterdir()])
-        raise _BadError(f"There is no such file.{hint}") from None
+        raise _ParseError(f"There is no such file.{hint}") from None
     except (OSError, ValueError) as error:
-        raise _BadError(f"It cannot be read ({error}).") from None
+        raise _ParseError(f"The file cannot be read ({error}).") from None
 
 
 # -- YAML -----------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Plain scalars by the rules of YAML 1.2."""
+    """A loader that resolves plain scalars by the rules of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
@@ -128,81 +133,83 @@ for _tag, _pattern in {
     )
 
 
-def _read_yaml(text: str) -> Read:
+def _parse_yaml(text: str) -> ParsedFile:
     try:
         loader = _Loader(text)
         try:
-            node = loader.get_single_node()
-            walk = _YamlWalk(loader)
-            values = None if node is None else walk.value(node, ())
-            return Read(values, walk.lines)
+            root = loader.get_single_node()
+            constructor = _YamlConstructor(loader)
+            values = None if root is None else constructor.construct(root, ())
+            return ParsedFile(values, constructor.lines)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        hint = " Indent with spaces: YAML has no tabs there." if r"'\t'" in said else ""
-        raise _BadError(
-            f"It is not YAML: {said}.{hint}", None if mark is None else mark.line + 1
-        ) from None
-    except yaml.YAMLError as error:
-        raise _BadError(f"It is not YAML: {' '.join(str(error).split())}.") from None
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        hint = " Indent with spaces: YAML does not allow tabs." if r"'\t'" in reason else ""
+        line = None if mark is None else mark.line + 1
+        raise _ParseError(f"Not valid YAML: {reason}.{hint}", line) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        reason = f"the character {chr(error.character)!r} is not allowed"
+        raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
-        raise _BadError(_TOO_DEEP) from None
+        raise _ParseError(_TOO_DEEP) from None
 
 
-class _YamlWalk:
-    """Makes values of YAML's nodes, and remembers the lines of keys."""
+class _YamlConstructor:
+    """Constructs plain values from YAML nodes, and collects the lines of keys."""
 
     def __init__(self, loader: _Loader) -> None:
         self._loader = loader
-        self._flat: set[int] = set()
+        self._flattened: set[int] = set()
         self._count = 0
         self.lines: dict[Key, int] = {}
 
-    def value(self, node: Any, key: Key) -> Any:
+    def construct(self, node: Any, key: Key) -> Any:
         line = node.start_mark.line + 1
         self.lines.setdefault(key, line)
         self._count += 1
-        if self._count > _MOST:
-            raise _BadError(f"It holds more than {_MOST:,} values.", line)
-        if len(key) > _DEEPEST:
-            raise _BadError(_TOO_DEEP, line)
+        if self._count > MAX_VALUES:
+            raise _ParseError(f"The file contains more than {MAX_VALUES:,} values.", line)
+        if len(key) > MAX_DEPTH:
+            raise _ParseError(_TOO_DEEP, line)
         if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
             return self._mapping(node, key)
         if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
-            return [self.value(one, (*key, i)) for i, one in enumerate(node.value)]
+            return [self.construct(item, (*key, i)) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node)
-        raise _BadError(f"The tag {_tag_text(node.tag)} is not understood.", line)
+        raise _unknown_tag(node)
 
     def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
-        if id(node) not in self._flat:
-            self._flat.add(id(node))
-            _check_twice(node)
-            self._loader.flatten_mapping(node)  # `<<`, whose keys come first and lose
-        found: dict[str, Any] = {}
-        for name, value in node.value:
-            part = _key_text(name)
-            self.lines[*key, part] = name.start_mark.line + 1
-            found[part] = self.value(value, (*key, part))
-        return found
+        if id(node) not in self._flattened:
+            self._flattened.add(id(node))
+            _check_duplicates(node)
+            self._loader.flatten_mapping(node)  # puts the keys of `<<` first, so that others win
+        mapping: dict[str, Any] = {}
+        for name_node, value in node.value:
+            name = _key_text(name_node)
+            self.lines[*key, name] = name_node.start_mark.line + 1
+            mapping[name] = self.construct(value, (*key, name))
+        return mapping
 
 
-def _check_twice(node: Any) -> None:
+def _check_duplicates(node: Any) -> None:
     seen: dict[str, int] = {}
-    for name, _ in node.value:
-        if name.tag == _MERGE:
+    for name_node, _ in node.value:
+        if name_node.tag == _MERGE_TAG:
             continue
-        part, line = _key_text(name), name.start_mark.line + 1
-        if part in seen:
-            raise _BadError(f"The key '{part}' stands twice, first in line {seen[part]}.", line)
-        seen[part] = line
+        name, line = _key_text(name_node), name_node.start_mark.line + 1
+        if name in seen:
+            raise _ParseError(f"Duplicate key '{name}', first given in line {seen[name]}.", line)
+        seen[name] = line
 
 
 def _key_text(node: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise _BadError("A key is a list or a mapping; expected a name.", node.start_mark.line + 1)
+        line = node.start_mark.line + 1
+        raise _ParseError("A key is a list or a mapping; expected a string.", line)
     return str(node.value)
 
 
@@ -221,158 +228,134 @@ def _scalar(node: Any) -> Any:
         if kind == "float":
             return float(text.replace(".inf", "inf").replace(".nan", "nan").lower())
     except (ValueError, KeyError):
-        raise _BadError(f"{shown(text)} is no {kind}.", node.start_mark.line + 1) from None
-    raise _BadError(f"The tag {_tag_text(node.tag)} is not understood.", node.start_mark.line + 1)
+        line = node.start_mark.line + 1
+        raise _ParseError(f"{format_value(text)} is not a valid {kind}.", line) from None
+    raise _unknown_tag(node)
 
 
-def _tag_text(tag: Any) -> str:
-    return f"'{str(tag).replace('tag:yaml.org,2002:', '!!')}'"
-
-
-# -- TOML -----------------------------------------------------------------------------------------
-
-
-def _read_toml(text: str) -> Read:
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at = re.search(r" \(at (?:line (\d+), column \d+|end of document)\)", str(error))
-        said = str(error).replace(at[0], "") if at else str(error)
-        line = None if at is None else int(at[1] or len(text.splitlines()))
-        raise _BadError(f"It is not TOML: {said}.", line) from None
-    except (RecursionError, ValueError) as error:
-        raise _BadError(f"It is not TOML: {error}.") from None
-    try:
-        return Read(_plain(values), dict(_toml_lines(text)))
-    except RecursionError:
-        raise _BadError(_TOO_DEEP) from None
-
-
-_TOML_KEY = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-_TOML_KEYS = rf"{_TOML_KEY}(?:\s*\.\s*{_TOML_KEY})*"
-_TOML_TABLE = re.compile(rf"^\s*(\[\[?)\s*({_TOML_KEYS})\s*\]")
-_TOML_PAIR = re.compile(rf"^\s*({_TOML_KEYS})\s*=")
-
-
-def _toml_lines(text: str) -> Iterator[tuple[Key, int]]:
-    """The lines of tables and of the pairs in them; what stands within a value has no line."""
-    table: Key = ()
-    counts: dict[Key, int] = {}
-    open_quotes = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if open_quotes:
-            open_quotes = "" if open_quotes in line else open_quotes
-            continue
-        head, pair = _TOML_TABLE.match(line), _TOML_PAIR.match(line)
-        if head is not None:
-            table = _in_arrays(_toml_parts(head[2]), counts)
-            if head[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-                table = (*table, counts[table])
-            yield table, number
-        elif pair is not None:
-            yield (*table, *_toml_parts(pair[1])), number
-        for quotes in ('"""', "'''"):
-            if line.count(quotes) % 2:
-                open_quotes = quotes
-
-
-def _toml_parts(keys: str) -> Key:
-    return tuple(part.strip("\"'") for part in re.findall(_TOML_KEY, keys))
-
-
-def _in_arrays(parts: Key, counts: dict[Key, int]) -> Key:
-    """A table's key, with the number of the item it belongs to where that is in an array."""
-    key: Key = ()
-    for i, part in enumerate(parts):
-        key = (*key, part)
-        if key in counts and i < len(parts) - 1:
-            key = (*key, counts[key])
-    return key
+def _unknown_tag(node: Any) -> _ParseError:
+    tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
+    return _ParseError(f"Unknown tag '{tag}'.", node.start_mark.line + 1)
 
 
 # -- JSON -----------------------------------------------------------------------------------------
 
 
-def _read_json(text: str) -> Read:
+def _parse_json(text: str) -> ParsedFile:
     try:
-        values = json.loads(text, object_pairs_hook=_pairs)
+        values = _to_plain(json.loads(text, object_pairs_hook=_unique_pairs))
     except json.JSONDecodeError as error:
-        raise _BadError(f"It is not JSON: {error.msg}.", error.lineno) from None
+        raise _ParseError(f"Not valid JSON: {error.msg}.", error.lineno) from None
     except (RecursionError, ValueError) as error:
-        raise _BadError(f"It is not JSON: {error}.") from None
+        raise _ParseError(f"Not valid JSON: {error}.") from None
     try:
-        values = _plain(values)
-        lines: dict[Key, int] = {}
-        _JsonLines(text, lines).value(0, ())
-        return Read(values, lines)
-    except RecursionError:
-        raise _BadError(_TOO_DEEP) from None
+        # YAML includes JSON, apart from tabs, which JSON does not allow within strings.
+        return ParsedFile(values, _parse_yaml(text.replace("\t", " ")).lines)
+    except _ParseError:  # rare characters that only JSON allows: no lines
+        return ParsedFile(values)
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key '{name}' stands twice")
-        found[name] = value
-    return found
+        if name in mapping:
+            raise _ParseError(f"Duplicate key '{name}'.")
+        mapping[name] = value
+    return mapping
 
 
-class _JsonLines:
-    """Goes through JSON that is known to be valid, for the lines of its keys."""
-
-    _SPACE = re.compile(r"[ \t\n\r]*")
-    _ATOM = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,\]}]+')
-
-    def __init__(self, text: str, lines: dict[Key, int]) -> None:
-        self._text, self._lines = text, lines
-        self._line, self._counted = 1, 0
-
-    def value(self, at: int, key: Key) -> int:
-        """Go through the value that begins here; return where it ends."""
-        at = self._skip(at)
-        self._lines.setdefault(key, self._line_of(at))
-        sign = self._text[at]
-        if sign not in "{[":
-            return self._atom(at)[1]
-        at, index = self._skip(at + 1), 0
-        while self._text[at] not in "]}":
-            part: str | int = index
-            if sign == "{":
-                word, end = self._atom(at)
-                part = json.loads(word)
-                self._lines[*key, part] = self._line_of(at)
-                at = self._skip(end) + 1  # the colon
-            at, index = self._skip(self.value(at, (*key, part))), index + 1
-            at = self._skip(at + 1) if self._text[at] == "," else at
-        return at + 1
-
-    def _skip(self, at: int) -> int:
-        found = self._SPACE.match(self._text, at)
-        return at if found is None else found.end()
-
-    def _atom(self, at: int) -> tuple[str, int]:
-        found = self._ATOM.match(self._text, at)
-        return ("", at + 1) if found is None else (found[0], found.end())
-
-    def _line_of(self, at: int) -> int:
-        self._line += self._text.count("\n", self._counted, at)
-        self._counted = at
-        return self._line
+# -- TOML -----------------------------------------------------------------------------------------
 
 
-# -- what all three have in common ----------------------------------------------------------------
+def _parse_toml(text: str) -> ParsedFile:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _ParseError(f"Not valid TOML: {error}.", _toml_error_line(text)) from None
+    except (RecursionError, ValueError) as error:
+        raise _ParseError(f"Not valid TOML: {error}.") from None
+    return ParsedFile(_to_plain(values), _toml_lines(text))
 
-_TOO_DEEP = f"It is nested more than {_DEEPEST} deep."
+
+def _toml_lines(text: str) -> dict[Key, int]:
+    """Return the line of each key of a valid text: the first line of its statement."""
+    lines: dict[Key, int] = {}
+    table: Key = ()
+    indices: dict[Key, int] = {}  # of the last item of each array of tables
+    for start, statement in _toml_statements(text):
+        parsed = tomllib.loads(statement)
+        if statement.lstrip().startswith("["):
+            *_, path = _paths(parsed)
+            names = tuple(part for part in path if isinstance(part, str))
+            table = _with_indices(names, indices)
+            if len(names) < len(path):  # `[[name]]`, parsed as a list
+                indices[table] = indices.get(table, -1) + 1
+                table = (*table, indices[table])
+            lines[table] = start
+        else:
+            for path in _paths(parsed):
+                lines.setdefault((*table, *path), start)
+    return lines
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Values as all three formats have them: TOML's dates and times become strings."""
-    if depth > _DEEPEST:
-        raise _BadError(_TOO_DEEP)
+def _toml_error_line(text: str) -> int:
+    """Return the first line of the first statement that makes a text invalid."""
+    statements = list(_toml_statements(text))
+    ends = [start + statement.count("\n") - 1 for start, statement in statements]
+    lines = text.split("\n")
+    first = bisect_left(ends, True, key=lambda end: not _is_toml("\n".join(lines[:end])))
+    return statements[first][0]
+
+
+def _toml_statements(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each table header, key and value, comment or blank line, with its first line number.
+
+    A statement that is not valid is extended by the next line: arrays and strings may go on over
+    several lines, and are only valid when they are closed. Invalid statements go on to the end.
+    """
+    statement, start = "", 1
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += line + "\n"
+        if _is_toml(statement):
+            yield start, statement
+            statement, start = "", number + 1
+    if statement:
+        yield start, statement
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _paths(value: Any, path: Key = ()) -> Iterator[Key]:
+    """Yield the path of each value within a value, outer before inner."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, inner in items:
+        yield (*path, name)
+        if isinstance(inner, dict | list):
+            yield from _paths(inner, (*path, name))
+
+
+def _with_indices(names: tuple[str, ...], indices: dict[Key, int]) -> Key:
+    """Return the key of a table, with the index of each array of tables that it is in."""
+    key: Key = ()
+    for i, name in enumerate(names):
+        key = (*key, name)
+        if key in indices and i < len(names) - 1:
+            key = (*key, indices[key])
+    return key
+
+
+def _to_plain(value: Any, depth: int = 0) -> Any:
+    """Return values as all formats have them: TOML's dates and times become strings."""
+    if depth > MAX_DEPTH:
+        raise _ParseError(_TOO_DEEP)
     if isinstance(value, dict):
-        return {name: _plain(one, depth + 1) for name, one in value.items()}
+        return {name: _to_plain(inner, depth + 1) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(one, depth + 1) for one in value]
+        return [_to_plain(inner, depth + 1) for inner in value]
     return value.isoformat() if isinstance(value, datetime | date | time) else value

@@ -1,4 +1,4 @@
-"""The JSON schema of a training file, for completion and checks in editors."""
+"""The JSON schema of a config file, for completion and validation in editors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hookline.config import known_hooks, load_hook_class
 from hookline.config_files.file_model import TrainingConfig
-from hookline.options import Option, options_of
+from hookline.config_files.references import REFERENCE_PATTERN
+from hookline.options import Option, get_options
 
-__all__ = ["PLACE", "training_schema"]
+__all__ = ["REGISTRATION_KEYS", "training_schema"]
 
-_VARIABLE = {
+_REFERENCE = {
     "type": "string",
-    "pattern": r"^\$\{[A-Za-z_]\w*(:[^{}]*)?\}$",
-    "description": "a variable of the environment: ${NAME} or ${NAME:default}",
+    "pattern": REFERENCE_PATTERN,
+    "description": "another key, ${model.init_args.width}, or an environment variable, ${NAME}",
 }
-PLACE: dict[str, dict[str, Any]] = {
-    "every": {"type": "integer", "minimum": 1, "description": "call it in each N-th step only"},
-    "sample_rate": {"type": "number", "description": "call it in this share of the steps only"},
+REGISTRATION_KEYS: dict[str, dict[str, Any]] = {
+    "every": {"type": "integer", "minimum": 1, "description": "call it every N-th step"},
+    "sample_rate": {"type": "number", "description": "call it in this fraction of the steps"},
     "from_epoch": {"type": "integer", "minimum": 0, "description": "call it from this epoch on"},
     "before": {"type": "string", "description": "call it directly before the hook of this name"},
     "after": {"type": "string", "description": "call it directly after the hook of this name"},
@@ -29,43 +30,43 @@ PLACE: dict[str, dict[str, Any]] = {
 
 
 def training_schema() -> dict[str, Any]:
-    """Return the schema: every section and key, and the options of every hook with a name."""
+    """Return the schema: every section and key, and the options of every named hook."""
     schema = TrainingConfig.model_json_schema(by_alias=True)
     schema["$defs"]["HookConfig"] = _hook_schema(schema["$defs"])
     schema["properties"]["$schema"] = {"type": "string", "description": "this schema"}
     needed = schema.pop("required")
     schema["anyOf"] = [{"required": needed}, {"required": ["include"]}]
-    schema["$defs"]["Variable"] = _VARIABLE
+    schema["$defs"]["Reference"] = _REFERENCE
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Hookline training",
+        "title": "Hookline config file",
     }
-    return {**_with_variables(schema), **head}
+    return {**_allow_references(schema), **head}
 
 
 def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a hook, with the options of those that have a name."""
+    """Return the schema of a hook, with the options of every named hook."""
     schema = definitions["HookConfig"]
     text, mapping = schema["anyOf"]
     names = list(known_hooks())
     named = {"anyOf": [{"enum": names}, {"type": "string"}]}
     mapping["properties"]["name"] |= {**named, "default": None}
-    mapping["properties"] = {**PLACE, **mapping["properties"]}
+    mapping["properties"] = {**REGISTRATION_KEYS, **mapping["properties"]}
     mapping["allOf"] = []
     for name in names:
         options = _options(name)
         if options is None:
             continue
-        described = {one: _option_schema(option) for one, option in options.items()}
-        home = f"{name}_options"
-        definitions[home] = {
+        described = {key: _option_schema(option) for key, option in options.items()}
+        definition = f"{name}_options"
+        definitions[definition] = {
             "type": "object",
             "properties": described,
             "additionalProperties": False,
         }
-        given = {one: {"$ref": f"#/$defs/{home}/properties/{one}"} for one in described}
+        given = {key: {"$ref": f"#/$defs/{definition}/properties/{key}"} for key in described}
         shared: dict[str, Any] = dict.fromkeys(mapping["properties"], True)  # described above
-        properties = {**shared, **given, "init_args": {"$ref": f"#/$defs/{home}"}}
+        properties = {**shared, **given, "init_args": {"$ref": f"#/$defs/{definition}"}}
         mapping["allOf"].append(
             {
                 "if": {"properties": {"name": {"const": name}}, "required": ["name"]},
@@ -77,8 +78,8 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
 
 def _options(name: str) -> Mapping[str, Option] | None:
     try:
-        kind: Any = load_hook_class(name)
-        return options_of(kind)
+        hook_class: Any = load_hook_class(name)
+        return get_options(hook_class)
     except Exception:  # a package's hook that cannot be imported here
         return None
 
@@ -87,7 +88,7 @@ def _option_schema(option: Option) -> dict[str, Any]:
     try:
         adapter = TypeAdapter(option.hint, config=ConfigDict(arbitrary_types_allowed=True))
         schema = adapter.json_schema()
-    except Exception:  # a type that JSON has no word for
+    except Exception:  # a type without a JSON schema
         schema = {}
     if "$defs" in schema:
         schema = {}
@@ -98,14 +99,16 @@ def _option_schema(option: Option) -> dict[str, Any]:
     return schema
 
 
-def _with_variables(node: Any) -> Any:
-    """Numbers and truths may be a variable of the environment, too."""
+def _allow_references(node: Any) -> Any:
+    """Allow a reference wherever a number or boolean is expected."""
     if isinstance(node, list):
-        return [_with_variables(one) for one in node]
+        return [_allow_references(inner) for inner in node]
     if not isinstance(node, dict):
         return node
-    inside = {key: _with_variables(one) for key, one in node.items()}
+    inside = {key: _allow_references(inner) for key, inner in node.items()}
     if inside.get("type") not in ("integer", "number", "boolean"):
         return inside
-    said = {key: inside.pop(key) for key in ("title", "description", "default") if key in inside}
-    return {**said, "anyOf": [inside, {"$ref": "#/$defs/Variable"}]}
+    annotations = {
+        key: inside.pop(key) for key in ("title", "description", "default") if key in inside
+    }
+    return {**annotations, "anyOf": [inside, {"$ref": "#/$defs/Reference"}]}

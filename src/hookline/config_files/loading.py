@@ -1,33 +1,36 @@
-"""A training, from its file to its first batch."""
+"""Loading: from a config file, or a Python function, to a trainer that is ready to train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hookline.config_files.file_model import TrainingConfig
-from hookline.config_files.merging import Merged, merge_files
-from hookline.config_files.trust import Trust, importable
-from hookline.config_files.validation import validated
+from hookline.config_files.config_tree import COMMAND_LINE, FileError, Problem, format_key
+from hookline.config_files.merging import merge_files, parse_override
+from hookline.config_files.trust import Trust, importable, is_in, load_object
+from hookline.config_files.validation import check_objects, validate
+from hookline.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["Training", "load_training", "read_training"]
+__all__ = ["Training", "is_python_function", "load_python", "load_training"]
 
 
 @dataclass
 class Training:
-    """A trainer with its data, and where it comes from.
+    """A trainer with its data, and its source.
 
     Attributes:
         trainer: the trainer.
-        source: the file, or the Python function.
-        folder: the project's folder, whose modules it may import.
-        loaders: what to train on, where the trainer does not have it yet.
-        val_loaders: what to validate on, likewise.
+        source: the config file, or the Python function.
+        folder: the project's folder, whose modules can be imported during training.
+        loaders: the training data, if the trainer does not have it yet.
+        val_loaders: the validation data, likewise.
     """
 
     trainer: Trainer
@@ -35,55 +38,163 @@ class Training:
     folder: Path
     loaders: Any = None
     val_loaders: Any = None
-    overrides: tuple[str, ...] = field(default=())
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration, as the run's manifest will have it."""
+        """The resolved configuration, as in the run's manifest."""
         from hookline.runs.recorded_config import mask_secrets
 
         return cast("dict[str, Any]", mask_secrets(self.trainer.config.model_dump(mode="json")))
 
     @property
     def config_hash(self) -> str:
-        """The hash of the resolved configuration, as the run's manifest will have it."""
+        """The hash of the resolved configuration, as in the run's manifest."""
         from hookline.runs.recorded_config import config_hash
 
         return config_hash(self.config)
 
     def fit(self, resume_from: Any = None) -> Trainer:
-        """Train."""
-        with importable(self.folder):  # what it imports while it trains is found, too
+        """Train; return the trainer."""
+        with importable(self.folder):  # for imports during training
             return self.trainer.fit(self.loaders, self.val_loaders, resume_from=resume_from)
 
 
-def read_training(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainingConfig, Merged]:
-    """Return what a file says, checked by the models; nothing is imported or made.
-
-    Raises:
-        FileError: names all that is wrong.
-    """
-    merged = merge_files(Path(path), overrides)
-    return validated(merged), merged
-
-
 def load_training(path: str | Path, *overrides: str) -> Training:
-    """Return the training of a file, ready to begin.
+    """Return the training that a config file describes, ready to start.
 
     Args:
         path: a YAML, TOML or JSON file.
-        overrides: `key=value`, such as `trainer.max_epochs=3`; the value is written as YAML.
+        overrides: `key=value`, such as `trainer.max_epochs=3`; the value is parsed as YAML.
 
     Raises:
-        FileError: names all that is wrong, with file, line and key.
+        FileError: names every mistake, with file, line and key.
     """
     from hookline.config_files.building import build_trainer
-    from hookline.config_files.checking import check_objects
 
     path = Path(path)
-    config, merged = read_training(path, overrides)
+    tree = merge_files(path, overrides)
+    config = validate(tree)
     folder = path.resolve().parent
     with importable(folder):
-        found = check_objects(config, merged, Trust(folder, config.trust))
-        trainer = build_trainer(config, merged, found)
+        resolved = check_objects(config, tree, Trust(folder, config.trust))
+        trainer = build_trainer(config, tree, resolved)
     return Training(trainer, str(path), folder)
+
+
+# -- a Python function ----------------------------------------------------------------------------
+
+
+def is_python_function(target: str) -> bool:
+    """Return whether a target names a function, `train.py:make_trainer`, rather than a file."""
+    place, colon, name = target.rpartition(":")
+    return bool(colon and place and name.isidentifier()) and not Path(target).exists()
+
+
+def load_python(target: str, *overrides: str) -> Training:
+    """Return the training that a Python function creates.
+
+    The function returns a trainer with its data, as `hookline.get_trainer` does, or a tuple of the
+    trainer, its loaders, and optionally its validation loaders.
+
+    Args:
+        target: the function: `train.py:make_trainer`, or `package.module:make_trainer`.
+        overrides: arguments of the function as `key=value`; the value is parsed as YAML.
+
+    Raises:
+        FileError: the arguments do not match the function's signature.
+        ConfigError: there is no such function, or it returns something else.
+    """
+    from hookline.config_files.building import run_config
+    from hookline.trainer.trainer import Trainer
+
+    place, _, name = target.rpartition(":")
+    folder, module = _find_module(place)
+    with importable(folder):
+        own_folder = folder if place.endswith(".py") else None
+        function = _load_function(target, f"{module}.{name}", own_folder)
+        arguments = _parse_arguments(target, function, overrides)
+        result = function(**arguments)
+    trainer, *data = result if isinstance(result, tuple) else (result,)
+    if not isinstance(trainer, Trainer) or len(data) > 2:
+        raise ConfigError(
+            f"'{target}' returned {_describe_result(result)}; expected a Trainer, or a tuple of "
+            "the trainer, its loaders, and optionally its validation loaders."
+        )
+    if not data and trainer._train is None:
+        raise ConfigError(
+            f"'{target}' returned a trainer without data. Return (trainer, loaders), or create "
+            "the trainer with hookline.get_trainer."
+        )
+    source = {"python": {"function": f"{module}:{name}", "arguments": arguments}}
+    trainer.config = run_config(trainer.config, source, trainer.config.seed)
+    trainer._context.config = trainer.config
+    loaders, val_loaders = (*data, None, None)[:2]
+    return Training(trainer, target, folder, loaders, val_loaders)
+
+
+def _find_module(place: str) -> tuple[Path, str]:
+    """Return the folder to import from, and the module's name."""
+    if not place.endswith(".py"):
+        return Path.cwd(), place
+    file = Path(place)
+    if not file.is_file():
+        files = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ConfigError(f"There is no file '{place}'.{nearest(file.name, files)}")
+    if not file.stem.isidentifier():
+        raise ConfigError(
+            f"'{file.name}' cannot be imported: '{file.stem}' is not a valid module name. Rename "
+            "the file."
+        )
+    return file.resolve().parent, file.stem
+
+
+def _load_function(target: str, path: str, folder: Path | None) -> Callable[..., Any]:
+    top = path.partition(".")[0]
+    loaded = sys.modules.get(top)
+    if folder is not None and loaded is not None and not is_in(loaded, folder):
+        origin = getattr(loaded, "__file__", None) or "built into Python"
+        raise ConfigError(
+            f"'{target}': another module '{top}' is already imported ({origin}). Rename the file."
+        )
+    try:
+        function: Callable[..., Any] = load_object(path)
+    except LookupError as error:
+        raise ConfigError(f"'{target}': {error}") from error
+    return function
+
+
+def _parse_arguments(
+    target: str, function: Callable[..., Any], overrides: tuple[str, ...]
+) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    problems: list[Problem] = []
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for override in overrides:
+        try:
+            key, value = parse_override(override)
+        except ValueError as error:
+            problems.append(Problem(COMMAND_LINE, None, "", str(error)))
+            continue
+        name = format_key(key)
+        if len(key) == 1 and (open_ended or name in known):
+            arguments[name] = value
+        else:
+            valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
+            text = f"'{target}' has no argument '{name}'.{nearest(name, known)} {valid}"
+            problems.append(Problem(COMMAND_LINE, None, name, text))
+    for parameter in parameters:
+        name = parameter.name
+        if name in known and parameter.default is parameter.empty and name not in arguments:
+            text = f"'{target}' requires this argument: {name}=…"
+            problems.append(Problem(COMMAND_LINE, None, name, text))
+    if problems:
+        raise FileError(problems)
+    return arguments
+
+
+def _describe_result(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}: {', '.join(type(item).__name__ for item in result)}"
+    return f"a {type(result).__name__}"

@@ -1,4 +1,4 @@
-"""The objects that a configuration names: where each stands, and how it will be called."""
+"""The objects named by a configuration: the key of each, and the arguments it is called with."""
 
 from __future__ import annotations
 
@@ -8,76 +8,77 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from hookline.config import SECTIONS
+from hookline.config_files.config_tree import ConfigTree, Key, Problem, format_value
 from hookline.config_files.file_model import HookConfig, LoaderConfig, ObjectConfig, TrainingConfig
-from hookline.config_files.merging import Merged
-from hookline.config_files.problems import Key, Problem, shown
 from hookline.errors import nearest
 from hookline.options import Option
 
 __all__ = [
-    "Spec",
-    "argument_problems",
-    "holds_object",
-    "hooks_in",
+    "ObjectSpec",
+    "contains_object",
+    "find_argument_problems",
     "is_object",
-    "loaders_in",
-    "specs_of",
+    "iterate_hooks",
+    "iterate_loaders",
+    "iterate_specs",
 ]
 
 _KEYS = ("class_path", "init_args", "call")
 
 
 @dataclass(frozen=True)
-class Spec:
+class ObjectSpec:
     """One object of a configuration.
 
     Attributes:
-        key: where it stands.
+        key: the key of the object.
         path: its class path.
         args: its arguments by name.
-        first: how many arguments it gets besides, in front of those.
-        called: False for a function that is taken as it is: arguments may be missing.
-        itself: True for a class, too, that is taken as it is.
+        positional: the number of positional arguments that it receives besides.
+        is_called: False for a function that is passed on, so that arguments may be missing.
+        is_reference: True for a class or function that is passed on without arguments.
     """
 
     key: Key
     path: str
     args: Mapping[str, Any]
-    first: int = 0
-    called: bool = True
-    itself: bool = False
+    positional: int = 0
+    is_called: bool = True
+    is_reference: bool = False
 
 
 def is_object(value: Any) -> bool:
-    """Whether an argument is an object that has to be made first."""
+    """Return whether an argument is an object that has to be created first."""
     return isinstance(value, Mapping) and "class_path" in value
 
 
-def specs_of(config: TrainingConfig, merged: Merged, problems: list[Problem]) -> Iterator[Spec]:
-    """Every object that is named, those within others included; add what is malformed."""
-    for key, one, first, called in _sections(config):
-        yield Spec(key, one.class_path, one.init_args, first, called)
-        yield from _inside(one.init_args, (*key, "init_args"), merged, problems)
-    for which in ("train", "val"):
-        for key, _, one in loaders_in(config, which):
-            yield Spec(key, one.class_path, one.init_args)
-            yield from _inside(one.init_args, (*key, "init_args"), merged, problems)
-            if one.loader is not None:
-                yield Spec((*key, "loader"), "torch.utils.data.DataLoader", one.loader, 1)
-                yield from _inside(one.loader, (*key, "loader"), merged, problems)
+def iterate_specs(
+    config: TrainingConfig, tree: ConfigTree, problems: list[Problem]
+) -> Iterator[ObjectSpec]:
+    """Yield every object, including objects within objects; add malformed ones to `problems`."""
+    for key, section, positional, is_called in _sections(config):
+        yield ObjectSpec(key, section.class_path, section.init_args, positional, is_called)
+        yield from _specs_within(section.init_args, (*key, "init_args"), tree, problems)
+    for split in ("train", "val"):
+        for key, _, data in iterate_loaders(config, split):
+            yield ObjectSpec(key, data.class_path, data.init_args)
+            yield from _specs_within(data.init_args, (*key, "init_args"), tree, problems)
+            if data.loader is not None:
+                yield ObjectSpec((*key, "loader"), "torch.utils.data.DataLoader", data.loader, 1)
+                yield from _specs_within(data.loader, (*key, "loader"), tree, problems)
     for key, value in _options(config):
-        yield from _inside(value, key, merged, problems)
+        yield from _specs_within(value, key, tree, problems)
 
 
 def _options(config: TrainingConfig) -> Iterator[tuple[Key, Any]]:
-    """The options of hooks and of groups of parameters."""
-    for key, _, hook in hooks_in(config):
+    """Yield the options of hooks and of parameter groups."""
+    for key, _, hook in iterate_hooks(config):
         for name, value in hook.item().items():
             yield (*key, name), value
-    several = config.optimizer if isinstance(config.optimizer, list) else [config.optimizer]
-    for i, one in enumerate(several):
+    optimizers = config.optimizer if isinstance(config.optimizer, list) else [config.optimizer]
+    for i, optimizer in enumerate(optimizers):
         key = ("optimizer", i) if isinstance(config.optimizer, list) else ("optimizer",)
-        for j, group in enumerate(one.groups):
+        for j, group in enumerate(optimizer.groups):
             for name, value in (group.model_extra or {}).items():
                 yield (*key, "groups", j, name), value
 
@@ -85,62 +86,64 @@ def _options(config: TrainingConfig) -> Iterator[tuple[Key, Any]]:
 def _sections(config: TrainingConfig) -> Iterator[tuple[Key, ObjectConfig, int, bool]]:
     yield ("model",), config.model, 0, True
     for name in ("optimizer", "scheduler"):
-        given: Any = getattr(config, name)
-        if isinstance(given, list):
-            for i, one in enumerate(given):
-                yield (name, i), one, 1, True
-        elif given is not None:
-            yield (name,), given, 1, True
+        section: Any = getattr(config, name)
+        if isinstance(section, list):
+            for i, item in enumerate(section):
+                yield (name, i), item, 1, True
+        elif section is not None:
+            yield (name,), section, 1, True
     for name in ("loss_fn", "step_fn", "tokens_fn"):
         function: ObjectConfig | None = getattr(config, name)
         if function is not None:
             yield (name,), function, 0, False
 
 
-def loaders_in(
-    config: TrainingConfig, which: str
+def iterate_loaders(
+    config: TrainingConfig, split: str
 ) -> Iterator[tuple[Key, str | int | None, LoaderConfig]]:
-    """The loaders for training or validation: where each stands, its name or number, itself."""
-    given: Any = getattr(config.data, which)
-    if isinstance(given, LoaderConfig):
-        yield ("data", which), None, given
-    elif given is not None:
-        for name, one in given.items() if isinstance(given, dict) else enumerate(given):
-            yield ("data", which, name), name, one
+    """Yield the loaders of "train" or "val": the key, the name or index if several, the loader."""
+    section: Any = getattr(config.data, split)
+    if isinstance(section, LoaderConfig):
+        yield ("data", split), None, section
+    elif section is not None:
+        for name, loader in section.items() if isinstance(section, dict) else enumerate(section):
+            yield ("data", split, name), name, loader
 
 
-def hooks_in(config: TrainingConfig) -> Iterator[tuple[Key, str | None, HookConfig]]:
-    """The hooks of the section `hooks`: where each stands, its section, itself."""
+def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, HookConfig]]:
+    """Yield the hooks of the section `hooks`: the key, the section by kind if any, the hook."""
     if isinstance(config.hooks, list):
-        for i, one in enumerate(config.hooks):
-            yield ("hooks", i), None, one
+        for i, hook in enumerate(config.hooks):
+            yield ("hooks", i), None, hook
     else:
         for section in SECTIONS:
-            for i, one in enumerate(getattr(config.hooks, section)):
-                yield ("hooks", section, i), section, one
+            for i, hook in enumerate(getattr(config.hooks, section)):
+                yield ("hooks", section, i), section, hook
 
 
-def _inside(value: Any, key: Key, merged: Merged, problems: list[Problem]) -> Iterator[Spec]:
-    """The objects within a value."""
+def _specs_within(
+    value: Any, key: Key, tree: ConfigTree, problems: list[Problem]
+) -> Iterator[ObjectSpec]:
+    """Yield the objects within a value."""
     if isinstance(value, list):
-        for i, one in enumerate(value):
-            yield from _inside(one, (*key, i), merged, problems)
+        for i, inner in enumerate(value):
+            yield from _specs_within(inner, (*key, i), tree, problems)
     elif isinstance(value, Mapping):
         if "class_path" in value:
-            yield from _object(value, key, merged, problems)
+            yield from _spec_of(value, key, tree, problems)
         else:
-            for name, one in value.items():
-                yield from _inside(one, (*key, name), merged, problems)
+            for name, inner in value.items():
+                yield from _specs_within(inner, (*key, name), tree, problems)
 
 
-def _object(
-    value: Mapping[str, Any], key: Key, merged: Merged, problems: list[Problem]
-) -> Iterator[Spec]:
-    before = len(problems)
+def _spec_of(
+    value: Mapping[str, Any], key: Key, tree: ConfigTree, problems: list[Problem]
+) -> Iterator[ObjectSpec]:
+    known_problems = len(problems)
     for name in value:
         if name not in _KEYS:
-            text = f"'{name}' is no key.{nearest(name, _KEYS)} The keys here are: "
-            problems.append(merged.problem((*key, name), text + ", ".join(_KEYS) + "."))
+            text = f"Unknown key '{name}'.{nearest(name, _KEYS)} The keys here are: "
+            problems.append(tree.problem((*key, name), text + ", ".join(_KEYS) + "."))
     path, args, call = value["class_path"], value.get("init_args"), value.get("call", True)
     args = {} if args is None else args
     expected = {
@@ -148,16 +151,16 @@ def _object(
         "init_args": (isinstance(args, Mapping), "a mapping"),
         "call": (isinstance(call, bool), "true or false"),
     }
-    for name, (fits, what) in expected.items():
-        if not fits:
-            text = f"It is {shown(value[name])}. Expected {what}."
-            problems.append(merged.problem((*key, name), text))
+    for name, (is_valid, description) in expected.items():
+        if not is_valid:
+            text = f"It is {format_value(value[name])}. Expected {description}."
+            problems.append(tree.problem((*key, name), text))
     if call is False and args:
-        text = "With `call: false` nothing is called, so there are no arguments."
-        problems.append(merged.problem((*key, "init_args"), text))
-    if len(problems) == before:
-        yield Spec(key, path, args, called=call, itself=not call)
-        yield from _inside(args, (*key, "init_args"), merged, problems)
+        text = "With `call: false` nothing is called. Remove the arguments."
+        problems.append(tree.problem((*key, "init_args"), text))
+    if len(problems) == known_problems:
+        yield ObjectSpec(key, path, args, is_called=call, is_reference=not call)
+        yield from _specs_within(args, (*key, "init_args"), tree, problems)
 
 
 def _is_path(text: str) -> bool:
@@ -167,20 +170,19 @@ def _is_path(text: str) -> bool:
 # -- arguments ------------------------------------------------------------------------------------
 
 
-def argument_problems(spec: Spec, found: Any, merged: Merged) -> list[Problem]:
-    """Say which arguments do not fit the signature of what was found."""
+def find_argument_problems(spec: ObjectSpec, target: Any, tree: ConfigTree) -> list[Problem]:
+    """Return the arguments that do not match the signature of a class or function."""
     try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # some that are written in C have none
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return []
     name = spec.path.rpartition(".")[2]
-    inside = "init_args" if spec.key[-1] != "loader" else None
-    key: Key = spec.key if inside is None else (*spec.key, inside)
+    key: Key = spec.key if spec.key[-1] == "loader" else (*spec.key, "init_args")
     parameters = list(signature.parameters.values())
-    placed = [
+    positional = [
         one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
-    taken = {one.name for one in placed[: spec.first]}
+    taken = {one.name for one in positional[: spec.positional]}
     known = {
         one.name: one
         for one in parameters
@@ -190,45 +192,45 @@ def argument_problems(spec: Spec, found: Any, merged: Merged) -> list[Problem]:
     problems: list[Problem] = []
     for argument, value in spec.args.items():
         if argument in known:
-            wrong = _wrong_value(found, known[argument], value)
-            if wrong is not None:
-                problems.append(merged.problem((*key, argument), wrong))
+            problem = _find_value_problem(target, known[argument], value)
+            if problem is not None:
+                problems.append(tree.problem((*key, argument), problem))
         elif argument in taken:
-            text = f"'{argument}' of {name} is given without being named. Leave it out."
-            problems.append(merged.problem((*key, argument), text))
+            text = f"The argument '{argument}' of {name} is passed automatically. Remove it."
+            problems.append(tree.problem((*key, argument), text))
         elif not open_ended:
-            takes = f" It takes: {', '.join(known)}." if known else " It takes none."
-            text = f"{name} has no argument '{argument}'.{nearest(argument, known)}{takes}"
-            problems.append(merged.problem((*key, argument), text))
+            valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
+            text = f"{name} has no argument '{argument}'.{nearest(argument, known)} {valid}"
+            problems.append(tree.problem((*key, argument), text))
     missing = [
         one.name for one in known.values() if one.default is one.empty and one.name not in spec.args
     ]
-    if missing and (spec.called or isinstance(found, type)):
-        text = f"{name} needs the argument '{missing[0]}'."
-        problems.append(merged.problem((*key, missing[0]), text))
+    if missing and (spec.is_called or isinstance(target, type)):
+        text = f"{name} requires the argument '{missing[0]}'."
+        problems.append(tree.problem((*key, missing[0]), text))
     return problems
 
 
-def _wrong_value(found: Any, parameter: inspect.Parameter, value: Any) -> str | None:
-    """What is wrong with a value, by the parameter's annotation; objects are made later."""
-    if holds_object(value) or value == parameter.default:
+def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:
+    """Return why a value does not match its annotation; values with objects are not checked."""
+    if contains_object(value) or value == parameter.default:
         return None
     try:
-        made: Any = getattr(found, "__init__") if isinstance(found, type) else found  # noqa: B009
-        hint = get_type_hints(made, include_extras=True).get(parameter.name)
+        called: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+        hint = get_type_hints(called, include_extras=True).get(parameter.name)
         if hint is None:
             return None
         option = Option(parameter.name, "", parameter.default, "", hint)
-        problem = option.problem(value)
+        problem = option.find_problem(value)
     except Exception:  # annotations that only a type checker understands
         return None
-    return None if problem is None else f"It is {shown(value)}. {problem}."
+    return None if problem is None else f"It is {format_value(value)}. {problem}."
 
 
-def holds_object(value: Any) -> bool:
-    """Whether a value is an object that has to be made first, or has one in it."""
+def contains_object(value: Any) -> bool:
+    """Return whether a value is or contains an object that has to be created first."""
     if isinstance(value, list):
-        return any(holds_object(one) for one in value)
+        return any(contains_object(inner) for inner in value)
     if isinstance(value, Mapping):
-        return "class_path" in value or any(holds_object(one) for one in value.values())
+        return "class_path" in value or any(contains_object(inner) for inner in value.values())
     return False

@@ -1,4 +1,4 @@
-"""Which run a training goes on with."""
+"""Resuming: find the checkpoint that a training continues from."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
 
 
 def find_resume(training: Training, given: str) -> tuple[Path | None, str]:
-    """Return the checkpoint to resume from, or None to start afresh, and a sentence about it.
+    """Return the checkpoint to resume from, or None to start a new run, and a message about it.
 
     Args:
         training: the training.
-        given: a run's id (or its beginning or end), its folder, or a checkpoint's; or "newest": the
-            newest run of this configuration that has not finished and has a checkpoint.
+        given: the id of a run (or its beginning or end), the folder of a run or checkpoint, or
+            "newest": the newest unfinished run of this configuration that has a checkpoint.
     """
     runs = training.trainer.config.runs
     if given != NEWEST:
@@ -35,38 +35,37 @@ def find_resume(training: Training, given: str) -> tuple[Path | None, str]:
         checkpoint = find_checkpoint(path)
         return checkpoint, f"Resuming from {checkpoint}."
     if runs is None:
-        return None, "There is nothing to resume, because `runs` is null: starting afresh."
-    return _newest(_meaning(training.config), runs)
+        return None, "There is nothing to resume, because `runs` is null. Starting a new run."
+    return _find_newest(_comparable(training.config), runs)
 
 
-def _newest(meaning: str, runs: Path) -> tuple[Path | None, str]:
-    """The newest run counts; an older one is taken only where those after it have no checkpoint."""
-    without = 0
+def _find_newest(configuration: str, runs: Path) -> tuple[Path | None, str]:
+    """Return the newest checkpoint; older runs are used only if newer ones have no checkpoint."""
+    without_checkpoint = 0
     for folder in list_run_folders(runs):
         run = OpenedRun(folder)
         config = run.manifest.get("config")
-        if not isinstance(config, dict) or _meaning(config) != meaning or not _is_unfinished(run):
+        is_same = isinstance(config, dict) and _comparable(config) == configuration
+        if not is_same or not _is_unfinished(run):
             continue
         try:
             checkpoint = find_checkpoint(folder)
         except CheckpointError:
-            without += 1
+            without_checkpoint += 1
             continue
         return checkpoint, f"Resuming the run {run.id} ({run.status}) from {checkpoint}."
-    what = "there is no unfinished run of this configuration"
-    if without:
-        have = (
-            "run of this configuration has" if without == 1 else "runs of this configuration have"
-        )
-        what = f"{without} unfinished {have} no checkpoint"
-    return None, f"In {runs}, {what}: starting afresh."
+    reason = "there is no unfinished run of this configuration"
+    if without_checkpoint:
+        plural = " has" if without_checkpoint == 1 else "s have"
+        count = f"{without_checkpoint} unfinished run{plural}"
+        reason = f"{count} this configuration, but no checkpoint"
+    return None, f"In {runs}, {reason}. Starting a new run."
 
 
-def _meaning(config: Mapping[str, Any]) -> str:
-    """A configuration without what changes nothing of the training: where and how it is shown."""
-    trainer = config.get("trainer", config)  # a file has a section for it
-    shown = {"runs", "progress"}
-    kept = {name: one for name, one in trainer.items() if name not in shown}
+def _comparable(config: Mapping[str, Any]) -> str:
+    """Return a configuration as text, without the fields that do not affect training."""
+    trainer = config.get("trainer", config)  # a config file has a section for it
+    kept = {name: value for name, value in trainer.items() if name not in ("runs", "progress")}
     return canonical_json(kept if trainer is config else {**config, "trainer": kept})
 
 
@@ -74,8 +73,8 @@ def _is_unfinished(run: OpenedRun) -> bool:
     status = run.status
     if status == "training":
         parts = run.manifest.get("parts") or [{}]
-        return is_process_alive(parts[-1]) is not True  # of another machine nobody knows
-    if status == "stopped":  # a time limit is no end, it is how a job makes room for the next
+        return is_process_alive(parts[-1]) is not True  # None: the process ran on another machine
+    if status == "stopped":  # by a time limit, so that the next job can continue
         ends = run.events("end")
         return bool(ends) and "time limit" in str(ends[-1].get("reason"))
     return status in _UNFINISHED

@@ -1,4 +1,4 @@
-"""Class paths run code: which packages a training file may name, and how their code is found."""
+"""Trust in class paths: the packages that a config file may import code from."""
 
 from __future__ import annotations
 
@@ -19,76 +19,82 @@ from hookline.errors import listed, nearest
 __all__ = ["Trust", "importable", "load_object"]
 
 _ALWAYS = ("hookline", "torch")
-_OF_A_MODULE = (type, FunctionType, BuiltinFunctionType, MethodType)
-_projects: set[Path] = set()  # folders whose modules were imported by this process
+_DEFINED_IN_MODULES = (type, FunctionType, BuiltinFunctionType, MethodType)
+_projects: set[Path] = set()  # the folders that this process imported modules from
 
 
 class Trust:
-    """Which packages may be named.
+    """The packages that class paths may name, because importing a module runs its code.
 
     Args:
-        folder: the project's own folder, whose modules may be named.
-        packages: further packages, or modules in them; "*" for all.
+        folder: the project's folder, whose modules are trusted.
+        packages: further packages or modules; "*" for all.
     """
 
     def __init__(self, folder: Path, packages: Iterable[str] = ()) -> None:
         self.folder = folder.resolve()
         self.packages = tuple(packages)
 
-    def refusal(self, path: str) -> str | None:
-        """Say why a class path may not be named; None when it may. Nothing is imported."""
+    def find_problem(self, path: str) -> str | None:
+        """Return why a class path is not trusted, or None if it is. Nothing is imported."""
         if any(part.startswith("__") for part in path.split(".")):
-            return f"'{path}' names what is private to Python. Expected a class or a function."
-        if self._trusts(path) or self._is_own(path.partition(".")[0]):
+            return f"'{path}' has a part that begins with '__'. Expected a class or a function."
+        if self._trusts(path) or self._is_in_project(path.partition(".")[0]):
             return None
         top = path.partition(".")[0]
         if not _is_installed(top):
-            own = [one.name for one in iter_modules([str(self.folder)])]
-            return f"'{path}': There is no module '{top}'.{nearest(top, own)}"
-        return f"'{path}' is not trusted, and naming it would run its code. {self._way_out(path)}"
+            modules = [module.name for module in iter_modules([str(self.folder)])]
+            return f"'{path}': There is no module '{top}'.{nearest(top, modules)}"
+        return f"'{path}' is not trusted, and importing it would run its code. {self._advice(path)}"
 
-    def refusal_of(self, path: str, found: Any) -> str | None:
-        """Say the same of what was found there: a package may only lend what is its own."""
-        if self._is_own(path.partition(".")[0]) or not isinstance(found, _OF_A_MODULE):
+    def find_target_problem(self, path: str, target: Any) -> str | None:
+        """Return why the object at a class path is not trusted, or None if it is.
+
+        A trusted package may also contain objects that it imported from elsewhere.
+        """
+        is_in_project = self._is_in_project(path.partition(".")[0])
+        if is_in_project or not isinstance(target, _DEFINED_IN_MODULES):
             return None
-        home = getattr(found, "__module__", None)
-        if not isinstance(home, str) or self._trusts(home) or self._is_own(home.partition(".")[0]):
+        module = getattr(target, "__module__", None)
+        if not isinstance(module, str) or self._trusts(module):
             return None
-        return f"'{path}' comes from '{home}', which is not trusted. {self._way_out(home)}"
+        if self._is_in_project(module.partition(".")[0]):
+            return None
+        return f"'{path}' is defined in '{module}', which is not trusted. {self._advice(module)}"
 
     def _trusts(self, path: str) -> bool:
-        hooks = (one.path.partition(".")[0] for one in known_hooks().values())
-        known = (*_ALWAYS, *self.packages, *hooks)
-        return any(one == "*" or path == one or path.startswith(f"{one}.") for one in known)
+        hooks = (hook.path.partition(".")[0] for hook in known_hooks().values())
+        trusted = (*_ALWAYS, *self.packages, *hooks)
+        return any(one == "*" or path == one or path.startswith(f"{one}.") for one in trusted)
 
-    def _is_own(self, top: str) -> bool:
-        """Whether the project's own folder has this module, and Python would take it from there."""
+    def _is_in_project(self, top: str) -> bool:
+        """Return whether Python imports this module from the project's folder."""
         loaded = sys.modules.get(top)
         if loaded is not None:
             return is_in(loaded, self.folder)
         return _has_module(self.folder, top)
 
-    def _way_out(self, path: str) -> str:
+    def _advice(self, path: str) -> str:
         top = path.partition(".")[0]
         return (
             f"Trusted are the modules in {self.folder}, {listed([*_ALWAYS, *self.packages])} and "
-            f"installed packages with hooks. If you trust '{top}', add it to the file: "
+            f"installed packages with hooks. If you trust '{top}', add it to the config file: "
             f"`trust: [{', '.join([*self.packages, top])}]`."
         )
 
 
 @contextmanager
 def importable(folder: Path) -> Generator[None]:
-    """Let the modules of a folder be imported; afterwards Python's search path is as it was.
+    """Make the modules of a folder importable; restore Python's search path afterwards.
 
-    Modules that another project's folder has under the same name are forgotten before.
+    Modules of the same name that were imported from another project's folder are unloaded first.
     """
     folder = folder.resolve()
-    _forget_others(folder)
+    _unload_other_projects(folder)
     _projects.add(folder)
     entry = str(folder)
     sys.path.insert(0, entry)
-    invalidate_caches()  # a file that was written just now is found
+    invalidate_caches()  # so that a file that was just written is found
     try:
         yield
     finally:
@@ -96,7 +102,7 @@ def importable(folder: Path) -> Generator[None]:
             sys.path.remove(entry)
 
 
-def _forget_others(folder: Path) -> None:
+def _unload_other_projects(folder: Path) -> None:
     others = _projects - {folder}
     if not others:
         return
@@ -109,10 +115,10 @@ def _forget_others(folder: Path) -> None:
 
 
 def load_object(path: str) -> Any:
-    """Return the class or function of a path; of a class also its methods, `pkg.Net.tiny`.
+    """Import and return the class or function of a path, or a class's method, `pkg.Net.tiny`.
 
     Raises:
-        LookupError: there is none, or its module cannot be imported; the message says why.
+        LookupError: it does not exist, or its module cannot be imported.
     """
     parts = path.split(".")
     module: ModuleType | None = None
@@ -144,23 +150,23 @@ def load_object(path: str) -> Any:
             name = getattr(owner, "__name__", "it")
             raise LookupError(f"'{name}' has no '{part}'.{nearest(part, dir(owner))}") from error
     if isinstance(found, ModuleType):
-        wrong = "a module; expected a class or a function in it"
+        kind = "a module; expected a class or a function in it"
     elif not callable(found):
-        wrong = f"a {type(found).__name__}; expected a class or a function"
+        kind = f"of type {type(found).__name__}; expected a class or a function"
     else:
         return found
-    raise LookupError(f"It is {wrong}.")
+    raise LookupError(f"It is {kind}.")
 
 
 def is_in(module: ModuleType, folder: Path) -> bool:
-    """Whether a module's file lies in a folder."""
+    """Return whether a module's file is in a folder."""
     file = getattr(module, "__file__", None)
     paths = [file] if isinstance(file, str) else list(getattr(module, "__path__", []))
     return any(folder in Path(path).resolve().parents for path in paths)
 
 
 def _is_installed(name: str) -> bool:
-    """Whether Python would find a module of this name; nothing is imported."""
+    """Return whether Python finds a module of this name; nothing is imported."""
     try:
         return name in sys.modules or find_spec(name) is not None
     except (ImportError, ValueError):
@@ -168,7 +174,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _has_module(folder: Path, name: str) -> bool:
-    """Whether Python would import a module of this name from the folder."""
+    """Return whether Python would import a module of this name from the folder."""
     try:
         spec = PathFinder.find_spec(name, [str(folder), *sys.path])
     except (ImportError, ValueError):

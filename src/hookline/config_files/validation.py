@@ -1,78 +1,219 @@
-"""A merged configuration, checked by the models; every error with its place and the nearest key."""
+"""Validation of a configuration: its keys and values, then the objects it names.
+
+`validate` compares the merged configuration with the models; nothing is imported. `check_objects`
+imports what class paths name, and compares arguments with signatures; nothing is called.
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from hookline.config_files.file_model import TAGS, HooksByKind, TrainingConfig
-from hookline.config_files.merging import Merged
-from hookline.config_files.problems import FileError, Key, Problem, dotted, shown
-from hookline.errors import nearest
+from hookline.config import SECTIONS, find_hook
+from hookline.config.hook_items import HookItem
+from hookline.config.trainer_config import UNKNOWN_FIELD_ERRORS, describe_fields
+from hookline.config_files.config_tree import (
+    ConfigTree,
+    FileError,
+    Key,
+    Problem,
+    format_key,
+    format_value,
+)
+from hookline.config_files.file_model import TAGS, HookConfig, HooksByKind, TrainingConfig
+from hookline.config_files.object_specs import (
+    ObjectSpec,
+    contains_object,
+    find_argument_problems,
+    iterate_hooks,
+    iterate_specs,
+)
+from hookline.config_files.trust import Trust, load_object
+from hookline.errors import HooklineError, nearest
+from hookline.options import OptionsError
 
-__all__ = ["validated"]
+__all__ = ["ResolvedObjects", "check_objects", "validate"]
 
 
-def validated(merged: Merged) -> TrainingConfig:
-    """Return the configuration, if it fits.
+# -- keys and values ------------------------------------------------------------------------------
+
+
+def validate(tree: ConfigTree) -> TrainingConfig:
+    """Return the configuration as a `TrainingConfig`.
 
     Raises:
-        FileError: names every key that does not.
+        FileError: names every unknown, missing or invalid key.
     """
     try:
-        return TrainingConfig.model_validate(merged.values)
+        return TrainingConfig.model_validate(tree.values)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        problems = [_problem(merged, dict(one)) for one in found]
-    raise FileError(list(dict.fromkeys(problems)))
+        problems = [_describe(tree, dict(detail)) for detail in error.errors(include_url=False)]
+    raise FileError(problems)
 
 
-def _problem(merged: Merged, error: dict[str, Any]) -> Problem:
+def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
     path: Key = error["loc"]
     key = tuple(part for part in path if part not in TAGS)
-    kind: str = error["type"]
-    fields = _fields_at(path[:-1])
-    if kind == "extra_forbidden":
-        name = str(path[-1])
-        there = f" The keys here are: {', '.join(fields)}." if fields else ""
-        return merged.problem(key, f"'{name}' is no key.{nearest(name, fields)}{there}")
-    if kind == "missing":
-        meaning = fields.get(str(path[-1]), "")
+    if error["type"] in UNKNOWN_FIELD_ERRORS:
+        name, known = str(path[-1]), _fields_at(path[:-1])
+        hint = f" The keys here are: {', '.join(known)}." if known else ""
+        return tree.problem(key, f"Unknown key '{name}'.{nearest(name, known)}{hint}")
+    if error["type"] == "missing":
+        meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
+        file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
         hint = f" Expected {meaning}." if meaning else ""
-        # Its place is that of what it is missing in.
-        file, line = merged.place(key[:-1])
-        return Problem(file, line, dotted(key), f"It is missing.{hint}")
-    return merged.problem(key, f"It is {shown(error['input'])}. {_expected(kind, error['msg'])}.")
+        return Problem(file, line, format_key(key), f"The key is missing.{hint}")
+    return tree.problem(key, f"It is {format_value(error['input'])}. {_expectation(error)}.")
 
 
-def _expected(kind: str, message: str) -> str:
-    if kind == "model_type":
-        return "Expected a mapping" + (" or a list" if "HooksByKind" in message else "")
-    if kind == "string_pattern_mismatch":
+def _expectation(error: dict[str, Any]) -> str:
+    context = error.get("ctx", {})
+    if error["type"] == "model_type":
+        is_union = context["class_name"] == HooksByKind.__name__
+        return "Expected a mapping" + (" or a list" if is_union else "")
+    if error["type"] == "string_pattern_mismatch":
         return "Expected a class path, `package.module.Name`"
-    return message.removeprefix("Value error, ").rstrip(".")
+    if error["type"] == "value_error":  # raised by a validator of the models
+        return str(context["error"])
+    return str(error["msg"])
 
 
 def _fields_at(path: Key) -> dict[str, str]:
-    """The keys of what stands at this path, and what each means."""
-    models: list[type[BaseModel]] = [TrainingConfig]
-    for part in path:
-        if part == "(one)" and HooksByKind in models:
-            models = [HooksByKind]
-        if part in TAGS or isinstance(part, int):
-            continue
-        inner = [one.model_fields[part] for one in models if part in one.model_fields]
-        if inner:
-            models = [model for one in inner for model in _models_in(one.annotation)]
-    return {
-        field.alias or name: field.description or ""
-        for model in models
-        for name, field in model.model_fields.items()
-    }
+    if path[:2] == ("hooks", "(one)"):
+        return describe_fields(HooksByKind, path[2:])
+    return describe_fields(TrainingConfig, path)
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for one in get_args(annotation) for model in _models_in(one)]
+# -- objects --------------------------------------------------------------------------------------
+
+
+@dataclass
+class ResolvedObjects:
+    """The objects named by a configuration, imported and checked.
+
+    Attributes:
+        targets: the class or function of each class path.
+        hooks: the checked hooks, by key. A hook with objects among its options is not included,
+            because its options can only be checked when the objects have been created.
+    """
+
+    targets: dict[str, Any] = field(default_factory=dict[str, Any])
+    hooks: dict[Key, HookItem] = field(default_factory=dict[Key, HookItem])
+
+
+def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> ResolvedObjects:
+    """Import every class that is named, and compare arguments with signatures.
+
+    Modules are imported only if all class paths are trusted.
+
+    Raises:
+        FileError: names everything that is not trusted, not found, or does not match.
+    """
+    return _ObjectChecker(config, tree, trust).check()
+
+
+class _ObjectChecker:
+    def __init__(self, config: TrainingConfig, tree: ConfigTree, trust: Trust) -> None:
+        self._config, self._tree, self._trust = config, tree, trust
+        self._problems: list[Problem] = []
+        self._resolved = ResolvedObjects()
+
+    def check(self) -> ResolvedObjects:
+        specs = list(iterate_specs(self._config, self._tree, self._problems))
+        hook_paths = list(self._hook_paths())
+        for key, path in [*((_path_key(spec), spec.path) for spec in specs), *hook_paths]:
+            self._add_problem(key, self._trust.find_problem(path))
+        self._raise_problems()
+        for spec in specs:
+            self._resolve(_path_key(spec), spec.path)
+            if spec.path in self._resolved.targets and not spec.is_reference:
+                target = self._resolved.targets[spec.path]
+                self._problems += find_argument_problems(spec, target, self._tree)
+        for key, path in hook_paths:
+            self._resolve(key, path)
+        for hook_key, section, hook in iterate_hooks(self._config):
+            self._check_hook(hook_key, section, hook)
+        self._check_consistency()
+        self._raise_problems()
+        return self._resolved
+
+    def _add_problem(self, key: Key, text: str | None) -> None:
+        if text is not None:
+            self._problems.append(self._tree.problem(key, text))
+
+    def _raise_problems(self) -> None:
+        if self._problems:
+            raise FileError(self._problems)
+
+    def _resolve(self, key: Key, path: str) -> None:
+        """Import the class or function of a class path."""
+        if path in self._resolved.targets:
+            return
+        try:
+            target = load_object(path)
+        except LookupError as error:
+            self._add_problem(key, f"'{path}': {error}")
+            return
+        problem = self._trust.find_problem(path) or self._trust.find_target_problem(path, target)
+        self._add_problem(key, problem)
+        if problem is None:
+            self._resolved.targets[path] = target
+
+    def _hook_paths(self) -> Iterator[tuple[Key, str]]:
+        """Yield the class path of every hook, including those of the section `trainer`."""
+        names: list[tuple[Key, str]] = []
+        for key, _, hook in iterate_hooks(self._config):
+            given_as = "name" if hook.class_path is None else "class_path"
+            names.append(((*key, given_as), str(getattr(hook, given_as))))
+        for i, name in enumerate(self._config.trainer.hooks.hook_classes):
+            names.append((("trainer", "hooks", "hook_classes", i), name))
+        for key, name in names:
+            try:
+                yield key, find_hook(name).path
+            except HooklineError as error:
+                self._add_problem(key, str(error))
+
+    def _check_hook(self, key: Key, section: str | None, hook: HookConfig) -> None:
+        """Load a hook's class and check its options."""
+        item = hook.item()
+        kind = None if section is None else SECTIONS[section]
+        has_objects = contains_object(item)
+        try:
+            checked = HookItem.read(item, kind, check_values=not has_objects)
+            if not has_objects:
+                self._resolved.hooks[key] = checked
+        except OptionsError as error:
+            for problem in error.problems:
+                is_inside = problem.option in (hook.init_args or {})
+                option_key = (*key, *(["init_args"] if is_inside else []), problem.option)
+                self._add_problem(option_key, f"{error.class_name}: {problem.text}")
+        except (HooklineError, ValueError, TypeError) as error:
+            self._add_problem(key, str(error))
+
+    def _check_consistency(self) -> None:
+        """Compare sections that depend on each other."""
+        config = self._config
+        if config.loss_fn is not None and config.step_fn is not None:
+            text = "`loss_fn` is given, too, and would not be called. Keep one of them."
+            self._add_problem(("step_fn",), text)
+        trainer_seed = config.trainer.seed
+        if None not in (config.seed, trainer_seed) and trainer_seed != config.seed:
+            text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
+            self._add_problem(("trainer", "seed"), text)
+        optimizers = len(config.optimizer) if isinstance(config.optimizer, list) else 1
+        schedulers = config.scheduler if isinstance(config.scheduler, list) else [config.scheduler]
+        for i, scheduler in enumerate(schedulers):
+            if scheduler is not None and scheduler.optimizer >= optimizers:
+                key = ("scheduler", i) if isinstance(config.scheduler, list) else ("scheduler",)
+                text = (
+                    f"It is {scheduler.optimizer}, but there are {optimizers} optimizers, counted "
+                    "from 0."
+                )
+                self._add_problem((*key, "optimizer"), text)
+
+
+def _path_key(spec: ObjectSpec) -> Key:
+    return spec.key if spec.key[-1] == "loader" else (*spec.key, "class_path")

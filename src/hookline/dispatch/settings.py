@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 __all__ = ["HookSettings", "Schedule"]
 
@@ -24,9 +26,9 @@ class HookSettings:
     """
 
     isolate: bool = True
-    max_failures: int = 3
-    budget: float | None = 0.05
-    budget_after: float = 5.0
+    max_failures: Annotated[int, Gt(0)] = 3
+    budget: Annotated[float, Gt(0)] | None = 0.05
+    budget_after: Annotated[float, Ge(0)] = 5.0
     log_errors: bool = True
 
 

@@ -13,9 +13,9 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState

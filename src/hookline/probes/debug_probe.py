@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import HookFailedError, ProbeError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, read_conditions

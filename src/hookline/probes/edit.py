@@ -8,9 +8,9 @@ from typing import Any, Literal, Self
 
 import torch
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, shape_text

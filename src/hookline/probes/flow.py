@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ProbeError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.output_gradient import on_gradient

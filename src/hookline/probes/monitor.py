@@ -11,9 +11,9 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Hook, Rank
+from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe

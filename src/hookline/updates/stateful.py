@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveFloat
 
-from hookline.builtin import BuiltIn
 from hookline.hook import UpdateHook
+from hookline.options import BuiltIn
 from hookline.tensors.sharded import is_sharded, local
 from hookline.updates.gradients import require_dense
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat
 
-from hookline.builtin import BuiltIn
 from hookline.errors import LoopError
 from hookline.hook import Rank, UpdateHook
+from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import match_parameters, parameters_by_name
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import require_dense

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.builtin import BuiltIn
 from hookline.checkpoint.retention import Retention
 from hookline.errors import TrainingError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 
 __all__ = ["SavingHook"]
 

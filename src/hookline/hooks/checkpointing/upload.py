@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.checkpoint.checkpoint_lookup import read_pointers
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.hook import Rank
 from hookline.hooks.checkpointing.destination import Bundle, StoppedError, destination_of
+from hookline.options import BuiltIn
 
 __all__ = ["UploadHook"]
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.tensors.finiteness import all_finite, first_nonfinite
 from hookline.tensors.nested import describe_structure, named_tensors
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.hook import ForwardHook, Rank
+from hookline.options import BuiltIn
 from hookline.tensors.nested import tensors_in
 
 __all__ = ["ActivationStats"]

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
+from hookline.options import BuiltIn
 
 __all__ = ["ConsoleLogHook"]
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.monitoring.gradient_report import (
@@ -19,6 +18,7 @@ from hookline.hooks.monitoring.gradient_report import (
     histogram,
     read_report,
 )
+from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
 
 __all__ = ["GradientMonitor"]

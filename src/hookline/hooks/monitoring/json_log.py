@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text
+from hookline.options import BuiltIn
 
 __all__ = ["LoggingHook"]
 

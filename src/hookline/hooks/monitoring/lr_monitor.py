@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 
 __all__ = ["LRMonitor"]
 

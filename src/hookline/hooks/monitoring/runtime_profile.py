@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.loop.evaluation import samples_in
 from hookline.loop.event_context import device_of
+from hookline.options import BuiltIn
 from hookline.tensors.timing import Mark, elapsed_ms, is_over, mark, timed_device
 
 __all__ = ["RuntimeProfile"]

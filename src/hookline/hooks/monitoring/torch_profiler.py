@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 
 __all__ = ["TorchProfiler"]
 

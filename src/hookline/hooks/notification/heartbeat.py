@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
-from hookline.builtin import BuiltIn
 from hookline.checkpoint.atomic_files import TEMPORARY
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.notification.http import MASK, Secret, Sender, checked_url
+from hookline.options import BuiltIn
 
 __all__ = ["Heartbeat"]
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError, listed
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.hooks.notification.http import MASK, Secret, Sender, checked_url
+from hookline.options import BuiltIn
 
 __all__ = ["NotificationHook"]
 

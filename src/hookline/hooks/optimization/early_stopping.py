@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from hookline.builtin import BuiltIn
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
+from hookline.options import BuiltIn
 
 __all__ = ["EarlyStopping"]
 

@@ -12,11 +12,11 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.builtin import BuiltIn
 from hookline.checkpoint.atomic_files import sync
 from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 
 __all__ = ["EMA"]
 

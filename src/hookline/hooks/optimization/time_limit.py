@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from hookline.builtin import BuiltIn
 from hookline.errors import ConfigError
 from hookline.hook import Rank
+from hookline.options import BuiltIn
 
 __all__ = ["TimeLimit"]
 
