@@ -25,6 +25,7 @@ from hookline.probes.module_selection import Which, aliases, check_model, clean_
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.store import Counts, Policy, Store
+from hookline.tensors.nested import tensors_in
 
 __all__ = ["Calls", "Capture", "NotCapturedError", "bytes_of"]
 
@@ -213,10 +214,13 @@ class Capture(BuiltIn, Probe):
         if not torch.is_grad_enabled():
             # The first pass of a reentrant checkpoint, or a forward without gradients.
             remember_call((self, call.name), (key, state))
-        elif key is not None and self.attachment is not None:
+            return
+        # A leaf, such as a parameter, has its own `.grad`.
+        tensors = [tensor for tensor in tensors_in(call.output) if tensor.grad_fn is not None]
+        if tensors and key is not None and self.attachment is not None:
             guard = self.attachment.guard
             gradients = OutputGradients(call.name, self._extractor, self._store, key, state, guard)
-            gradients.expect(call.output)
+            gradients.expect(call.output, tensors)
 
     # -- reading ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import TensorExtractor
 from hookline.probes.output_gradient import on_gradient
 from hookline.probes.store import Store
-from hookline.tensors.nested import map_tensors, tensors_in
+from hookline.tensors.nested import map_tensors
 
 __all__ = ["OutputGradients"]
 
@@ -46,19 +46,17 @@ class OutputGradients:
     key: int
     state: ReferenceType[CapturedState]
     guard: Callable[..., Any]
-    structure: Any = None  # of the output, with placeholders
-    gradients: dict[int, Any] = field(default_factory=dict[int, Any])
-    checks: dict[int, Check] = field(default_factory=dict[int, Check])
-    # Backward has a thread for each device.
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    structure: Any = field(init=False)  # of the output, with placeholders
+    gradients: dict[int, Any] = field(init=False)
+    checks: dict[int, Check] = field(init=False)
+    lock: threading.Lock = field(init=False)  # backward has a thread for each device
 
-    def expect(self, output: Any) -> None:
-        """Wait for the gradients of what a module returned; its leaf tensors are ignored."""
-        tensors = {id(t): t for t in tensors_in(output) if t.grad_fn is not None}
-        if tensors:
-            self.structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
-            for tensor_id, tensor in tensors.items():
-                on_gradient(tensor, partial(self._on_gradient, tensor_id))
+    def expect(self, output: Any, tensors: list[Tensor]) -> None:
+        """Wait for the gradients of some tensors in what a module returned."""
+        self.gradients, self.checks, self.lock = {}, {}, threading.Lock()
+        self.structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
+        for tensor_id, tensor in {id(tensor): tensor for tensor in tensors}.items():
+            on_gradient(tensor, partial(self._on_gradient, tensor_id))
 
     def _on_gradient(self, tensor_id: int, gradient: Tensor) -> None:
         self.guard(self._add, (tensor_id, gradient))
