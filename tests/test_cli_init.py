@@ -119,7 +119,7 @@ def test_what_is_commented_out_in_the_file_is_valid_too(project: Path) -> None:
     text = (project / "train.yaml").read_text()
     head, body = text.split("\n\n", 1)
     assert head.splitlines()[0] == "# yaml-language-server: $schema=train.schema.json"
-    prose = ("What is called", "the options of one")
+    prose = ("Hooks are called", "options of one")
     lines = [
         re.sub(r"^( *)# ( *\S)", r"\1\2", line) if not any(word in line for word in prose) else ""
         for line in body.splitlines()

@@ -362,7 +362,7 @@ def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceba
     ("arguments", "said"),
     [
         (["train"], "Missing argument"),
-        (["train", "train.yaml", "epochs"], "'epochs' is no setting. Expected key=value"),
+        (["train", "train.yaml", "epochs"], "'epochs' is not a valid override. Expected"),
         (["train", "train.yaml", "trainer.max_epochs="], "write trainer.max_epochs=null"),
         (["check", "net.py"], "net.py:make_trainer"),
         (["schema", "--out", "no/such/folder"], "'no/such/folder' cannot be written"),
@@ -395,7 +395,7 @@ def test_check_makes_no_folder(project: Path) -> None:
 
 def test_the_schema_is_printed_or_written(project: Path) -> None:
     printed = run(project, "schema")
-    assert json.loads(printed.stdout)["title"] == "Hookline training"
+    assert json.loads(printed.stdout)["title"] == "Hookline config file"
     written = run(project, "schema", "--out", "train.schema.json")
     assert written.stdout == "train.schema.json\n"
     assert (project / "train.schema.json").read_text() == printed.stdout
