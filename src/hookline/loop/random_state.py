@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_HOLDERS = ("dataset", "sampler", "batch_sampler")  # attributes of loaders and samplers
+
 __all__ = ["generators_of", "random_state", "restore_random_state", "seed_everything"]
 
 
@@ -27,7 +29,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (kind, [int(key) for key in keys], position, has_gauss, gauss)
+        state["numpy"] = (kind, keys.tolist(), position, has_gauss, gauss)
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
@@ -49,11 +51,17 @@ def _tuples(value: Any) -> Any:
 
 
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that loaders draw their order from, beside the global one."""
+    """Return the generators of loaders, their samplers and datasets, without the global ones."""
     found: list[torch.Generator] = []
     for loader in loaders:
-        for holder in (loader, getattr(loader, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in found:
-                found.append(generator)
+        _add_generators(loader, found, set())
     return found
+
+
+def _add_generators(holder: Any, found: list[torch.Generator], seen: set[int]) -> None:
+    seen.add(id(holder))
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if isinstance(value, torch.Generator) and value not in found:
+            found.append(value)
+        elif name.lstrip("_") in _HOLDERS and id(value) not in seen:
+            _add_generators(value, found, seen)

@@ -36,7 +36,7 @@ loader before its turn: one per loader at the end of a round ("longest"), or one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain, count, cycle, islice, repeat
@@ -132,6 +132,7 @@ class Stream:
 
     Attributes:
         names: the loaders' names, in order.
+        on_pass_start: called with a loader's number before each `iter(loader)`.
 
     Raises:
         TypeError: something is no loader, or lacks a length that the mixing needs.
@@ -148,6 +149,7 @@ class Stream:
         self.loaders = list(named.values())
         self._mixing = mixing or MixConfig()
         self._what = what
+        self.on_pass_start: Callable[[int], None] | None = None
         self._begun: set[int] = set()  # iterators that cannot be started again, by id
         self._turns = _turns(self._mixing, self.names)
         self._check()
@@ -248,6 +250,8 @@ class Stream:
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self._begun:
             raise _used_up(self._what, name, loader)
+        if self.on_pass_start is not None:
+            self.on_pass_start(idx)
         iterator = iter(loader)
         if iterator is loader:
             self._begun.add(id(loader))

@@ -41,7 +41,7 @@ from hookline.trainer.checks import (
     device_for,
     match_schedulers,
 )
-from hookline.trainer.data_position import Position
+from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import LoadedBatch, MixConfig, Stream
 from hookline.trainer.loss_computer import LossComputer
 from hookline.trainer.nan_check import DeferredNanCheck
@@ -133,7 +133,7 @@ class Trainer(HooksMixin[HookRegistry]):
         self._nan = DeferredNanCheck()
         self._train: Stream | None = None
         self._val: Stream | None = None
-        self._position = Position()
+        self._position = DataPosition()
         self._read_config()
         self._accumulated_losses: list[Any] = []  # losses of the batches that make the next step
         self._norms: list[torch.Tensor] = []  # of the optimizers' gradients in this step
@@ -201,7 +201,7 @@ class Trainer(HooksMixin[HookRegistry]):
         stream, position = self._stream(), self._position
         length = stream.length()
         self._progress.epoch(self._context.epoch, length)
-        whole = self._run_batches(position.drawn(stream, self.device), length)
+        whole = self._run_batches(position.remaining_batches(stream, self.device), length)
         if self._accumulated_losses:  # loaders without length ended within a group
             self._finish_group()
         if not position.batches:
@@ -615,7 +615,7 @@ class Trainer(HooksMixin[HookRegistry]):
         context.exception = None
         context.evaluating = False
         context.step, context.step_in_progress, context.tokens_seen = 0, 1, 0
-        self._position = Position()
+        self._position = DataPosition()
         self._nan = DeferredNanCheck()
         self._round = 0
         self._accumulated_losses.clear()
@@ -730,9 +730,11 @@ class Trainer(HooksMixin[HookRegistry]):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(missing)
+        self._in_between = False  # what is saved now would be half a step
         self._run_step()
         self._end_step()
         self._boundary()
+        self._in_between = True
 
     def _add_means(self, loss: Any, extra: Mapping[str, Any], loader: str) -> None:
         means = self._context.means
@@ -798,7 +800,7 @@ class Trainer(HooksMixin[HookRegistry]):
                 scheduler.step(metrics.get("val/loss", metrics.get("train/loss")))
             elif self.config.scheduler_every == "epoch":
                 scheduler.step()
-        self._position.next_epoch()
+        self._position.end_epoch()
 
     def _hooks_changed(self) -> None:
         fire = self._dispatchers

@@ -36,6 +36,7 @@ def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
         "means": context.means.state_dict(),
         "step": context.step,
         "round": trainer._round,
+        "pending_gradients": _pending_gradients(trainer),
         "tokens_seen": context.tokens_seen,
         "best_accuracy": trainer.best_accuracy,
     }
@@ -80,8 +81,27 @@ def load_trainer_checkpoint(trainer: Trainer, path: Any) -> Path:
     context.means.load_state_dict(state["means"])
     trainer.best_accuracy = state["best_accuracy"]
     trainer._position.load_state_dict(state["position"], trainer.device)
+    trainer._position.check_resumable(trainer._stream())
+    _load_pending_gradients(trainer, state["pending_gradients"])
     context.epoch = trainer._position.epoch
     return found
+
+
+def _pending_gradients(trainer: Trainer) -> list[list[Any] | None]:
+    """Return the gradients of each optimizer that does not step in every step, else None."""
+    return [
+        None
+        if every == 1
+        else [p.grad for group in optimizer.param_groups for p in group["params"]]
+        for optimizer, every in zip(trainer.optimizers, trainer._every, strict=True)
+    ]
+
+
+def _load_pending_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> None:
+    for optimizer, gradients in zip(trainer.optimizers, saved, strict=True):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, gradient in zip(parameters, gradients or (), strict=gradients is not None):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
 
 def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> None:
