@@ -53,7 +53,7 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
         loss, names = _loss(trainer, batch)
         if not loss.requires_grad:
             raise TrainingError("The loss has no gradient: nothing in it is a trained parameter.")
-        trainer._strategy.backward(loss)
+        trainer.strategy.backward(loss)
     parameters = [p for one in trainer.optimizers for g in one.param_groups for p in g["params"]]
     reached = sum(parameter.grad is not None for parameter in parameters)
     trainer.model.zero_grad(set_to_none=True)
@@ -92,8 +92,8 @@ def _first(stream: Any, what: str) -> Any:
 
 def _loss(trainer: Trainer, batch: Any) -> tuple[torch.Tensor, list[str]]:
     """The loss, and the names of all metrics."""
-    strategy = trainer._strategy
-    moved = strategy.move(batch) if strategy.moves else batch
+    strategy = trainer.strategy
+    moved = strategy.move(batch) if strategy.needs_transfer else batch
     with strategy.autocast():
         loss, extra = trainer._compute_loss(trainer.model, moved)
     return loss, ["loss", *extra]

@@ -23,7 +23,7 @@ class RunLog(Recorder):
 
     def start(self, trainer: Trainer, restored: Path | None) -> None:
         """Begin a run; a resumed one goes on in its folder where that is still there."""
-        if not trainer._strategy.is_main:
+        if not trainer.strategy.is_main:
             return
         folder = None if restored is None else restored.parent.parent
         there = folder is not None and (folder / "manifest.json").is_file()

@@ -103,8 +103,8 @@ class Trainer(HooksMixin[HookRegistry]):
             )
         self.config = config if config is not None else TrainerConfig()
         self.device = device_for(self.config.device, checked_model(model))
-        self._strategy = SingleProcess(self.device, self.config.precision)
-        self.model, self.optimizers = self._strategy.prepare(
+        self.strategy = SingleProcess(self.device, self.config.precision)
+        self.model, self.optimizers = self.strategy.prepare(
             model, checked_optimizers(optimizers, model, self.config.optimizer_every)
         )
         self.schedulers = match_schedulers(schedulers, self.optimizers)
@@ -219,7 +219,7 @@ class Trainer(HooksMixin[HookRegistry]):
         context, fire, strategy, requests = (
             self._context,
             self._dispatchers,
-            self._strategy,
+            self.strategy,
             self._requests,
         )
         position, group, compute_loss, model = (
@@ -228,7 +228,7 @@ class Trainer(HooksMixin[HookRegistry]):
             self._compute_loss,
             self.model,
         )
-        accumulate, autocasts, moves = self._accumulate, self._autocasts, strategy.moves
+        accumulate, autocasts, moves = self._accumulate, self._autocasts, strategy.needs_transfer
         reads_at_once, counts = self._reads_at_once, self._tokens_fn is not None
         many, limit = self._many_loaders, self._limit
         looks = self._validate_every is not None or not strategy.alone
@@ -311,7 +311,7 @@ class Trainer(HooksMixin[HookRegistry]):
         context, fire, strategy, requests = (
             self._context,
             self._dispatchers,
-            self._strategy,
+            self.strategy,
             self._requests,
         )
         schedulers, asks = self._by_step, not strategy.alone
@@ -388,7 +388,7 @@ class Trainer(HooksMixin[HookRegistry]):
     def _apply_requests(self) -> bool:
         """Do what was asked for, on all ranks alike; return whether training ends here."""
         requests = self._requests
-        stop, save = self._strategy.any_rank(
+        stop, save = self.strategy.any_rank(
             requests.stop_reason is not None, bool(requests.checkpoints)
         )
         if stop:
@@ -429,13 +429,13 @@ class Trainer(HooksMixin[HookRegistry]):
         return metrics
 
     def _validate_batch(self, drawn: LoadedBatch, means: Means, *, many: bool) -> None:
-        context, fire, strategy = self._context, self._dispatchers, self._strategy
+        context, fire, strategy = self._context, self._dispatchers, self.strategy
         context.batch, context.batch_idx = drawn.batch, drawn.batch_idx
         context.dataloader_idx, context.dataloader_name = drawn.loader_idx, drawn.loader_name
         context.made_metrics = None
         if fire.on_validation_batch_start is not None:
             fire.on_validation_batch_start(context)
-        batch = strategy.move(drawn.batch) if strategy.moves else drawn.batch
+        batch = strategy.move(drawn.batch) if strategy.needs_transfer else drawn.batch
         with strategy.autocast():
             loss, extra = self._compute_loss(self.model, batch)
         weight = float(samples_in(drawn.batch))
@@ -609,6 +609,7 @@ class Trainer(HooksMixin[HookRegistry]):
 
     def _begin(self, resume_from: Any) -> None:
         config, context = self.config, self._context
+        self.strategy.check_processes()
         self._running = True
         self._read_config()
         context.status = "training"
@@ -752,7 +753,7 @@ class Trainer(HooksMixin[HookRegistry]):
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         context, config = self._context, self.config
-        context.clipped_norm = self._strategy.clip(optimizer, config.clip_norm, config.clip_value)
+        context.clipped_norm = self.strategy.clip(optimizer, config.clip_norm, config.clip_value)
         self._norms.append(context.clipped_norm)
         if self._dispatchers.on_gradient_clip is not None:
             self._dispatchers.on_gradient_clip(context)
@@ -766,7 +767,7 @@ class Trainer(HooksMixin[HookRegistry]):
     def _why_skipped(self, idx: int) -> str:
         """Why this optimizer does not step, on any rank; "" when it does."""
         reason = self._requests.why_skipped(idx)
-        (skip,) = self._strategy.any_rank(bool(reason))
+        (skip,) = self.strategy.any_rank(bool(reason))
         return reason or ("another process asked" if skip else "")
 
     def _save_what_was_asked_for(self) -> None:

@@ -24,7 +24,7 @@ _SHOWN = 5
 
 def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
     """Save all that a resumed run needs into this folder; return where it is."""
-    context, scaler = trainer._context, trainer._strategy.scaler
+    context, scaler = trainer._context, trainer.strategy.scaler
     position = trainer._position.state_dict(trainer.device)
     state = {
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
@@ -46,7 +46,7 @@ def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
         "run_id": None if context.run is None else context.run.id,
         "metrics": position["validated"],
     }
-    weights = trainer._strategy.save(trainer.model)
+    weights = trainer.strategy.save(trainer.model)
     saved = save_checkpoint(folder, model=weights, state=state, info=info)
     point(saved.parent, "last", saved)
     return saved
@@ -69,8 +69,8 @@ def load_trainer_checkpoint(trainer: Trainer, path: Any) -> Path:
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
-    if trainer._strategy.scaler is not None and state["scaler"] is not None:
-        trainer._strategy.scaler.load_state_dict(state["scaler"])
+    if trainer.strategy.scaler is not None and state["scaler"] is not None:
+        trainer.strategy.scaler.load_state_dict(state["scaler"])
     trainer.hooks.load_state_dict(state["hooks"])
     for name in state["disabled"]:
         if name in trainer.hooks:
@@ -106,10 +106,10 @@ def _load_pending_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> 
 
 def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> None:
     try:
-        trainer._strategy.load(trainer.model, weights)
+        trainer.strategy.load(trainer.model, weights)
     except RuntimeError as error:
         model = trainer.model
-        lines = differences(weights, trainer._strategy.save(model)) or [str(error)]
+        lines = differences(weights, trainer.strategy.save(model)) or [str(error)]
         lines += _other_settings(trainer, found.parent.parent)
         raise CheckpointError(
             f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "
