@@ -87,7 +87,7 @@ class _Builder:
             with self._making(key):
                 self._add_hook(trainer, section, self._each_filled(hook.item(), key))
         with self._making(("data",)):
-            trainer._take_data(train, val)
+            trainer.set_data(train, val)
         return trainer
 
     def _several(self, section: str) -> list[tuple[Key, Any]]:

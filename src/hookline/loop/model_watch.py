@@ -66,16 +66,16 @@ class ModelWatch:
         model: torch.nn.Module,
         before_forward: Callable[[], None],
         after_forward: Callable[[Any], None],
-        backward_begins: Callable[[], None],
-        backward_ends: Callable[[], None],
+        backward_begins: Callable[[], None] | None = None,
+        backward_ends: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.calls_seen = 0
         self.backwards_seen = 0
         self._before_forward = before_forward
         self._after_forward = after_forward
-        self._backward_begins = backward_begins
-        self._backward_ends = backward_ends
+        self._backward_begins = backward_begins or _nothing
+        self._backward_ends = backward_ends or _nothing
         self._handles: list[RemovableHandle] = []
         self._outputs: deque[RemovableHandle] = deque(maxlen=64)
         self._sees = (False, False)

@@ -1,4 +1,4 @@
-"""What a trainer writes down: the run folder, or nothing."""
+"""The run that a trainer writes."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from hookline.errors import TrainingError
 from hookline.runs.recorder import Recorder
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer import Trainer
+    from hookline.trainer.trainer_base import TrainerBase
 
 __all__ = ["RunLog"]
 
 
 class RunLog(Recorder):
-    """The record of a trainer's run; without a folder it only logs what starts."""
+    """Writes a trainer's run; without a folder, the start of the run is only logged."""
 
     def __init__(self, root: Path | None) -> None:
         super().__init__(root)
         self._checkpoints: Path | None = None
 
-    def start(self, trainer: Trainer, restored: Path | None) -> None:
-        """Begin a run; a resumed one goes on in its folder where that is still there."""
+    def start(self, trainer: TrainerBase, restored: Path | None) -> None:
+        """Start a run, or continue the folder of a resumed one if it still exists."""
         if not trainer.strategy.is_main:
             return
         folder = None if restored is None else restored.parent.parent
-        there = folder is not None and (folder / "manifest.json").is_file()
+        exists = folder is not None and (folder / "manifest.json").is_file()
         self.begin(
             config=trainer.config.model_dump(mode="json"),
             seed=trainer.config.seed,
             hooks=trainer.hooks.describe(),
             device=trainer.device,
             step=trainer.step,
-            goes_on=folder if there and trainer.config.runs is not None else None,
+            goes_on=folder if exists and trainer.config.runs is not None else None,
             restored=restored,
         )
         if self.run is not None:
             self._checkpoints = self.run.checkpoints
 
     def checkpoint_folder(self, path: Path | str | None, step: int) -> Path:
-        """Where a checkpoint goes."""
+        """Return the folder for a checkpoint."""
         if path is not None:
             return Path(path)
         if self._checkpoints is None:
