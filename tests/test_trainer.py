@@ -638,7 +638,7 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
         Trainer(config(device=device), model, optimizer)
     with pytest.raises(TrainingError, match="no data to train on"):
         Trainer(config(), model, optimizer).fit()
-    with pytest.raises(TrainingError, match="nothing to validate on"):
+    with pytest.raises(TrainingError, match="no data to validate on"):
         Trainer(config(), model, optimizer).validate()
 
 
