@@ -92,7 +92,7 @@ class ModelWatch:
         """Tell the model's calls, and backward through what they return, and no more than that."""
         if (calls, backward) == self._sees:
             return
-        self.take_off()
+        self.detach()
         self._sees = (calls, backward)
         if calls:
             self._depth = 0
@@ -104,7 +104,7 @@ class ModelWatch:
         elif backward:
             self._handles = [self.model.register_forward_hook(ModelCallback(self._returned))]
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Take everything off the model and off what it returned lately."""
         for handle in (*self._handles, *self._outputs):
             handle.remove()

@@ -11,7 +11,7 @@ import torch
 from hookline.dispatch import HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.session import Session, shown
+from hookline.integrations.bare_loop.session import Session, describe
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
@@ -53,7 +53,9 @@ def attach(
             writing: `Run.open(folder, resume=True)` goes on with one. None: no record.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {shown(scaler)}.")
+        raise TypeError(
+            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
+        )
     return Session(
         model,
         _optimizers(optimizer, model),
@@ -76,7 +78,7 @@ def _inside(optimizer: Any) -> Any:
 
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {shown(model)}.")
+        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {describe(model)}.")
     several = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(several) if isinstance(several, Iterable) else [several]
     optimizers = [_inside(optimizer) for optimizer in optimizers]
@@ -84,7 +86,7 @@ def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
                 f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
-                f"not {shown(optimizer)}."
+                f"not {describe(optimizer)}."
             )
     if not optimizers:
         raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
