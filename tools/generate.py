@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from hookline.config.trainer_config import (
     HooksConfig,
     HooksSettingsConfig,
-    LoadersConfig,
+    MixConfig,
     TrainerConfig,
 )
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
@@ -127,9 +127,9 @@ MEANINGS = {
     "TrainerConfig.progress": "the display; `auto` (or True) chooses, `off` (or False) is none",
     "TrainerConfig.debug": "for hooks to look at, as `trainer.config.debug`",
     "TrainerConfig.hooks": "hooks by class path, and how failures and cost are treated",
-    "LoadersConfig.order": "whose turn it is",
-    "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
-    "LoadersConfig.on_exhausted": "a loader that runs out is started again, or left out",
+    "MixConfig.order": "which loader the next batch comes from",
+    "MixConfig.length": "where an epoch ends; a number is a number of batches",
+    "MixConfig.on_exhausted": "an exhausted loader is started again, or dropped",
     "HooksSettingsConfig.isolate": "a failing hook does not stop training",
     "HooksSettingsConfig.max_failures": "failures in a row after which a hook is quarantined",
     "HooksSettingsConfig.budget": "share of the run above which the costliest hook is named",
@@ -145,7 +145,7 @@ def config_tables() -> str:
             "",
             "`loaders` has:",
             "",
-            *_config_table(LoadersConfig),
+            *_config_table(MixConfig),
             "",
             "`hooks` has:",
             "",

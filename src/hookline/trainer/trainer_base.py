@@ -27,7 +27,7 @@ from hookline.trainer.checks import (
     match_schedulers,
 )
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.data_stream import MixConfig, Stream
+from hookline.trainer.data_stream import Stream
 from hookline.trainer.loss_computer import LossComputer
 from hookline.trainer.progress import make_progress
 from hookline.trainer.run_log import RunLog
@@ -106,18 +106,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             val_loaders: the same, for validation.
         """
         if loaders is not None:
-            mixing = self.config.loaders
-            self._train = Stream(
-                loaders,
-                MixConfig(
-                    order=mixing.order,
-                    pattern=tuple(mixing.pattern) if mixing.pattern is not None else None,
-                    weights=mixing.weights,
-                    length=mixing.length,
-                    on_exhausted=mixing.on_exhausted,
-                ),
-                what="train",
-            )
+            self._train = Stream(loaders, self.config.loaders, what="train")
         if val_loaders is not None:
             self._val = Stream(val_loaders, what="val")
         if self._train is None:
