@@ -246,7 +246,7 @@ def test_the_default_loss_depends_on_the_targets_and_is_said_once(whole, caplog)
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([torch.ones(2, 8)], {}, r"No loss for a batch like this: Tensor\[2, 8\] of float32"),
+        ([torch.ones(2, 8)], {}, r"the loss of this batch: Tensor\[2, 8\] of float32"),
         ([(torch.ones(2, 8),) * 3], {}, r"tuple\(Tensor"),
         ([{"x": torch.ones(2, 8)}], {}, "returned no loss"),
         ([{"x": torch.ones(2, 8)}], {"loss_fn": F.mse_loss}, "has none of labels"),

@@ -61,7 +61,8 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> str:
             hint = nearest(str(one["loc"][-1]), fields)
             lines.append(f"'{path}' is no field.{hint} The fields are: {', '.join(fields)}.")
         elif one["type"] == "value_error":  # of a validator here, whose message is complete
-            lines.append(f"{path}: {one['ctx']['error']}" if path else str(one["ctx"]["error"]))
+            message = one["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message}" if path else message)
         else:
             lines.append(f"'{path}' is {one['input']!r}. {one['msg']}.")
     return f"{kind.__name__}: " + "\n  ".join(lines)

@@ -1,4 +1,4 @@
-"""Random states: all that training may draw from, as data that can be saved."""
+"""The states of all random generators that training may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["generators_of", "random_state", "restore_random_state", "seed_everyt
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy (where it is imported) and torch, on all devices."""
+    """Seed Python, numpy (if it is imported) and torch, on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -24,7 +24,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of every generator that training may draw from."""
+    """Return the states of all global generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -36,7 +36,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back to where `random_state` found it."""
+    """Restore the states that `random_state` returned."""
     random.setstate(_tuples(state["python"]))
     torch.set_rng_state(state["torch"].cpu())
     numpy = sys.modules.get("numpy")
@@ -47,7 +47,7 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
+    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:

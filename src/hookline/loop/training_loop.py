@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hookline.dispatch import HookManager, HooksMixin
-from hookline.loop.event_context import EventContext
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
     from hookline.probes.sync import ProbeSync
-    from hookline.runs.recorder import Recorder
 
 __all__ = ["TrainingLoop", "zero_grad"]
 
@@ -32,8 +30,8 @@ class TrainingLoop(HooksMixin[Manager]):
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
     best_accuracy: float
-    _context: EventContext
-    _recorder: Recorder | None = None
+    _context: Any  # an `EventContext`, of the loop's own class
+    _recorder: Any = None  # a `Recorder`, or None
     _probes: ProbeSync | None = None
 
     @property
@@ -44,12 +42,12 @@ class TrainingLoop(HooksMixin[Manager]):
     @property
     def step(self) -> int:
         """The number of completed optimizer steps."""
-        return self._context.step
+        return int(self._context.step)
 
     @property
     def status(self) -> str:
         """`training`, or how it ended: `completed`, `stopped`, `interrupted` or `error`."""
-        return self._context.status
+        return str(self._context.status)
 
     def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
         """Skip the next step of an optimizer, or of all of them.
