@@ -135,8 +135,8 @@ rank = dist.get_rank()
 
 class Together(SingleProcess):
     alone = False
-    def any_rank(self, *wishes):
-        flags = torch.tensor([float(wish) for wish in wishes])
+    def any_rank(self, *requests):
+        flags = torch.tensor([float(request) for request in requests])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return tuple(bool(flag) for flag in flags)
 
@@ -163,7 +163,7 @@ config = hookline.TrainerConfig(runs=sys.argv[1] + f"/{rank}", progress="off")
 trainer = hookline.Trainer(
     config, model, torch.optim.SGD(model.parameters(), lr=0.1), hooks=[asks]
 )
-trainer._strategy = Together(trainer.device, "fp32")
+trainer.strategy = Together(trainer.device, "fp32")
 trainer.fit([(torch.ones(2, 4), torch.ones(2, 2))] * 9)
 assert (trainer.step, trainer.status) == (5, "stopped"), (trainer.step, trainer.status)
 assert asks.skipped == 1 and asks.saved == 3
@@ -179,3 +179,39 @@ dist.destroy_process_group()
 def test_what_one_rank_asks_for_all_ranks_do(tmp_path):
     script = TWO_RANKS.replace("sys.argv[1]", repr(str(tmp_path)))
     assert run_on_two_ranks(script, tmp_path).count("fine") == 2
+
+
+ONE_RUN_PER_RANK = """
+import os, torch, hookline
+if os.environ.get("WITH_GROUP"):
+    torch.distributed.init_process_group("gloo")
+    del os.environ["WORLD_SIZE"]
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = (torch.ones(2, 4), torch.ones(2, 2))
+for train in (lambda t: t.fit([batch]), lambda t: t.training_step(batch)):
+    trainer = hookline.Trainer({"runs": RUNS, "progress": "off"}, model, optimizer)
+    try:
+        train(trainer)
+    except hookline.TrainingError as error:
+        print(str(error).replace("\\n", " "), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_group", [False, True], ids=["environment", "process_group"])
+def test_several_processes_are_an_error_in_each_of_them(tmp_path, monkeypatch, with_group):
+    if with_group:
+        monkeypatch.setenv("WITH_GROUP", "1")
+    runs = tmp_path / "runs"
+    script = ONE_RUN_PER_RANK.replace("RUNS", repr(str(runs)))
+    printed = run_on_two_ranks(script, tmp_path)
+    assert printed.count("This script runs in 2 processes") == 4  # fit and training_step, two ranks
+    assert "Start it in one process" in printed
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize("size", ["1", "", "many"])
+def test_one_process_under_torchrun_trains(monkeypatch, size):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert Trainer(config(), *make()).fit(batches(2)).step == 2

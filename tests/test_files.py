@@ -794,8 +794,8 @@ def test_a_dataset_is_loaded_as_its_options_say(project: Path) -> None:
         "collate_fn: {class_path: torch.utils.data.default_collate, call: false}}}",
         "data.val={class_path: net.Points}",
     )
-    assert training.trainer._train.length() == 2
-    assert training.trainer._val.length() == 8
+    assert training.trainer.train_data.length() == 2
+    assert training.trainer.val_data.length() == 8
     assert training.fit().step == 2
 
 
@@ -805,10 +805,10 @@ def test_loaders_may_have_names_or_stand_in_a_list(project: Path) -> None:
         "data.train={web: net.batches, code: {class_path: net.batches, init_args: {count: 3}}}",
         "trainer.loaders.order=round_robin",
     )
-    assert list(named.trainer._train.names) == ["web", "code"]
+    assert list(named.trainer.train_data.names) == ["web", "code"]
     assert named.fit().step == 5
     listed = load(project, "data.train=[net.batches, net.batches]")
-    assert list(listed.trainer._train.names) == ["0", "1"]
+    assert list(listed.trainer.train_data.names) == ["0", "1"]
 
 
 def test_losses_are_functions_bound_functions_or_objects(project: Path) -> None:
@@ -830,7 +830,7 @@ def test_steps_and_tokens_may_be_functions_of_the_project(project: Path) -> None
         "hooks=[net.Watch]",
     )
     trainer = training.fit()
-    assert trainer._context.tokens_seen == 10
+    assert trainer.tokens_seen == 10
     assert trainer.hooks.get_hook("watch").steps == [1, 2]
 
 

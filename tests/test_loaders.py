@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hookline.trainer.data_stream
-from hookline.trainer.data_stream import LoadedBatch, MixConfig, Stream
+from hookline.config.trainer_config import MixConfig
+from hookline.trainer.data_stream import LoadedBatch, Stream
 
 WEB = ["w0", "w1", "w2"]
 CODE = ["c0"]
@@ -698,7 +699,7 @@ def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], messa
         ({"pattern": ("web", "cod")}, "loader 'cod'; .*Did you mean 'code'"),
         ({"pattern": ("web", 2)}, "loader number 2; expected 0 to 1, or one of 'web', 'code'"),
         ({"pattern": (0, -1)}, "loader number -1; expected 0 to 1"),
-        ({"pattern": ("web",)}, "never draws from 'code'"),
+        ({"pattern": ("web",)}, "never loads from 'code'"),
         ({"weights": {"web": 1, "cod": 1}}, "loader 'cod'; .*Did you mean 'code'"),
         ({"weights": {"web": 1}}, "no number for 'code'"),
         ({"weights": [1, 2, 3]}, "weights has 3 numbers; expected 2"),

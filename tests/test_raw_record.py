@@ -171,7 +171,7 @@ def test_with_accumulation_a_step_has_the_mean_of_what_was_logged(
                 optimizer.zero_grad()
     run = only(tmp_path / "untold")
     assert rows(run, "train/*") == []  # whether it was divided cannot be seen
-    assert caplog.text.count("The run's record has no train/loss") == 1
+    assert caplog.text.count("The run has no train/loss") == 1
     with hookline.attach(model, optimizer, runs=tmp_path / "told") as session:
         for i, (x, y) in enumerate(batches(4)):
             (F.mse_loss(model(x), y) / 2).backward()

@@ -246,7 +246,7 @@ def test_the_default_loss_depends_on_the_targets_and_is_said_once(whole, caplog)
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([torch.ones(2, 8)], {}, r"No loss for a batch like this: Tensor\[2, 8\] of float32"),
+        ([torch.ones(2, 8)], {}, r"the loss of this batch: Tensor\[2, 8\] of float32"),
         ([(torch.ones(2, 8),) * 3], {}, r"tuple\(Tensor"),
         ([{"x": torch.ones(2, 8)}], {}, "returned no loss"),
         ([{"x": torch.ones(2, 8)}], {"loss_fn": F.mse_loss}, "has none of labels"),
@@ -552,7 +552,7 @@ def test_get_trainer_has_its_data_and_its_configuration_as_keywords():
 
 def test_get_trainer_knows_its_kinds():
     model, optimizer = make()
-    with pytest.raises(TrainingError, match="There is no trainer 'fancy'"):
+    with pytest.raises(TrainingError, match="Unknown trainer 'fancy'"):
         get_trainer("fancy", model, batches(1), optimizer)
 
 
@@ -629,16 +629,16 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
     with pytest.raises(TrainingError, match="does not have"):
         foreign = torch.optim.SGD(other.parameters(), lr=1)
         Trainer(config(), model, optimizer, torch.optim.lr_scheduler.StepLR(foreign, 1))
-    with pytest.raises(TrainingError, match=r"let hooks into it with hookline\.attach"):
+    with pytest.raises(TrainingError, match=r"add hooks to it with hookline\.attach"):
         Trainer(config(), model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TrainingError, match="2 numbers for 1"):
         Trainer(config(optimizer_every=[1, 2]), model, optimizer)
     with pytest.raises(TrainingError, match=r"'cuda' cannot be used here|'nowhere'"):
         device = "nowhere" if torch.cuda.is_available() else "cuda"
         Trainer(config(device=device), model, optimizer)
-    with pytest.raises(TrainingError, match="nothing to train on"):
+    with pytest.raises(TrainingError, match="no data to train on"):
         Trainer(config(), model, optimizer).fit()
-    with pytest.raises(TrainingError, match="nothing to validate on"):
+    with pytest.raises(TrainingError, match="no data to validate on"):
         Trainer(config(), model, optimizer).validate()
 
 

@@ -10,6 +10,7 @@ from loops import batches, make
 
 import hookline
 from hookline import Trainer, TrainerConfig
+from hookline.runs import read_records
 
 
 def run(tmp_path, *hooks, **fields):
@@ -70,3 +71,28 @@ def test_an_unknown_kind_is_an_error_also_without_a_record():
     trainer = Trainer(TrainerConfig(runs=None, progress="off"), *make())
     with pytest.raises(hookline.RunError, match=r"Unknown kind 'picture'\. There are 'scalar'"):
         trainer.log("a", 1.0, kind="picture")
+
+
+def test_epoch_means_have_one_name_in_the_run_of_both_loops(tmp_path):
+    model, optimizer = make()
+
+    def step_fn(model, batch):
+        x, y = batch
+        return {"loss": (model(x) - y).square().mean(), "size": len(x)}
+
+    config = {"runs": tmp_path / "trainer", "progress": "off"}
+    trainer = Trainer(config, model, optimizer, step_fn=step_fn)
+    trainer.fit({"web": batches(2), "code": batches(1)})
+    names = {record["name"] for record in read_records(trainer.run.path / "metrics.jsonl")}
+    assert {"train/loss_epoch", "train/size_epoch", "train/dl_web/size_epoch"} <= names
+    assert "train/size" not in names
+
+    with hookline.attach(model, optimizer, runs=tmp_path / "loop") as session, session.epoch():
+        for batch in session.batches(batches(2)):
+            outputs = step_fn(model, batch)
+            session.log("size", outputs["size"])
+            outputs["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    names = {record["name"] for record in read_records(session.run.path / "metrics.jsonl")}
+    assert {"train/loss", "train/size", "train/loss_epoch", "train/size_epoch"} <= names

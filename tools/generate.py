@@ -24,7 +24,7 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config.trainer_config import HooksConfig, LoadersConfig, TrainerConfig
+from hookline.config.trainer_config import HooksConfig, MixConfig, TrainerConfig
 from hookline.dispatch import HookSettings
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
 from hookline.options import get_options
@@ -129,9 +129,9 @@ MEANINGS = {
     "TrainerConfig.progress": "the progress display; True is `auto`, False is `off`",
     "TrainerConfig.debug": "for hooks, as `trainer.config.debug`",
     "TrainerConfig.hooks": "hooks by class path, and how their failures and cost are handled",
-    "LoadersConfig.order": "which loader provides the next batch",
-    "LoadersConfig.length": "where an epoch ends; an integer is a number of batches",
-    "LoadersConfig.on_exhausted": "whether an exhausted loader restarts or is dropped",
+    "MixConfig.order": "which loader provides the next batch",
+    "MixConfig.length": "where an epoch ends; an integer is a number of batches",
+    "MixConfig.on_exhausted": "whether an exhausted loader restarts or is dropped",
 }
 
 
@@ -143,7 +143,7 @@ def config_tables() -> str:
             "",
             "## loaders",
             "",
-            *_config_table(LoadersConfig),
+            *_config_table(MixConfig),
             "",
             "## hooks",
             "",

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hookline.dispatch import HookSettings
-from hookline.errors import ConfigError, nearest
+from hookline.errors import ConfigError, listed, nearest
 
-__all__ = ["Config", "HooksConfig", "LoadersConfig", "TrainerConfig", "describe_fields"]
+__all__ = ["Config", "HooksConfig", "MixConfig", "TrainerConfig", "describe_fields"]
+
+Order = Literal["sequential", "round_robin", "alternating", "weighted"]
+Length = Literal["sum", "longest", "shortest"]
+OnExhausted = Literal["cycle", "drop"]
 
 
 class Config(BaseModel):
@@ -49,6 +65,9 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
             known = describe_fields(model, detail["loc"][:-1])
             hint = nearest(str(detail["loc"][-1]), known)
             lines.append(f"Unknown field '{path}'.{hint} The fields are: {', '.join(known)}.")
+        elif detail["type"] == "value_error":  # of a validator here, whose message is complete
+            message = str(detail["ctx"]["error"])
+            lines.append(f"{path}: {message}" if path else message)
         else:
             lines.append(f"'{path}' is {detail['input']!r}. {detail['msg']}.")
     return f"{model.__name__}: " + "\n  ".join(lines)
@@ -150,18 +169,123 @@ class HooksConfig(Config):
         )
 
 
-class LoadersConfig(Config):
-    """How several training loaders become one stream."""
+class MixConfig(Config):
+    """How several training loaders become one stream; see `hookline.trainer.data_stream`.
 
-    order: Literal["sequential", "round_robin", "alternating", "weighted"] = "sequential"
+    Args:
+        order: which loader the next batch comes from.
+        pattern: for "alternating": loaders by name or number, repeated: `("web", "web", "code")`.
+        weights: for "weighted": a positive number for each loader, by name or in the loaders'
+            order; they need not add up to 1. After every batch of the epoch each of N loaders is
+            within 1 - 1/(2N - 2) batches of its share (half a batch for two loaders), without
+            random numbers. When a loader is dropped, the others share the rest by their weights,
+            counted from there.
+        length: where an epoch ends: a number of batches, or by the loaders' lengths.
+        on_exhausted: an exhausted loader is started again ("cycle") or dropped for the rest of the
+            epoch ("drop").
+
+    Example:
+        >>> from hookline.trainer.data_stream import Stream
+        >>> web, code = ["w0", "w1", "w2"], ["c0"]
+        >>> stream = Stream({"web": web, "code": code}, MixConfig("round_robin", length="longest"))
+        >>> [loaded.batch for loaded in stream.epoch()]
+        ['w0', 'c0', 'w1', 'c0', 'w2', 'c0']
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    order: Order = "sequential"
     pattern: list[str | int] | None = Field(
         default=None, description="for alternating: loaders, repeated"
     )
     weights: dict[str, float] | list[float] | None = Field(
         default=None, description="for weighted: shares"
     )
-    length: Literal["sum", "longest", "shortest"] | PositiveInt = "sum"
-    on_exhausted: Literal["cycle", "drop"] = "cycle"
+    length: Length | PositiveInt = "sum"
+    on_exhausted: OnExhausted = "cycle"
+
+    def __init__(self, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
+        super().__init__(order=order, pattern=pattern, **data)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "length":
+            _check_length(value)
+        elif info.field_name == "pattern" and value is not None:
+            _check_pattern(value)
+        elif info.field_name == "weights" and value is not None:
+            _check_weights(value)
+        elif info.field_name in ("order", "on_exhausted"):
+            choices = Order if info.field_name == "order" else OnExhausted
+            _check_choice(info.field_name, value, get_args(choices))
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_together(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            order = data.get("order", "sequential")
+            _check_belongs("pattern", data.get("pattern"), "alternating", order)
+            _check_belongs("weights", data.get("weights"), "weighted", order)
+        return data
+
+
+def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        hint = nearest(value, known) if isinstance(value, str) else ""
+        raise ValueError(f"{name} is {value!r}; expected one of {listed(known)}.{hint}")
+
+
+def _check_length(value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    known = get_args(Length)
+    if value not in known:
+        hint = nearest(value, known) if isinstance(value, str) else ""
+        raise ValueError(
+            f"length is {value!r}; expected one of {listed(known)}, or a whole number of batches "
+            f"of at least 1.{hint}"
+        )
+
+
+def _check_belongs(name: str, value: Any, to: str, order: Any) -> None:
+    if value is None and order == to:
+        raise ValueError(f"order='{to}' needs {name}; expected MixConfig('{to}', {name}=...).")
+    if value is not None and order != to:
+        raise ValueError(
+            f"{name} is {value!r} with order='{order}'; expected {name} with order='{to}' only."
+        )
+
+
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, list | tuple) or not pattern:
+        raise ValueError(
+            f"pattern is {pattern!r}; expected at least one loader, by name or number, in a "
+            "tuple, such as ('web', 'web', 'code')."
+        )
+    for entry in pattern:
+        if isinstance(entry, bool) or not isinstance(entry, str | int):
+            raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
+                f"pattern has {entry!r}; expected loaders by name or number."
+            )
+
+
+def _check_weights(weights: Any) -> None:
+    if not isinstance(weights, Mapping | list | tuple):
+        raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
+            f"weights is {weights!r}; expected a mapping from loader to number, or a list of "
+            "numbers."
+        )
+    for key, weight in weights.items() if isinstance(weights, Mapping) else enumerate(weights):
+        number: Any = None if isinstance(weight, bool) else weight
+        if not isinstance(number, Real) or not 0 < cast("float", number) < math.inf:
+            raise ValueError(
+                f"weights[{key!r}] is {weight!r}; expected a number above 0 that is finite. To "
+                "leave a loader out, do not pass it."
+            )
 
 
 class TrainerConfig(Config):
@@ -197,7 +321,7 @@ class TrainerConfig(Config):
     validate_every_epochs: PositiveInt | None = 1
     validate_every_steps: PositiveInt | None = None
     sanity: bool = Field(default=False, description="also validate before training")
-    loaders: LoadersConfig = Field(default_factory=LoadersConfig)
+    loaders: MixConfig = Field(default_factory=MixConfig)
     seed: int | None = None
     runs: Path | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"

@@ -99,7 +99,7 @@ class _Builder:
                     item = HookItem.read(self._create_within(hook.item(), key), kind)
                 trainer.hooks.add_item(item)
         with self._creating(("data",)):
-            trainer._take_data(train, val)
+            trainer.set_data(train, val)
         return trainer
 
     def _sections(self, name: str) -> list[tuple[Key, Any]]:

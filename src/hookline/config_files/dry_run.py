@@ -6,8 +6,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from hookline.config import SECTIONS, HookRegistry
 from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
@@ -35,52 +33,41 @@ def dry_run(training: Training) -> dict[str, Any]:
     trainer = training.trainer
     with importable(training.folder):
         with _errors_name("the data"):
-            trainer._take_data(training.loaders, training.val_loaders)
-        trainer._watch.watch(calls=False, backward=False)  # hooks are bound, but not called
-        try:
-            train = _train_batch(trainer)
-            val = _val_batch(trainer) if trainer.validates else None
-        finally:
-            trainer._hooks_changed()
+            trainer.set_data(training.loaders, training.val_loaders)
+        train = _train_batch(trainer)
+        val = _val_batch(trainer) if trainer.validates else None
         train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
         _check_monitors(trainer, train_names, val_names)
     return {**_describe(training), "train": train, "val": val}
 
 
 def _train_batch(trainer: Trainer) -> dict[str, Any]:
-    batch = _first_batch(trainer._stream(), "data.train")
+    stream: Any = trainer.train_data
+    batch = _first_batch(stream, "data.train")
     with _errors_name(f"a batch of data.train, {describe_structure(batch)}"):
-        trainer.model.train()
-        loss, names = _loss(trainer, batch)
-        if not loss.requires_grad:
-            raise TrainingError("The loss has no gradient: it depends on no trained parameter.")
-        trainer._strategy.backward(loss)
-    parameters = [p for one in trainer.optimizers for g in one.param_groups for p in g["params"]]
-    with_gradient = sum(parameter.grad is not None for parameter in parameters)
-    trainer.model.zero_grad(set_to_none=True)
+        seen = trainer.dry_run(batch)
+    names = [f"train/{name}" for name in seen.pop("metrics")]
     return {
-        "batches": trainer._stream().length(),
+        "batches": stream.length(),
         "batch": describe_structure(batch),
-        "loss": float(loss.detach()),
-        "gradients": with_gradient,
-        "parameters": len(parameters),
-        "names": [f"train/{name}" for name in names],
+        **seen,
+        "names": names,
     }
 
 
 def _val_batch(trainer: Trainer) -> dict[str, Any]:
-    stream: Any = trainer._val
+    stream: Any = trainer.val_data
     batch = _first_batch(stream, "data.val")
     with (
         _errors_name(f"a batch of data.val, {describe_structure(batch)}"),
         evaluation(trainer.model, trainer.device),
     ):
-        loss, names = _loss(trainer, batch)
+        loss, extra = trainer.compute_loss(batch)
     return {
         "batches": stream.length(),
         "batch": describe_structure(batch),
         "loss": float(loss.detach()),
-        "names": [f"val/{name}" for name in names],
+        "names": [f"val/{name}" for name in ("loss", *extra)],
     }
 
 
@@ -91,26 +78,17 @@ def _first_batch(stream: Any, key: str) -> Any:
         raise TrainingError("It has no batches.")
 
 
-def _loss(trainer: Trainer, batch: Any) -> tuple[torch.Tensor, list[str]]:
-    """Return the loss, and the names of all metrics."""
-    strategy = trainer._strategy
-    moved = strategy.move(batch) if strategy.moves else batch
-    with strategy.autocast():
-        loss, extra = trainer._compute_loss(trainer.model, moved)
-    return loss, ["loss", *extra]
-
-
 def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
     """Raise if a hook monitors a metric that the batches did not produce.
 
     Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
     """
-    streams = (trainer._train, trainer._val)
+    streams = (trainer.train_data, trainer.val_data)
     if any(one is not None and len(one.names) > 1 for one in streams) or _users_add_metrics(
         trainer.hooks
     ):
         return
-    has_step_fn = trainer._compute_loss.step_fn is not None
+    has_step_fn = trainer.step_fn is not None
     metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, RequiresMetrics):
@@ -163,7 +141,7 @@ def _describe(training: Training) -> dict[str, Any]:
         "schedulers": [type(one).__name__ for one in trainer.schedulers],
         "device": str(trainer.device),
         "precision": config.precision,
-        "epochs": trainer._last_epoch(),
+        "epochs": trainer.max_epochs,
         "steps": config.max_steps,
         "seed": config.seed,
         "runs": None if config.runs is None else str(config.runs),

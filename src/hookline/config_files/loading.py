@@ -120,14 +120,13 @@ def load_python(target: str, *overrides: str) -> Training:
             f"'{target}' returned {_describe_result(result)}; expected a Trainer, or a tuple of "
             "the trainer, its loaders, and optionally its validation loaders."
         )
-    if not data and trainer._train is None:
+    if not data and trainer.train_data is None:
         raise ConfigError(
             f"'{target}' returned a trainer without data. Return (trainer, loaders), or create "
             "the trainer with hookline.get_trainer."
         )
     source = {"python": {"function": f"{module}:{name}", "arguments": arguments}}
     trainer.config = run_config(trainer.config, source, trainer.config.seed)
-    trainer._context.config = trainer.config
     loaders, val_loaders = (*data, None, None)[:2]
     return Training(trainer, target, folder, loaders, val_loaders)
 

@@ -20,22 +20,22 @@ class ControlRequests:
         self.skips: dict[int, str] = {}  # by optimizer, with the reason; -1 stands for all
 
     def stop(self, reason: str) -> None:
-        """End training; the first reason counts."""
+        """Request to stop training; the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason = reason
         self.pending = True
 
     def checkpoint(self, path: Path | str | None) -> None:
-        """Save a checkpoint here; None: where the run keeps them."""
+        """Request a checkpoint at this path; None for the run's folder."""
         if path not in self.checkpoints:
             self.checkpoints.append(path)
         self.pending = True
 
     def skip(self, idx: int, reason: str) -> None:
-        """Leave out an optimizer's next step."""
+        """Request to skip an optimizer's next step."""
         self.skips[idx] = reason
         self.pending = True
 
     def why_skipped(self, idx: int) -> str:
-        """Return why this optimizer does not step, "" when it does."""
+        """Return why this optimizer's step is skipped, "" if it is not."""
         return self.skips.get(idx, self.skips.get(-1, ""))

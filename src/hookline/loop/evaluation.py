@@ -1,4 +1,4 @@
-"""Validation leaves no trace: mode, gradients and random numbers are as they were."""
+"""Evaluation without side effects, and the sizes of batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["evaluation", "samples_in", "tokens_in"]
 
 @contextmanager
 def evaluation(model: torch.nn.Module, device: torch.device) -> Generator[None]:
-    """Eval mode, no gradients; afterwards every module's mode and all random states are back."""
+    """Run the block in eval mode without gradients; restore modes and random states after it."""
     modes = {module: module.training for module in model.modules()}
     state = random_state(device)
     model.eval()
@@ -29,7 +29,7 @@ def evaluation(model: torch.nn.Module, device: torch.device) -> Generator[None]:
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch has: the first tensor's first dimension; else 1."""
+    """Return the number of samples: the size of the first tensor's first dimension, or 1."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
@@ -40,9 +40,9 @@ def samples_in(batch: Any) -> int:
 
 
 def tokens_in(batch: Any) -> int:
-    """How many tokens a batch has: the size of its `input_ids`; else 0."""
+    """Return the number of tokens: the size of the batch's `input_ids`, or 0."""
     if type(batch) is tuple or type(batch) is list:
-        return 0  # the usual case, without asking an abstract class
+        return 0  # the usual case, without the cost of an abstract class
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         if isinstance(ids, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Where training stands: what every loop can tell of it, as attributes.
+"""The event context: the arguments of events, as attributes.
 
-A loop writes its context, dispatchers read it. What costs something to make (a norm, the state, a
-step's context) is made when a hook asks for it.
+A loop writes its context, dispatchers read it. Expensive values (a norm, the state mapping, the
+context of a step) are made when a hook asks for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["EventContext", "device_of"]
 
 
 class EventContext:
-    """What moments of all loops have in common."""
+    """What the event contexts of all loops have in common."""
 
     def __init__(
         self, trainer: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -46,14 +46,14 @@ class EventContext:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients of the optimizer whose turn it is, as updates get them."""
+        """The gradients of the optimizer that steps, as updates get them."""
         if self.made_gradients is None:
             self.made_gradients = Gradients(self.named[self.optimizer_idx])
         return self.made_gradients
 
     @property
     def activations(self) -> Any:
-        """What the model returned, as forward hooks get it."""
+        """The model's outputs, as forward hooks get them."""
         return self.observation.activations
 
     @property
@@ -64,35 +64,35 @@ class EventContext:
 
     @property
     def grad_norm(self) -> LazyFloat:
-        """The norm of all gradients: before clipping, where the loop's clipping is known."""
+        """The norm of all gradients, before clipping if the loop's clipping is known."""
         return LazyFloat(self.norm())
 
     def norm(self) -> torch.Tensor:
-        """The same, on the device."""
+        """Return the norm of all gradients, on the device."""
         if self.clipped_norm is not None:
             return self.clipped_norm
         norm = torch.nn.utils.get_total_norm(self.all_gradients())
-        # Of sharded gradients each rank has a part; its own number would be silently wrong.
+        # A rank has a part of sharded gradients; the norm of that part would be wrong.
         return whole(norm)
 
     def norm_of_this_step(self) -> Any:
-        """The norm, computed if somebody looks while the gradients are still there."""
+        """Return the norm, or a function that computes it while the gradients still exist."""
         step = self.step_in_progress
         if any(is_sharded(gradient) for gradient in self.all_gradients()):
-            return self.norm()  # now, on all ranks: one that looked alone would wait for ever
+            return self.norm()  # now, on all ranks: a single rank would wait for ever
 
         def norm() -> float:
             if self.step_in_progress != step:
                 raise NotSuppliedError(
-                    "ctx.grad_norm is computed when looked at, and the gradients of its step are "
-                    "gone. Look at it in on_step_end, or ask for `grad_norm` by name."
+                    "ctx.grad_norm is computed when it is read, and the gradients of its step are "
+                    "gone. Read it in on_step_end, or ask for `grad_norm` by name."
                 )
             return float(self.norm())
 
         return norm
 
     def all_gradients(self) -> list[torch.Tensor]:
-        """The gradients of all optimizers' parameters."""
+        """Return the gradients of all optimizers' parameters."""
         return [
             parameter.grad
             for optimizer in self.optimizers
@@ -108,5 +108,5 @@ class EventContext:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return where the model's first parameter is."""
+    """Return the device of the model's first parameter."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Means of numbers that stay on the device, at the price of a list's append."""
+"""Running means of numbers and of tensors, which stay on their device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hookline.context import LazyFloat
 
 __all__ = ["Means"]
 
-_FOLD = 256  # so many tensors are kept before they become one sum
+_MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
 
 class Mean:
     """One weighted running mean.
 
-    A loop with numbers in hand may add to `total` and `weight` itself.
+    A loop that has numbers may add to `total` and `weight` itself.
     """
 
     __slots__ = ("_kept", "total", "weight")
@@ -29,37 +29,37 @@ class Mean:
     def add(self, value: Any, weight: float = 1.0) -> None:
         """Add a number, or a tensor with one element."""
         self.weight += weight
-        if not isinstance(value, torch.Tensor):  # a number needs no keeping
+        if not isinstance(value, torch.Tensor):
             self.total += float(value) * weight
             return
         self._kept.append(value if weight == 1.0 else value * weight)
-        if len(self._kept) >= _FOLD:
-            self._fold()
+        if len(self._kept) >= _MAX_KEPT:
+            self._sum_kept()
 
-    def _fold(self) -> None:
+    def _sum_kept(self) -> None:
         tensors = [value.detach().float().reshape(()) for value in self._kept]
         self._kept.clear()
         self.total = torch.stack(tensors).sum() + self.total
 
     def mean(self) -> LazyFloat:
-        """The mean so far."""
+        """Return the mean so far."""
         if self._kept:
-            self._fold()
+            self._sum_kept()
         return LazyFloat(self.total / self.weight)
 
 
 class Means:
     """Running means by name.
 
-    Adding a tensor to a sum on the device takes longer than a small model's forward; so tensors are
-    kept, and summed many at a time.
+    Adding a tensor to a sum on the device takes longer than the forward of a small model. Tensors
+    are therefore kept, at the cost of a list's append, and summed many at a time.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Mean] = {}
 
     def of(self, name: str) -> Mean:
-        """Return the mean of this name, a new one where there is none."""
+        """Return the mean with this name; make it if there is none."""
         return self._by_name.setdefault(name, Mean())
 
     def add(self, name: str, value: Any, weight: float = 1.0) -> None:
@@ -67,24 +67,25 @@ class Means:
         self.of(name).add(value, weight)
 
     def mean(self, name: str) -> LazyFloat | None:
-        """The mean so far; None when nothing was added."""
-        one = self._by_name.get(name)
-        return None if one is None or not one.weight else one.mean()
+        """Return the mean so far; None if nothing was added."""
+        mean = self._by_name.get(name)
+        return None if mean is None or not mean.weight else mean.mean()
 
     def means(self) -> dict[str, LazyFloat | None]:
-        """All means."""
-        return {name: one.mean() for name, one in self._by_name.items() if one.weight}
+        """Return all means by name."""
+        return {name: mean.mean() for name, mean in self._by_name.items() if mean.weight}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the means and their weights, read."""
+        """Return the means and their weights as numbers."""
         return {
-            name: {"mean": float(one.mean()), "weight": one.weight}
-            for name, one in self._by_name.items()
-            if one.weight
+            name: {"mean": float(mean.mean()), "weight": mean.weight}
+            for name, mean in self._by_name.items()
+            if mean.weight
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore what `state_dict` returned."""
         self._by_name = {
-            name: Mean(one["mean"] * one["weight"], one["weight"]) for name, one in state.items()
+            name: Mean(saved["mean"] * saved["weight"], saved["weight"])
+            for name, saved in state.items()
         }

@@ -1,6 +1,6 @@
-"""What PyTorch's own hooks tell of the model: its outermost call, and the end of backward.
+"""Watches a model's outermost calls and backward through PyTorch's own hooks.
 
-Taps are put on and taken off as hooks ask for them. Nothing is wrapped or replaced.
+They are registered and removed as hooks need them. Nothing is wrapped or replaced.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class ModelCallback:
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         if not hasattr(ModelCallback.__call__, "_torchdynamo_disable"):
-            # Not when this file is imported: dynamo takes long to import. Whoever has made an
-            # optimizer has it.
+            # Not when this file is imported: importing dynamo takes long. Making an optimizer has
+            # imported it.
             from torch._dynamo.decorators import skip
 
             skip(ModelCallback.__call__)
 
     def __call__(self, *args: Any) -> Any:
-        """Pass the call on; where code is being compiled, let nothing of it be compiled.
+        """Call the callback; while code is compiled, keep it out of the graph.
 
-        `torch.compiler.disable` at each call would take half a microsecond.
+        `torch.compiler.disable` in each call would take half a microsecond.
         """
         if _dynamo() is None:
             return self._call(*args)
@@ -51,14 +51,13 @@ class ModelCallback:
 
 
 def _nothing(*args: Any) -> None:
-    """Stands where a tap was."""
+    """Do nothing."""
 
 
 class ModelWatch:
     """Calls back when the model's outermost call begins and returns, and around backward.
 
-    A call under `no_grad` is not training and is not told. The recomputation of activation
-    checkpointing is no call of the user's and is not told either.
+    Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored.
     """
 
     def __init__(
@@ -66,16 +65,16 @@ class ModelWatch:
         model: torch.nn.Module,
         before_forward: Callable[[], None],
         after_forward: Callable[[Any], None],
-        backward_begins: Callable[[], None],
-        backward_ends: Callable[[], None],
+        backward_begins: Callable[[], None] | None = None,
+        backward_ends: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
         self.calls_seen = 0
         self.backwards_seen = 0
         self._before_forward = before_forward
         self._after_forward = after_forward
-        self._backward_begins = backward_begins
-        self._backward_ends = backward_ends
+        self._backward_begins = backward_begins or _nothing
+        self._backward_ends = backward_ends or _nothing
         self._handles: list[RemovableHandle] = []
         self._outputs: deque[RemovableHandle] = deque(maxlen=64)
         self._sees = (False, False)
@@ -89,23 +88,23 @@ class ModelWatch:
         return bool(self._handles)
 
     def watch(self, *, calls: bool, backward: bool) -> None:
-        """Tell the model's calls, and backward through what they return, and no more than that."""
+        """Watch the model's calls, and backward through their outputs, as requested."""
         if (calls, backward) == self._sees:
             return
-        self.take_off()
+        self.detach()
         self._sees = (calls, backward)
         if calls:
             self._depth = 0
             self._handles = [
                 self.model.register_forward_pre_hook(ModelCallback(self._before)),
-                # always_call: a forward that raises must not leave the count of depth behind
+                # always_call: a forward that raises must not leave the depth wrong
                 self.model.register_forward_hook(ModelCallback(self._after), always_call=True),
             ]
         elif backward:
             self._handles = [self.model.register_forward_hook(ModelCallback(self._returned))]
 
-    def take_off(self) -> None:
-        """Take everything off the model and off what it returned lately."""
+    def detach(self) -> None:
+        """Remove all hooks from the model and its latest outputs."""
         for handle in (*self._handles, *self._outputs):
             handle.remove()
         self._sees = (False, False)
@@ -132,7 +131,7 @@ class ModelWatch:
             self._after_forward(outputs)
 
     def _returned(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
-        """Where only backward matters; calls of the model within itself do no harm here."""
+        """Watch backward only; calls of the model within itself do not matter here."""
         if torch.is_grad_enabled() and _task_id() == -1:
             self.calls_seen += 1
             self._watch_backward(outputs)

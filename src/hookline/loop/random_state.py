@@ -1,4 +1,4 @@
-"""Random states: all that training may draw from, as data that can be saved."""
+"""The states of all random generators that training may use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+_HOLDERS = ("dataset", "sampler", "batch_sampler")  # attributes of loaders and samplers
+
 __all__ = ["generators_of", "random_state", "restore_random_state", "seed_everything"]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy (where it is imported) and torch, on all devices."""
+    """Seed Python, numpy (if it is imported) and torch, on all devices."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -22,19 +24,19 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of every generator that training may draw from."""
+    """Return the states of all global generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (kind, [int(key) for key in keys], position, has_gauss, gauss)
+        state["numpy"] = (kind, keys.tolist(), position, has_gauss, gauss)
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back to where `random_state` found it."""
+    """Restore the states that `random_state` returned."""
     random.setstate(_tuples(state["python"]))
     torch.set_rng_state(state["torch"].cpu())
     numpy = sys.modules.get("numpy")
@@ -45,15 +47,21 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
+    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """The generators that loaders draw their order from, beside the global one."""
+    """Return the generators of loaders, their samplers and datasets, without the global ones."""
     found: list[torch.Generator] = []
     for loader in loaders:
-        for holder in (loader, getattr(loader, "sampler", None)):
-            generator = getattr(holder, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in found:
-                found.append(generator)
+        _add_generators(loader, found, set())
     return found
+
+
+def _add_generators(holder: Any, found: list[torch.Generator], seen: set[int]) -> None:
+    seen.add(id(holder))
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if isinstance(value, torch.Generator) and value not in found:
+            found.append(value)
+        elif name.lstrip("_") in _HOLDERS and id(value) not in seen:
+            _add_generators(value, found, seen)

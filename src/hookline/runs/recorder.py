@@ -96,12 +96,8 @@ class Recorder:
             self.run.log_metrics(step, epoch, metrics)
 
     def epoch(self, step: int, epoch: int | None, means: Mapping[str, Any]) -> None:
-        """Record the means of an epoch; that of the loss as `train/loss_epoch`."""
-        self.metrics(
-            step,
-            epoch,
-            {"train/loss_epoch" if n == "train/loss" else n: value for n, value in means.items()},
-        )
+        """Record the means of an epoch as `<name>_epoch`, apart from the values of its steps."""
+        self.metrics(step, epoch, {f"{name}_epoch": value for name, value in means.items()})
 
     def flush(self) -> None:
         """Flush what was recorded so far to the disk."""

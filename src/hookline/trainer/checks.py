@@ -1,30 +1,63 @@
-"""What a trainer is given, checked before anything happens."""
+"""Checks of the arguments of a trainer, when it is made."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.errors import TrainingError
 from hookline.loop.event_context import device_of
 
-__all__ = ["checked_model", "checked_optimizers", "device_for", "match_schedulers"]
+__all__ = [
+    "check_gradient",
+    "checked_config",
+    "checked_model",
+    "checked_optimizers",
+    "device_for",
+    "match_schedulers",
+]
 
 log = logging.getLogger("hookline")
 
 
+def checked_config(config: Any) -> TrainerConfig:
+    """Return the configuration as a `TrainerConfig`."""
+    if config is None:
+        return TrainerConfig()
+    if isinstance(config, HooksConfig):
+        return TrainerConfig(hooks=config)
+    if isinstance(config, Mapping):
+        return TrainerConfig(**config)
+    if not isinstance(config, TrainerConfig):
+        raise TypeError(
+            "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
+            f"fields of a TrainerConfig, not {config!r}, a {type(config).__name__}."
+        )
+    return config
+
+
+def check_gradient(loss: torch.Tensor) -> None:
+    """Raise if backward through this loss would reach no parameter."""
+    if not loss.requires_grad:
+        raise TrainingError(
+            "The loss has no gradient: nothing that it was computed from is a parameter that "
+            "requires one. Look for `no_grad`, `detach` or frozen parameters."
+        )
+
+
 def checked_model(model: Any) -> torch.nn.Module:
-    """Return the model, if it is one."""
+    """Return the model; raise if it is not a module."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"A model is a torch.nn.Module, not {model!r}, a {type(model).__name__}.")
     return model
 
 
 def device_for(wanted: str | None, model: torch.nn.Module) -> torch.device:
-    """Return the device to train on, if it is there."""
+    """Return the device to train on; raise if it is not available."""
     if wanted is None:
         return device_of(model)
     try:
@@ -42,7 +75,7 @@ def device_for(wanted: str | None, model: torch.nn.Module) -> torch.device:
 def checked_optimizers(
     given: Any, model: torch.nn.Module, every: Sequence[int] | None
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers in a list, if they fit the model and each other."""
+    """Return the optimizers in a list; raise if they do not fit the model or each other."""
     several = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(several) if isinstance(several, Iterable) else [several]
     for optimizer in optimizers:
@@ -53,8 +86,8 @@ def checked_optimizers(
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TrainingError(
-                "LBFGS evaluates a closure many times in a step, which this loop does not have. "
-                "Write the loop yourself, and let hooks into it with hookline.attach."
+                "LBFGS evaluates a closure many times in a step, which this loop does not support. "
+                "Write the loop yourself, and add hooks to it with hookline.attach."
             )
     if not optimizers:
         raise TrainingError("A trainer needs at least one optimizer, got none.")
@@ -86,11 +119,11 @@ def _check_parameters(optimizers: list[torch.optim.Optimizer], model: torch.nn.M
         raise TrainingError("The optimizers hold none of this model's parameters.")
     without = [names[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in owner]
     if without:
-        log.warning("No optimizer holds these parameters, they stay as they are: %s", without)
+        log.warning("No optimizer holds these parameters, so they are not trained: %s", without)
 
 
 def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
-    """Return the schedulers in a list, if each belongs to one of the optimizers."""
+    """Return the schedulers in a list; raise if one has an optimizer that is not the trainer's."""
     if given is None:
         return []
     schedulers = list(given) if isinstance(given, list | tuple) else [given]

@@ -1,4 +1,4 @@
-"""How a batch becomes a loss: the user's function, the model's own loss, or a sensible default."""
+"""Computes the loss of a batch: by the user's function, the model itself, or a default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookline.tensors.nested import describe_structure
 __all__ = ["LossComputer"]
 
 log = logging.getLogger("hookline")
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_NO_METRICS: Mapping[str, Any] = MappingProxyType({})
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
 
@@ -25,8 +25,8 @@ class LossComputer:
 
     In this order: `step_fn(model, batch)`, which returns a loss or a mapping with `loss` and
     further metrics; `loss_fn(outputs, targets)`; the loss that the model returns itself, as `.loss`
-    or `["loss"]`; for batches of inputs and targets, cross-entropy for whole-number targets and
-    mean squared error for others.
+    or `["loss"]`; for batches of inputs and targets, cross-entropy for integer targets and mean
+    squared error for others.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class LossComputer:
     ) -> None:
         self.step_fn = step_fn
         self.loss_fn = loss_fn
-        self._said = False
+        self._logged_default = False
 
     def __call__(
         self, model: torch.nn.Module, batch: Any
@@ -46,20 +46,20 @@ class LossComputer:
             inputs, targets = batch
             outputs = model(inputs)
             if self.loss_fn is None:
-                return self._by_default(outputs, targets), _NONE
+                return self._default_loss(outputs, targets), _NO_METRICS
             loss = self.loss_fn(outputs, targets)
-            if type(loss) is torch.Tensor and not loss.ndim:  # as usual
-                return loss, _NONE
-            return _checked(loss, "loss_fn")[0], _NONE
+            if type(loss) is torch.Tensor and not loss.ndim:
+                return loss, _NO_METRICS
+            return _checked(loss, "loss_fn")[0], _NO_METRICS
         if isinstance(batch, Mapping):
-            return self._of_mapping(model, batch)
+            return self._from_mapping(model, batch)
         raise TrainingError(
-            f"No loss for a batch like this: {describe_structure(batch)}. "
+            f"Cannot compute the loss of this batch: {describe_structure(batch)}. "
             "Expected (inputs, targets), or a mapping for a model that returns its loss; or give "
             "step_fn(model, batch)."
         )
 
-    def _of_mapping(
+    def _from_mapping(
         self, model: torch.nn.Module, batch: Mapping[str, Any]
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         if self.loss_fn is None:
@@ -80,28 +80,28 @@ class LossComputer:
                 f"{', '.join(_TARGETS)}: {describe_structure(batch)}. Give step_fn(model, batch)."
             )
         outputs = model(**{name: value for name, value in batch.items() if name != key})
-        return _checked(self.loss_fn(outputs, batch[key]), "loss_fn")[0], _NONE
+        return _checked(self.loss_fn(outputs, batch[key]), "loss_fn")[0], _NO_METRICS
 
-    def _by_default(self, outputs: Any, targets: Any) -> torch.Tensor:
+    def _default_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
             raise TrainingError(
                 f"No default loss for outputs {describe_structure(outputs)} and targets "
                 f"{describe_structure(targets)}. Give loss_fn(outputs, targets) or "
                 "step_fn(model, batch)."
             )
-        whole = not targets.is_floating_point()
-        if not self._said:
-            self._said = True
+        is_integer = not targets.is_floating_point()
+        if not self._logged_default:
+            self._logged_default = True
             log.info(
                 "No loss function was given: using %s, because the targets are %s.",
-                "cross-entropy" if whole else "the mean squared error",
+                "cross-entropy" if is_integer else "the mean squared error",
                 targets.dtype,
             )
-        return F.cross_entropy(outputs, targets) if whole else F.mse_loss(outputs, targets)
+        return F.cross_entropy(outputs, targets) if is_integer else F.mse_loss(outputs, targets)
 
 
 def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    metrics: Mapping[str, Any] = _NONE
+    metrics: Mapping[str, Any] = _NO_METRICS
     loss = result
     if type(result) is not torch.Tensor and isinstance(result, Mapping):
         if "loss" not in result:

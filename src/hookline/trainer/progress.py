@@ -1,7 +1,7 @@
-"""How training shows where it stands: a bar in a terminal, one display in Jupyter, lines elsewhere.
+"""The progress display: a bar in a terminal, one display in Jupyter, lines elsewhere.
 
-The trainer tells a `Progress` what happens, and mostly that must cost nothing. So `advance` counts
-down, looks at a clock every few batches only, and a loss is read only when it is shown.
+The trainer calls `advance` for each batch, which must cost almost nothing. It therefore counts
+down, reads the clock every few batches only, and a loss is read only when it is shown.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "make_progress"]
 
 Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
-MOST_BATCHES_UNSEEN = 16  # few, so that the display keeps up when batches suddenly get slow
-WINDOW = 30.0  # seconds: rate and time left come from the last half minute
+MAX_GAP = 16  # batches between two looks at the clock, few in case batches become slow
+WINDOW = 30.0  # seconds that speed and time left are computed from
 ERASE = "\r\x1b[2K"
 
 
 class Progress:
-    """What a trainer tells its display. This one shows nothing.
+    """The interface of displays. This one shows nothing.
 
-    As a context manager it ends when the block does, whatever happened in it.
+    As a context manager it ends with the block.
     """
 
     shows = False
 
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
-        """Training begins, or goes on after `first_step` steps; None is an unknown total."""
+        """Start the display, for a run resumed after `first_step` steps; None: unknown total."""
 
     def epoch(self, epoch: int, batches: int | None) -> None:
-        """An epoch (the first is 0) begins, with so many batches if that is known."""
+        """Start an epoch, counted from 0, with this number of batches, None if it is not known."""
 
     def advance(self, step: int, loss: Loss) -> None:
-        """A batch is done, and `step` steps are complete."""
+        """Count a batch, after which `step` steps are complete."""
 
     def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         """Show the metrics of a validation."""
 
     def say(self, text: str) -> None:
-        """Show a message, without tearing what is displayed."""
+        """Show a message without damaging the display."""
 
     def end(self, status: str, summary: Summary | None) -> None:
-        """Training is over: leave the terminal as it was. A second call does nothing."""
+        """End the display and restore the terminal. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -71,7 +71,7 @@ class Progress:
 
 
 class _Display(Progress):
-    """Counts, and decides when to show; subclasses say how."""
+    """Counts batches and decides when to show them; subclasses implement how."""
 
     shows = True
     waits = False  # whether to wait for the device's newest loss, or to show the one before
@@ -109,12 +109,12 @@ class _Display(Progress):
             self._check()
 
     def _check(self) -> None:
-        """Look at the clock: show what is due, and choose after how many batches to look again."""
+        """Read the clock, show what is due, and choose when to read the clock again."""
         now = self._clock()
         most = self._interval(now) / 4 * self._gap / max(now - self._checked, 1e-9)
         self._checked = now
         self._batches_seen += self._gap
-        self._gap = self._countdown = max(1, int(min(most, 2 * self._gap, MOST_BATCHES_UNSEEN)))
+        self._gap = self._countdown = max(1, int(min(most, 2 * self._gap, MAX_GAP)))
         if now >= self._due and self._running:
             earlier, self._earlier_loss = self._earlier_loss, self._loss
             self._attempt(self._show, now, self._loss if self.waits or earlier is None else earlier)
@@ -135,7 +135,7 @@ class _Display(Progress):
         now = self._clock()
         try:
             self._attempt(self._show, now, self._loss)
-        finally:  # also when Ctrl-C comes while the last loss is waited for
+        finally:  # also if Ctrl-C comes while waiting for the last loss
             with contextlib.suppress(OSError, ValueError):
                 self._close()
             self._loss = self._earlier_loss = None
@@ -146,7 +146,7 @@ class _Display(Progress):
             self._attempt(self._print_summary, summary)
 
     def _attempt(self, show: Callable[..., None], *args: Any) -> None:
-        """Show something, as long as there is a place: training outlives a closed pipe."""
+        """Show something unless the output failed before: a closed pipe must not stop training."""
         if not self._broken:
             try:
                 show(*args)
@@ -154,7 +154,7 @@ class _Display(Progress):
                 self._broken = True
 
     def _position(self) -> tuple[float, int | None]:
-        """Where training is, and its end: in steps if that is known, otherwise in epochs."""
+        """Return the position and the end: in steps if that is known, otherwise in epochs."""
         if self._steps is not None:
             return self._step, self._steps
         seen = self._batches_seen + self._gap - self._countdown
@@ -166,7 +166,7 @@ class _Display(Progress):
         return None if end is None else min(1.0, position / end) if end else 1.0
 
     def _parts(self, now: float, loss: Loss) -> dict[str, str]:
-        """What there is to show, in order; what is not known is not in it."""
+        """Return the parts to show, in order, without those that are not known."""
         samples, (position, end) = self._samples, self._position()
         while len(samples) > 1 and samples[1][0] < now - WINDOW:
             samples.popleft()
@@ -206,17 +206,17 @@ class PlainProgress(_Display):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
-        self._stream, self._told = stream, -1
+        self._stream, self._shown_step = stream, -1
 
     def _interval(self, now: float) -> float:
         return min(60.0, max(5.0, (now - self._started) / 20))
 
     def _show(self, now: float, loss: Loss) -> None:
-        if self._running or self._told != self._step:  # the last one may have been told already
+        if self._running or self._shown_step != self._step:  # the last one may be shown already
             parts = self._parts(now, loss)
-            told = (parts.get(name) for name in ("epoch", "step", "loss", "rate", "left"))
-            self._print("  ".join(part for part in told if part))
-        self._told = self._step if self._running else -1
+            shown = (parts.get(name) for name in ("epoch", "step", "loss", "rate", "left"))
+            self._print("  ".join(part for part in shown if part))
+        self._shown_step = self._step if self._running else -1
 
     def _print(self, text: str) -> None:
         self._stream.write(_encodable(text, self._stream) + "\n")
@@ -224,7 +224,7 @@ class PlainProgress(_Display):
 
 
 class BarProgress(_Display):
-    """One line with a rich bar. What is printed or logged meanwhile appears above it.
+    """One line with a rich bar; printed and logged lines appear above it.
 
     There is no thread and the cursor is never hidden, so debuggers, forks and kills are safe.
     """
@@ -236,13 +236,13 @@ class BarProgress(_Display):
         self._visible = self._unfinished = False
 
     def _open(self) -> None:
-        for name in ("stdout", "stderr"):  # `2> errors.txt` is left alone
+        for name in ("stdout", "stderr"):  # a stream that is redirected to a file is left alone
             real: TextIO = getattr(sys, name)
             if _is_terminal(self._stream) and _is_terminal(real):
                 proxy = _AboveBar(real, self._write_above)
                 setattr(sys, name, proxy)
                 self._cleanup.callback(setattr, sys, name, real)
-                for handler in _handlers_of(real):  # made before the bar, they hold the stream
+                for handler in _handlers_of(real):  # those made before the bar hold the stream
                     handler.setStream(proxy)
                     self._cleanup.callback(handler.setStream, real)
 
@@ -282,7 +282,7 @@ class BarProgress(_Display):
         from rich.text import Text
 
         room = 0
-        for name in ("", "elapsed", "rate", "epoch"):  # what a narrow terminal does without
+        for name in ("", "elapsed", "rate", "epoch"):  # dropped in this order on a narrow terminal
             parts.pop(name, None)
             room = self._console.width - sum(len(part) + 2 for part in parts.values()) - 3
             if room >= 8:
@@ -311,7 +311,7 @@ class BarProgress(_Display):
 
 
 class _AboveBar:
-    """Stands for `sys.stdout` or `sys.stderr` while there is a bar, and is it in all else."""
+    """A proxy of `sys.stdout` or `sys.stderr` that writes above the bar."""
 
     def __init__(self, real: TextIO, write_above: Callable[[TextIO, str], None]) -> None:
         self._real, self._write_above, self._process = real, write_above, os.getpid()
@@ -344,7 +344,7 @@ class JupyterProgress(_Display):
 
 
 def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -> Progress:
-    """Make the display for where the program runs.
+    """Return the display for the place where the program runs.
 
     Args:
         kind: "auto" (or True) is a bar in a terminal, one updating display in Jupyter, lines
@@ -367,7 +367,7 @@ def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -
 
 
 def in_kernel(modules: Mapping[str, Any] = sys.modules) -> bool:
-    """Whether this runs in a Jupyter kernel, where IPython has been imported already."""
+    """Return whether this runs in a Jupyter kernel, which has imported IPython."""
     shell = getattr(modules.get("IPython"), "get_ipython", lambda: None)()
     return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
 
@@ -399,10 +399,10 @@ def _of(number: int, total: int | None) -> str:
 
 
 def _number(value: Any) -> str:
-    """A number as text; here a device waits. Empty for what is no number, or cannot be read."""
+    """Return a number as text, "" if it is not a number or cannot be read; waits for the device."""
     try:
         number = float(value)
-    except Exception:  # a device that has failed tells the training itself
+    except Exception:  # a device that failed raises in the training loop, too
         return ""
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
 

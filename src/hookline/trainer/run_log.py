@@ -1,4 +1,4 @@
-"""What a trainer writes down: the run folder, or nothing."""
+"""The run that a trainer writes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer import Trainer
+    from hookline.trainer.trainer_base import TrainerBase
 
 __all__ = ["RunLog"]
 
 
 class RunLog(Recorder):
-    """The record of a trainer's run; without a folder it only logs what starts."""
+    """Writes a trainer's run; without a folder, the start of the run is only logged."""
 
     def __init__(self, root: Path | None) -> None:
         super().__init__(root)
         self._checkpoints: Path | None = None
 
-    def start(self, trainer: Trainer, restored: Path | None) -> None:
-        """Begin a run; a resumed one goes on in its folder where that is still there."""
-        if not trainer._strategy.is_main:
+    def start(self, trainer: TrainerBase, restored: Path | None) -> None:
+        """Start a run, or continue the folder of a resumed one if it still exists."""
+        if not trainer.strategy.is_main:
             return
         folder = None if restored is None else find_run_of_checkpoint(restored)
         self.begin(
@@ -40,7 +40,7 @@ class RunLog(Recorder):
             self._checkpoints = self.run.checkpoints
 
     def checkpoint_folder(self, path: Path | str | None, step: int) -> Path:
-        """Where a checkpoint goes."""
+        """Return the folder for a checkpoint."""
         if path is not None:
             return Path(path)
         if self._checkpoints is None:

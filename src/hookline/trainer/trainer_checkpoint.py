@@ -1,4 +1,4 @@
-"""A trainer as a checkpoint, and back."""
+"""Saving a trainer as a checkpoint, and restoring it."""
 
 from __future__ import annotations
 
@@ -16,95 +16,64 @@ from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer import Trainer
+    from hookline.trainer.trainer_base import TrainerBase
 
 __all__ = ["load_trainer_checkpoint", "save_trainer_checkpoint"]
 
 _SHOWN = 5
 
 
-def save_trainer_checkpoint(trainer: Trainer, folder: Path) -> Path:
-    """Save all that a resumed run needs into this folder; return where it is."""
-    context, scaler = trainer._context, trainer._strategy.scaler
-    position = trainer._position.state_dict(trainer.device)
-    state = {
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in trainer.schedulers],
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "hooks": trainer.hooks.state_dict(),
-        "disabled": [info.name for info in trainer.hooks.describe() if info.status == "disabled"],
-        "position": position,
-        "means": context.means.state_dict(),
-        "step": context.step,
-        "round": trainer._round,
-        "tokens_seen": context.tokens_seen,
-        "best_accuracy": trainer.best_accuracy,
-    }
+def save_trainer_checkpoint(trainer: TrainerBase, folder: Path) -> Path:
+    """Save all that a resumed run needs into this folder; return it."""
+    state = trainer.state_dict()
     info = {
-        "step": context.step,
-        "epoch": context.epoch,
-        "run_id": None if context.run is None else context.run.id,
-        "metrics": position["validated"],
+        "step": trainer.step,
+        "epoch": trainer.epoch,
+        "run_id": None if trainer.run is None else trainer.run.id,
+        "metrics": state["position"]["validated"],
     }
-    weights = trainer._strategy.save(trainer.model)
+    weights = trainer.strategy.save(trainer.model)
     saved = save_checkpoint(folder, model=weights, state=state, info=info)
     set_pointer(saved.parent, "last", saved)
     return saved
 
 
-def load_trainer_checkpoint(trainer: Trainer, path: Any) -> Path:
-    """Give a trainer everything back that was saved; return where the checkpoint is."""
+def load_trainer_checkpoint(trainer: TrainerBase, path: Any) -> Path:
+    """Restore a trainer from a checkpoint, or the last one of a run; return the checkpoint."""
     found = find_checkpoint(Path(path))
     checkpoint = load_checkpoint(found)
-    state, context = checkpoint.state, trainer._context
     for what in ("optimizers", "schedulers"):
-        saved, here = len(state[what]), len(getattr(trainer, what))
+        saved, here = len(checkpoint.state[what]), len(getattr(trainer, what))
         if saved != here:
             raise TrainingError(
                 f"The checkpoint {found} has {saved} {what}, this trainer {here}. Resume with the "
                 "trainer of the run."
             )
     _load_weights(trainer, found, checkpoint.model)
-    for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    for scheduler, saved in zip(trainer.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
-    if trainer._strategy.scaler is not None and state["scaler"] is not None:
-        trainer._strategy.scaler.load_state_dict(state["scaler"])
-    trainer.hooks.load_state_dict(state["hooks"])
-    for name in state["disabled"]:
-        if name in trainer.hooks:
-            trainer.hooks.disable_hook(name)
-    context.step, context.step_in_progress = state["step"], state["step"] + 1
-    context.tokens_seen = state["tokens_seen"]
-    trainer._round = state["round"]
-    context.means.load_state_dict(state["means"])
-    trainer.best_accuracy = state["best_accuracy"]
-    trainer._position.load_state_dict(state["position"], trainer.device)
-    context.epoch = trainer._position.epoch
+    trainer.load_state_dict(checkpoint.state)
     return found
 
 
-def _load_weights(trainer: Trainer, found: Path, weights: Mapping[str, Any]) -> None:
+def _load_weights(trainer: TrainerBase, found: Path, weights: Mapping[str, Any]) -> None:
     try:
-        trainer._strategy.load(trainer.model, weights)
+        trainer.strategy.load(trainer.model, weights)
     except RuntimeError as error:
         model = trainer.model
-        lines = describe_mismatches(weights, trainer._strategy.save(model)) or [str(error)]
+        lines = describe_mismatches(weights, trainer.strategy.save(model)) or [str(error)]
         lines += _other_settings(trainer, find_run_of_checkpoint(found))
         raise CheckpointError(
             f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "
-            "model of the run, or begin another run.\n  " + "\n  ".join(lines)
+            "model of the run, or start a new run.\n  " + "\n  ".join(lines)
         ) from error
 
 
-def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:
-    """Which settings of the run are others now, in a line; none where nobody knows."""
+def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:
+    """Return a line about the settings that differ from those of the run, if they are known."""
     before = None if folder is None else OpenedRun(folder).manifest.get("config")
     if not isinstance(before, dict):
         return []
     pairs = diff_configs(before, to_jsonable(mask_secrets(trainer.config.model_dump(mode="json"))))
-    told = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
-    if len(told) > _SHOWN:
-        told = [*told[:_SHOWN], f"and {len(told) - _SHOWN} more"]
-    return [f"of the configuration, {', '.join(told)}"] if told else []
+    changes = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
+    if len(changes) > _SHOWN:
+        changes = [*changes[:_SHOWN], f"and {len(changes) - _SHOWN} more"]
+    return [f"of the configuration, {', '.join(changes)}"] if changes else []

@@ -1,4 +1,4 @@
-"""What events carry in the trainer's loop."""
+"""The event context of the trainer's loop."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ __all__ = ["TrainerEventContext"]
 
 
 class TrainerEventContext(EventContext):
-    """The arguments of events; the trainer writes them as it goes."""
+    """The arguments of events, written by the trainer."""
 
     def __init__(
         self,
         trainer: Any,
         model: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        config: Any,
     ) -> None:
         super().__init__(trainer, model, optimizers)
-        self.config = config
         self.run: Any = None
         self.epoch = 0
         self.tokens_seen = 0
@@ -40,24 +38,29 @@ class TrainerEventContext(EventContext):
         self.made_metrics: Metrics | None = None
 
     @property
+    def config(self) -> Any:
+        """The trainer's configuration."""
+        return self.trainer.config
+
+    @property
     def metrics(self) -> Metrics:
-        """The metrics of the event; of a batch they are made when somebody asks."""
+        """The metrics of the event; those of a batch are made when they are read."""
         if self.made_metrics is None:
             self.made_metrics = Metrics({"loss": self.loss, **self.extra})
         return self.made_metrics
 
     @property
     def lr(self) -> Any:
-        """The rate that this step used; schedulers have stepped since."""
+        """The learning rate that this step used, before schedulers stepped."""
         return super().lr if self.used_lr is None else self.used_lr
 
     def keep_lr(self) -> None:
-        """Note the rate that this step uses."""
+        """Keep the learning rate that this step uses."""
         self.used_lr = super().lr
 
     @property
     def ctx(self) -> StepContext:
-        """The step."""
+        """The step, as one object."""
         return StepContext(
             step=self.step,
             loss=self.loss,
@@ -71,7 +74,7 @@ class TrainerEventContext(EventContext):
 
     @property
     def state(self) -> State:
-        """Where training stands, as small trainers tell it."""
+        """The state mapping: model, epoch, losses, status."""
         latest = self.latest_loss
         return State(
             {

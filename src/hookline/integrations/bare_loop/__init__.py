@@ -1,11 +1,9 @@
-"""A bare training loop as a host: `hookline.attach(model, optimizer, hooks=[…])`.
+"""Hooks in a bare training loop: `hookline.attach(model, optimizer, hooks=[…])`.
 
-PyTorch's own hooks tell when the model is called, when backward has ended and when the optimizer
-steps; the loop stays as it is. `attaching` is the way in, `session` what the user holds, `context`
-what events carry, and `needs` what an unchanged loop cannot tell, with the call that would.
-`watch` sees the model and backward, `steps` makes the events of a step of it, `scaler` sees a
-GradScaler, `losses` knows whose loss it was, `caller` which tensor backward was called on, and
-`averages` has means.
+PyTorch's own hooks show when the model is called, when backward has ended and when the optimizer
+steps, so the loop stays unchanged. `attach` returns a `Session`; `attached_loop` connects it to the
+loop, `step_watch` turns PyTorch's hooks into the events of a step, and `requirements` has what an
+unchanged loop does not provide, with the call on the session that does.
 """
 
 from hookline.integrations.bare_loop.attach import attach

@@ -1,4 +1,4 @@
-"""attach: the way into a loop that is not ours."""
+"""attach: add hooks to a loop that the user has written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hookline.dispatch import HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.session import Session, shown
+from hookline.integrations.bare_loop.session import Session, describe
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
@@ -31,29 +31,31 @@ def attach(
     settings: HookSettings | None = None,
     runs: str | os.PathLike[str] | Run | None = None,
 ) -> Session:
-    """Let hooks see a training loop that stays as it is.
+    """Attach hooks to a training loop, which stays unchanged.
 
         with hookline.attach(model, optimizer, hooks=[Watch()]):
-            …  # the loop, not one line changed
+            …  # the loop, unchanged
 
-    What such a loop cannot tell (epochs, batches, validation, checkpoints) is refused for hooks
-    that need it, before the first step, with the call on the session that would supply it.
+    Hooks that need what such a loop does not provide (epochs, batches, validation, checkpoints)
+    raise an error before the first step, with the call on the session that provides it.
 
     Args:
         model: the model as the loop calls it (the compiled or wrapped one, if there is one).
-        optimizer: the optimizer, or several. A step is done when each of them has stepped.
+        optimizer: the optimizer, or several. A step is complete when each of them has stepped.
         hooks: hooks to register, in this order.
-        scheduler: the learning-rate scheduler, for hooks that look at `trainer.scheduler`.
+        scheduler: the learning-rate scheduler, for hooks that read `trainer.scheduler`.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
-        config: what hooks get that ask for `config`.
-        tokens: how many tokens a batch has; by default the size of its `input_ids`.
+        config: the configuration, for hooks that ask for `config`.
+        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
         settings: how failing and costly hooks are treated.
-        runs: where run folders go: then each step's loss, the means of epochs, validations,
-            checkpoints and toggles are recorded, as by the trainer. Or a run that is open for
-            writing: `Run.open(folder, resume=True)` goes on with one. None: no record.
+        runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
+            and toggles are recorded, as by the trainer. Or a run that is open for writing:
+            `Run.open(folder, resume=True)` continues one. None writes no run.
     """
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {shown(scaler)}.")
+        raise TypeError(
+            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
+        )
     return Session(
         model,
         _optimizers(optimizer, model),
@@ -67,8 +69,8 @@ def attach(
     )
 
 
-def _inside(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that passes calls on, as Accelerate's does."""
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside a wrapper, such as Accelerate's."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -76,20 +78,20 @@ def _inside(optimizer: Any) -> Any:
 
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {shown(model)}.")
+        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {describe(model)}.")
     several = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(several) if isinstance(several, Iterable) else [several]
-    optimizers = [_inside(optimizer) for optimizer in optimizers]
+    optimizers = [_unwrapped(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
                 f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
-                f"not {shown(optimizer)}."
+                f"not {describe(optimizer)}."
             )
     if not optimizers:
         raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ValueError("The same optimizer was given twice. Name each once.")
+        raise ValueError("The same optimizer was given twice. Give each once.")
     own = {id(parameter) for parameter in model.parameters()}
     held = (
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]

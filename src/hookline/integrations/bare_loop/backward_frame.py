@@ -1,9 +1,9 @@
-"""Which tensor backward was called on.
+"""Finds the tensor that backward was called on.
 
-Autograd does not tell its hooks where backward began, and the loss is a local variable of the
-user's loop. But while hooks run, `Tensor.backward` is on the stack of the thread that called it,
-with the loss as its `self`. Reading it there changes nothing, costs about a microsecond, and is
-exact where wrapping `backward` would touch every tensor of the process.
+Autograd's hooks do not get it, and the loss is a local variable of the user's loop. But while hooks
+run, `Tensor.backward` is on the stack of the thread that called it, with the loss as its `self`.
+Reading it there changes nothing and costs about a microsecond; wrapping `backward` would affect
+every tensor of the process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _single(value: object) -> torch.Tensor | None:
 
 
 def is_being_called(code: CodeType) -> bool:
-    """Whether a function with this code is on the stack of this thread."""
+    """Return whether a function with this code is on the stack of this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:

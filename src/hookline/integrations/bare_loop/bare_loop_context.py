@@ -1,7 +1,7 @@
-"""Where a bare loop stands: the arguments of its events, as attributes.
+"""The event context of a bare loop.
 
-The session writes it, dispatchers read it. What this loop has not told raises `NotSuppliedError`
-with the call that would tell it.
+The session writes it, dispatchers read it. What the loop has not provided raises `NotSuppliedError`
+with the call that would provide it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 
 from hookline.context import LazyFloat, Metrics, State, StepContext
 from hookline.errors import NotSuppliedError
-from hookline.integrations.bare_loop.averages import Averages
-from hookline.integrations.bare_loop.requirements import CALLS, supplied_by
+from hookline.integrations.bare_loop.requirements import CALLS, not_supplied
 from hookline.loop.event_context import EventContext, device_of
+from hookline.loop.means import Means
 
-__all__ = ["BareLoopEventContext", "Batch"]
+__all__ = ["BareLoopEventContext", "Batch", "ProbeContext"]
 
 
 @dataclass
 class Batch:
-    """A batch that the loop draws through the session."""
+    """A batch that the loop loads through the session."""
 
     batch: Any
     index: int
@@ -43,7 +43,7 @@ class BareLoopEventContext(EventContext):
         config: Any,
     ) -> None:
         super().__init__(trainer, model, optimizers)
-        # What the loop may not tell is None here, and an error where a hook asks for it.
+        # What the loop may not provide is None here, and an error where a hook asks for it.
         self.known_config = config
         self.known_epoch: int | None = None
         self.known_batch: Batch | None = None
@@ -51,15 +51,15 @@ class BareLoopEventContext(EventContext):
         self.known_loss: Any = None
         self.why_no_loss = f". {CALLS['backward']}"
         self.latest_loss: LazyFloat | None = None
-        self.averages = Averages()
+        self.means = Means()
         self.metrics = Metrics()
 
-    # -- what the loop may or may not tell ---------------------------------------------------------
+    # -- what the loop may not provide -----------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         if self.known_epoch is None:
-            raise supplied_by("epoch")
+            raise not_supplied("epoch")
         return self.known_epoch
 
     @property
@@ -80,35 +80,35 @@ class BareLoopEventContext(EventContext):
 
     def _in_batch(self, name: str) -> Batch:
         if self.known_batch is None:
-            raise supplied_by(name)
+            raise not_supplied(name)
         return self.known_batch
 
     @property
     def config(self) -> Any:
         if self.known_config is None:
-            raise supplied_by("config")
+            raise not_supplied("config")
         return self.known_config
 
     @property
     def run(self) -> Any:
-        raise supplied_by("run")
+        raise not_supplied("run")
 
     @property
     def tokens_seen(self) -> int:
         if self.known_tokens is None:
-            raise supplied_by("tokens_seen")
+            raise not_supplied("tokens_seen")
         return self.known_tokens
 
     @property
     def loss(self) -> Any:
-        return self._tell_loss(self.known_loss)
+        return self._required_loss(self.known_loss)
 
-    def _tell_loss(self, loss: Any) -> Any:
+    def _required_loss(self, loss: Any) -> Any:
         if loss is None:
-            raise NotSuppliedError(f"This loop has not told 'loss'{self.why_no_loss}")
+            raise NotSuppliedError(f"This loop has not provided 'loss'{self.why_no_loss}")
         return loss
 
-    # -- what is made when somebody asks ----------------------------------------------------------
+    # -- what is made when it is read -------------------------------------------------------------
 
     @property
     def ctx(self) -> StepContext:
@@ -138,14 +138,41 @@ class BareLoopEventContext(EventContext):
             "status": self.status,
         }
         absent: dict[str, str] = {}
-        for key, tell in (
+        for key, read in (
             ("current_epoch", lambda: self.epoch),
             ("current_batch_idx", lambda: self.batch_idx),
-            ("latest_loss", lambda: self._tell_loss(self.latest_loss)),
-            ("avg_loss", lambda: self._tell_loss(self.averages.mean("loss"))),
+            ("latest_loss", lambda: self._required_loss(self.latest_loss)),
+            ("avg_loss", lambda: self._required_loss(self.means.mean("train/loss"))),
         ):
             try:
-                known[key] = tell()
+                known[key] = read()
             except NotSuppliedError as error:
                 absent[key] = str(error)
         return State(known, absent)
+
+
+class ProbeContext:
+    """The context as probes read it: what the loop has not provided is None."""
+
+    def __init__(self, context: BareLoopEventContext) -> None:
+        self._context = context
+
+    @property
+    def trainer(self) -> Any:
+        return self._context.trainer
+
+    @property
+    def step(self) -> int:
+        return self._context.step
+
+    @property
+    def step_in_progress(self) -> int:
+        return self._context.step_in_progress
+
+    @property
+    def epoch(self) -> int | None:
+        return self._context.known_epoch
+
+    @property
+    def evaluating(self) -> bool:
+        return self._context.evaluating

@@ -1,8 +1,8 @@
-"""Which loss a batch and a step had.
+"""The losses of batches and steps in a bare loop.
 
-The loop may tell (`session.backward(loss)`); else it is the tensor that backward was called on,
-where that is the loss beyond doubt: backward ran once in the step. With gradient accumulation an
-unchanged loop has usually divided it, and nobody can see by what: then it is not known.
+The loop may give them (`session.backward(loss)`). Otherwise the loss is the tensor that backward
+was called on, if backward ran once in the step. With gradient accumulation, an unchanged loop
+usually divides the loss by a number that cannot be seen; then the loss is not known.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["LossTracker"]
 
 
 @dataclass
-class Seen:
-    """One backward: the loss, where it is known, and whether the loop told it."""
+class BackwardLoss:
+    """The loss of one backward, None if it is not known, and whether the loop gave it."""
 
     loss: torch.Tensor | None
-    told: bool
+    given: bool
 
 
 class LossTracker:
@@ -34,24 +34,24 @@ class LossTracker:
         self.wanted = False
         self._context = context
         self._scaler = scaler
-        self._step: list[Seen] = []
-        self._batch: list[Seen] = []
-        self._first: list[Seen] = []
-        self._telling = False
+        self._step: list[BackwardLoss] = []
+        self._batch: list[BackwardLoss] = []
+        self._first: list[BackwardLoss] = []
+        self._is_given = False
         self._once_per_step: bool | None = None  # learned from the first step
 
-    def told(self, loss: torch.Tensor | None, parameter: torch.Tensor) -> None:
-        """The loop runs backward on this loss; None when it is done."""
-        self._telling = loss is not None
+    def set_loss(self, loss: torch.Tensor | None, parameter: torch.Tensor) -> None:
+        """Set the loss that the loop runs backward on; None after it."""
+        self._is_given = loss is not None
         if loss is not None and self.wanted:
-            self._add(Seen(loss.detach(), told=True), parameter)
+            self._add(BackwardLoss(loss.detach(), given=True), parameter)
 
     def backward_begins(self, parameter: torch.Tensor) -> None:
-        """Autograd has begun; `parameter` is one that it will reach."""
-        if not self._telling:
-            self._add(Seen(self._unscaled(differentiated_tensor()), told=False), parameter)
+        """Read the loss while backward runs; `parameter` is one that it will reach."""
+        if not self._is_given:
+            self._add(BackwardLoss(self._unscaled(differentiated_tensor()), given=False), parameter)
 
-    def _add(self, seen: Seen, parameter: torch.Tensor) -> None:
+    def _add(self, seen: BackwardLoss, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # gradients were dropped since the last backward, if any
             self._step.clear()
         self._step.append(seen)
@@ -66,57 +66,57 @@ class LossTracker:
         return loss / self._scaler.scale(torch.ones_like(loss))  # on the device; nothing waits
 
     def keep_first(self) -> None:
-        """A closure was evaluated for the first time: this is the loss of its step."""
+        """Keep the loss of a closure's first evaluation as that of the step."""
         self._first = list(self._step)
 
     def batch_begins(self) -> None:
-        """Another batch was drawn."""
+        """Forget the losses of the batch before."""
         self._batch.clear()
 
-    def tell_batch(self) -> LazyFloat | None:
-        """Tell the context the loss of the batch that ends now."""
+    def set_batch_loss(self) -> LazyFloat | None:
+        """Set the context's loss to that of the batch that ends; return it."""
         loss, why = _mean(self._batch)
-        untold = any(not seen.told for seen in self._batch)
-        if loss is not None and untold and not self._once_per_step:
+        is_read = any(not seen.given for seen in self._batch)
+        if loss is not None and is_read and not self._once_per_step:
             loss = None
             why = (
-                ", because the batch ended without a step, and an unchanged loop cannot tell "
-                f"whether its loss was divided. {CALLS['backward']}"
+                ", because the batch ended without a step, and it cannot be seen whether "
+                f"its loss was divided. {CALLS['backward']}"
             )
         self._context.known_loss, self._context.why_no_loss = loss, why
         return loss
 
-    def tell_step(self) -> None:
-        """Tell the context the loss of the step."""
+    def set_step_loss(self) -> None:
+        """Set the context's loss to that of the step."""
         loss, why = _mean(self._first or self._step)
         self._context.known_loss, self._context.why_no_loss = loss, why
 
-    def step_ends(self) -> None:
-        """Learn from the step, and add its loss to the averages."""
+    def end_step(self) -> None:
+        """Learn how often backward runs in a step, and add its loss to the means."""
         if self._once_per_step is None:
             self._once_per_step = len(self._first or self._step) == 1
         loss, _ = _mean(self._first or self._step)
         if loss is not None:
             self._context.latest_loss = loss
             for seen in self._first or self._step:
-                self._context.averages.add("loss", seen.loss)
+                self._context.means.add("train/loss", seen.loss)
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the losses of the step."""
         self._step.clear()
         self._first = []
 
 
-def _mean(seen: list[Seen]) -> tuple[LazyFloat | None, str]:
-    """The mean loss; or None, and why it is not known."""
+def _mean(seen: list[BackwardLoss]) -> tuple[LazyFloat | None, str]:
+    """Return the mean loss; or None, and why it is not known."""
     losses = [one.loss for one in seen if one.loss is not None]
     if not losses or len(losses) < len(seen):
         return None, f", because backward was not called on a single number. {CALLS['backward']}"
     if len(losses) == 1:
         return LazyFloat(losses[0]), ""
-    if not all(one.told for one in seen):
+    if not all(one.given for one in seen):
         return None, (
-            f", because backward ran {len(seen)} times before the step, and an unchanged loop "
-            f"cannot tell whether each loss was divided. {CALLS['backward']}"
+            f", because backward ran {len(seen)} times before the step, and it cannot be "
+            f"seen whether each loss was divided. {CALLS['backward']}"
         )
     return LazyFloat(lambda: torch.stack([loss.float().reshape(()) for loss in losses]).mean()), ""

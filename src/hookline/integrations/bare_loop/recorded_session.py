@@ -1,7 +1,7 @@
-"""A bare loop that is recorded: what it tells more than one that is not.
+"""The parts of a session that writes a run.
 
-These replace `BareLoopEventContext` and `StepWatch` when `attach` is given a folder for runs, so
-that a loop without one does no more than before.
+They replace `BareLoopEventContext` and `StepWatch` when `attach` is given `runs`, so that a loop
+without a run pays nothing for one.
 """
 
 from __future__ import annotations
@@ -12,44 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.integrations.bare_loop.averages import Averages
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.event_context import device_of
+from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
 
 if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.session import Session
+    from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["RecordedMoment", "RecordedSteps", "SessionRecord"]
+__all__ = ["RecordedEventContext", "RecordedStepWatch", "SessionRecorder"]
 
 log = logging.getLogger("hookline")
 
 
-class RecordedMoment(BareLoopEventContext):
+class RecordedEventContext(BareLoopEventContext):
     """The arguments of events, with the run."""
 
     @property
     def run(self) -> Any:
-        """The run; None on ranks that do not write it."""
+        """The run; None on ranks other than the first."""
         return self.trainer.run
 
 
-class RecordedSteps(StepWatch):
-    """Watches the loss of each step for the record, whether or not a hook asks for it."""
-
-    session: Session
+class RecordedStepWatch(StepWatch):
+    """Watches the loss of each step for the run, whether or not a hook asks for it."""
 
     def hooks_changed(self) -> None:
-        """Watch what the hooks need now, and always backward, where the loss is seen."""
-        if type(self._model) is ModelWatch:  # made just now, and not in use yet
+        """Watch what the hooks need, and always backward, where the loss is read."""
+        if type(self._model) is ModelWatch:  # just made, and not in use yet
             self._model = _BackwardWatch(
                 self.context.model,
-                self._before_forward,
-                self._after_forward,
+                self.callbacks.before_forward,
+                self.callbacks.after_forward,
                 self._backward_begins,
                 self._backward_ends,
             )
@@ -60,26 +59,26 @@ class RecordedSteps(StepWatch):
         before = self.context.latest_loss
         super()._end_step(skipped=skipped)
         loss = self.context.latest_loss
-        self.session.end_recorded_step(loss if loss is not before else None)
+        self.callbacks.record_step(loss if loss is not before else None)
 
 
 class _BackwardWatch(ModelWatch):
     def watch(self, *, calls: bool, backward: bool) -> None:
         # Hooks on the call of a model that was compiled in place would be compiled with it.
-        in_place = getattr(self.model, "_compiled_call_impl", None) is not None
-        super().watch(calls=calls, backward=backward or not in_place)
+        watches_loss = not is_compiled_in_place(self.model)
+        super().watch(calls=calls, backward=backward or watches_loss)
 
 
-class SessionRecord(Recorder):
-    """The record of a session: what is logged in a step is written when the step ends."""
+class SessionRecorder(Recorder):
+    """Writes the run of a session: values that are logged in a step are written at its end."""
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
-        self._step = Averages()
-        self._told = False
+        self._step_means = Means()
+        self._warned = False
 
-    def start(self, session: Session, config: Any) -> None:
-        """Begin a run, on one rank only."""
+    def start(self, session: AttachedLoop, config: Any) -> None:
+        """Start a run, on the first rank only."""
         if _rank() != 0:
             return
         given = to_jsonable(config)
@@ -89,37 +88,33 @@ class SessionRecord(Recorder):
             seed=named.get("seed"),
             hooks=session.hooks.describe(),
             device=device_of(session.model),
-            step=None if isinstance(self._root, Run) else 0,  # `session.resumed` will tell
+            step=None if isinstance(self._root, Run) else 0,  # `session.resumed` sets it
         )
 
-    def logged(self, name: str, value: Any) -> None:
+    def add_to_step(self, name: str, value: Any) -> None:
         """Keep a number for the end of the step."""
         if self.run is not None:
-            self._step.add(name, value)
+            self._step_means.add(f"train/{name}", value)
 
     def end_step(self, step: int, epoch: int | None, loss: Any) -> None:
-        """Write the loss of a step, and what was logged in it."""
+        """Write the loss of a step, and the means of what was logged in it."""
         if self.run is None:
             return
-        values = self._step.means("train/")
+        values = self._step_means.means()
         if loss is not None:
-            values["train/loss"] = loss  # the one that backward was called on, if there is a doubt
-        elif "train/loss" not in values and not self._told:
-            self._told = True
+            values["train/loss"] = loss  # that of backward has precedence over a logged one
+        elif "train/loss" not in values and not self._warned:
+            self._warned = True
             log.warning(
-                "The run's record has no train/loss: which loss the steps have cannot be seen in "
-                "this loop. Let the session run backward (`session.backward(loss)`), or log it: "
+                "The run has no train/loss: the loss of the steps cannot be seen in this loop. "
+                "Let the session run backward (`session.backward(loss)`), or log it: "
                 "`session.log('loss', loss)`."
             )
         self.metrics(step, epoch, values)
-        self._step = Averages()
-
-    def end_epoch(self, step: int, epoch: int, means: dict[str, Any]) -> None:
-        """Write the means of an epoch, apart from the values of its steps."""
-        self.metrics(step, epoch, {f"{name}_epoch": value for name, value in means.items()})
+        self._step_means = Means()
 
 
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK") or 0)  # torchrun's, before the group is made
+    return int(os.environ.get("RANK") or 0)  # as torchrun sets it, before there is a process group

@@ -1,4 +1,4 @@
-"""What an unchanged loop cannot tell, and the call that would supply it."""
+"""What an unchanged loop does not provide, and the call on the session that provides it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 
-__all__ = ["CALLS", "refusals", "supplied_by", "waiting"]
+__all__ = ["CALLS", "not_supplied", "pending_requirements", "unmet_requirements"]
 
 CALLS = MappingProxyType(
     {
         "epoch": "Wrap each epoch: `with session.epoch():`.",
-        "batches": "Draw batches through the session: `for batch in session.batches(loader):`.",
+        "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
         "backward": "Let the session run backward: `session.backward(loss)` instead of "
         "`loss.backward()`.",
         "validation": "Wrap validation: `with session.validation():`.",
         "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
         "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
         "clip": "Let the session clip: `session.clip(max_norm)`.",
-        "tokens": "Draw batches with `input_ids` through `session.batches(loader)`, or say how to "
+        "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
         "count: `attach(…, tokens=lambda batch: …)`.",
         "config": "Give it to attach: `attach(…, config=…)`.",
         "log": "Report it: `session.log('loss', value)` before the batch ends.",
@@ -58,14 +58,14 @@ _ARGUMENTS = {
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
-def supplied_by(argument: str, need: str | None = None) -> NotSuppliedError:
-    """The error for an argument that this loop has not supplied."""
-    call = CALLS[need or _ARGUMENTS[argument]]
-    return NotSuppliedError(f"This loop has not told '{argument}'. {call}")
+def not_supplied(argument: str) -> NotSuppliedError:
+    """Return the error for an argument that this loop has not provided."""
+    call = CALLS[_ARGUMENTS[argument]]
+    return NotSuppliedError(f"This loop has not provided '{argument}'. {call}")
 
 
-def refusals(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
-    """What hooks need and the loop did not supply before its first step, a line each."""
+def unmet_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
+    """Yield a line for everything that hooks need and the loop has not provided."""
     for event, listeners in _listening(hooks):
         need = _EVENTS.get(event)
         if need is not None and need not in supplied | _MAY_COME_LATER:
@@ -78,8 +78,8 @@ def refusals(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
                 yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
 
 
-def waiting(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
-    """What may still come in this loop, but has not: validation and checkpoints."""
+def pending_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
+    """Yield a line for every event that may still come: validation and checkpoints."""
     for event, listeners in _listening(hooks):
         need = _EVENTS.get(event)
         if need in _MAY_COME_LATER and need not in supplied:

@@ -1,9 +1,10 @@
-"""A GradScaler of the user's: when gradients are unscaled, and when a step is skipped.
+"""Watches a GradScaler: when gradients are unscaled, and when a step is skipped.
 
 A scaler that skips a step does not call the optimizer, and a fused optimizer skips inside its
-kernel: no hook of PyTorch's tells. So `step` and `unscale_` of this one scaler object are replaced
-while a session is attached, and put back afterwards. Gradients are unscaled before the optimizer
-is called, fused or not, so that hooks see those it uses; the result is the same, bit for bit.
+kernel; PyTorch has no hook for either. `step` and `unscale_` of this scaler object are therefore
+replaced while a session is attached, and restored afterwards. Gradients are unscaled before the
+optimizer is called, fused or not, so that hooks see those it uses; the result is the same, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _REPLACED = ("step", "unscale_")
 
 
 class Listener(Protocol):
-    """A session, as the scaler's watch sees it."""
+    """What is called when the scaler does something."""
 
     def watches(self, optimizer: torch.optim.Optimizer) -> bool: ...
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -28,12 +29,12 @@ class Listener(Protocol):
 
 
 class ScalerWatch:
-    """Watches one scaler for all sessions attached to it."""
+    """Watches one scaler for all sessions that are attached to it."""
 
     _all: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerWatch]] = WeakKeyDictionary()
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._before = {name: scaler.__dict__.get(name) for name in _REPLACED}
+        self._replaced = {name: scaler.__dict__.get(name) for name in _REPLACED}
         self._step = scaler.step
         self._unscale = scaler.unscale_
         self._enabled = scaler.is_enabled
@@ -44,21 +45,21 @@ class ScalerWatch:
 
     @classmethod
     def listen(cls, scaler: torch.amp.GradScaler, listener: Listener) -> None:
-        """Tell this listener what the scaler does."""
+        """Add a listener to the scaler's watch."""
         if scaler not in cls._all:
             cls._all[scaler] = cls(scaler)
         cls._all[scaler]._listeners.append(listener)
 
     @classmethod
     def leave(cls, scaler: torch.amp.GradScaler | None, listener: Listener) -> None:
-        """Stop telling it, if it was told; with the last listener the scaler is as it was."""
+        """Remove a listener; the last one restores the scaler."""
         watch = cls._all.get(scaler) if scaler is not None else None
         if scaler is None or watch is None or listener not in watch._listeners:
             return
         watch._listeners.remove(listener)
         if not watch._listeners:
             del cls._all[scaler]
-            for name, value in watch._before.items():
+            for name, value in watch._replaced.items():
                 if value is None:
                     delattr(scaler, name)
                 else:
@@ -68,7 +69,7 @@ class ScalerWatch:
         return [listener for listener in self._listeners if listener.watches(optimizer)]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale as the scaler does, then tell that gradients are ready."""
+        """Unscale as the scaler does, then call the listeners."""
         self._unscale(optimizer)
         self._unscaled.add(id(optimizer))
         for listener in self._listening(optimizer):

@@ -1,4 +1,4 @@
-"""Strategies: what the trainer needs from where it runs, and no more."""
+"""Strategies: what the trainer needs from the place where it runs."""
 
 from hookline.trainer.strategies.single_process import SingleProcess
 

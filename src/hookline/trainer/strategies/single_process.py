@@ -1,18 +1,21 @@
-"""One process, one device."""
+"""The strategy for one process on one device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
+from hookline.errors import TrainingError
+
 __all__ = ["SingleProcess"]
 
 
 class SingleProcess:
-    """The plain strategy. Another one has the same methods, and the loop stays as it is.
+    """Train in one process on one device. Other strategies implement the same methods.
 
     Args:
         device: where to train.
@@ -20,24 +23,35 @@ class SingleProcess:
     """
 
     is_main = True
-    alone = True  # there are no other processes to agree with
+    alone = True  # no other process takes part in the run
 
     def __init__(self, device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         self.device = device
         self.precision = precision
-        self.moves = device.type != "cpu"
+        self.needs_transfer = device.type != "cpu"
         scaled = precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled) if scaled else None
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
+    def check_processes(self) -> None:
+        """Raise if other processes were started for the same script: each would write a run."""
+        if self.alone and (processes := _world_size()) > 1:
+            raise TrainingError(
+                f"This script runs in {processes} processes (WORLD_SIZE, or the process group's "
+                "size), but the trainer trains in one: each process would train a model of its "
+                "own and write a run of its own. Start it in one process, `python train.py` "
+                "instead of torchrun. To train in several processes, write the loop yourself and "
+                "use `hookline.attach`."
+            )
+
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
-        """Put the model where it trains; its parameters stay the optimizers'."""
+        """Return the model on the device, and the optimizers, which keep its parameters."""
         return model.to(self.device), optimizers
 
     def move(self, batch: Any) -> Any:
-        """Return the batch on the device: tensors in tuples, lists and mappings too."""
+        """Return the batch with all its tensors on the device, also those in containers."""
         if isinstance(batch, torch.Tensor):
             return batch.to(self.device, non_blocking=True)
         if isinstance(batch, Mapping):
@@ -49,28 +63,28 @@ class SingleProcess:
         return batch
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of forward and loss."""
+        """Return the context in which forward and loss are computed."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Around a backward whose gradients need not be exchanged yet."""
+        """Return a context for a backward whose gradients are not synchronized yet."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward, scaled where the precision needs it."""
+        """Run backward, on the scaled loss if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer's gradients what they are without the scale."""
+        """Divide an optimizer's gradients by the scale."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
     ) -> torch.Tensor:
-        """Clip an optimizer's gradients; return their norm before it."""
+        """Clip an optimizer's gradients; return their norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if norm is not None:
             before = torch.nn.utils.clip_grad_norm_(parameters, norm)
@@ -82,7 +96,7 @@ class SingleProcess:
         return before
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step; return False when the scaler has skipped it."""
+        """Run `optimizer.step()`; return False if the scaler skipped it."""
         if self.scaler is None:
             optimizer.step()
             return True
@@ -91,12 +105,12 @@ class SingleProcess:
         return not any(flag.item() for flag in found.values())  # read by its step already
 
     def end_step(self) -> None:
-        """All optimizers have had their turn."""
+        """Update the scale, after all optimizers of the step."""
         if self.scaler is not None:
             self.scaler.update()
 
     def reduce(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over all processes."""
+        """Return the mean over all processes."""
         return value
 
     def any_rank(self, *requests: bool) -> tuple[bool, ...]:
@@ -104,12 +118,20 @@ class SingleProcess:
         return requests
 
     def barrier(self) -> None:
-        """Wait for the others."""
+        """Wait for the other processes."""
 
     def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The model's weights, whole."""
+        """Return the model's weights, unsharded."""
         return model.state_dict()
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Give the model its weights back."""
+        """Load weights into the model."""
         model.load_state_dict(dict(weights))
+
+
+def _world_size() -> int:
+    """Return the number of processes of this job, as torchrun or the process group says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1

@@ -1,0 +1,273 @@
+"""The session's connection to the loop: start and end, hooks, probes and the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from hookline.context import LazyFloat, Metrics
+from hookline.dispatch import HookManager, HookSettings
+from hookline.errors import HooklineError, NotSuppliedError
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
+from hookline.integrations.bare_loop.requirements import (
+    CALLS,
+    pending_requirements,
+    unmet_requirements,
+)
+from hookline.integrations.bare_loop.step_watch import StepCallbacks, StepWatch
+from hookline.loop.means import Means
+from hookline.loop.training_loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.recorded_session import SessionRecorder
+    from hookline.runs.run import Run
+
+__all__ = ["AttachedLoop"]
+
+log = logging.getLogger("hookline")
+
+
+class AttachedLoop(TrainingLoop[HookManager]):
+    """A loop that hooks are attached to; `Session` adds the calls that the loop may make."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        hooks: Iterable[Hook],
+        *,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+        config: Any,
+        tokens: Callable[[Any], int] | None,
+        settings: HookSettings | None,
+        runs: str | os.PathLike[str] | Run | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.config = SimpleNamespace(debug=False) if config is None else config
+        self.best_accuracy = 0.0
+        self.run: Run | None = None
+        self._runs = runs
+        self._recorder: SessionRecorder | None = None
+        context_class, watch_class = _classes(recorded=runs is not None)
+        self._context: BareLoopEventContext = context_class(self, model, optimizers, config)
+        self._tokens_fn = tokens
+        self._supplied: set[str] = {"config"} if config is not None else set()
+        if runs is not None:
+            self._supplied.add("run")
+        self._validation: Means | None = None
+        self._validated: dict[str, Any] = {}
+        self._stop_reason: str | None = None
+        self.started = self._ended = False
+        self._warned_late_log = False
+        self.hooks = HookManager(source=self._context, settings=settings)
+        self.hooks.raise_on_missing_args = True  # until the first step
+        self.hooks.register_hooks(hooks)
+        callbacks = StepCallbacks(
+            begin=self.begin,
+            before_forward=self._before_forward,
+            after_forward=self._after_forward,
+            end_batch=self._end_batch,
+            record_step=self._record_step,
+            unmet_requirements=lambda: list(unmet_requirements(self.hooks, self._supplied)),
+            requirements_met=self._requirements_met,
+        )
+        self._step_watch = watch_class(self._context, self.hooks, scaler, callbacks)
+        self.hooks.on_change = self._hooks_changed
+        self._sync_probes()
+
+    # -- stopping ---------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop_reason is not None
+
+    def stop(self, reason: str = "") -> None:
+        """Stop training after this batch. Only a loop over `session.batches` can be stopped."""
+        if "batches" not in self._supplied:
+            raise NotSuppliedError(f"This loop cannot be stopped by a hook. {CALLS['batches']}")
+        self._stop_reason = reason
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self.begin()
+        except BaseException as error:
+            self._step_watch.detach()  # `__exit__` is not called
+            self._close_recorder("error", error)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None or self._ended:
+            self.detach()
+            return
+        self.hooks.raise_on_missing_args = False  # one error is enough
+        context = self._context
+        context.exception = error
+        context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        if isinstance(error, SystemExit | GeneratorExit):
+            context.status = "stopped"  # leaving early is not a failure
+        for end in (self._fire_exception, self.detach):
+            try:
+                end()
+            except HooklineError:  # the user's own error matters more, and is raised
+                log.exception("A hook failed at the end of training.")
+
+    def _fire_exception(self) -> None:
+        if self._context.status != "stopped":
+            self._fire("on_exception")
+
+    def begin(self) -> None:
+        """Start training; nothing happens after the first call, which the session makes itself."""
+        if not self.started:
+            self._start_recorder()
+            self.started = True
+            self.hooks.run_started()
+            self._context.known_epoch = self._context.known_tokens = 0  # known here
+            self._fire("on_train_start")
+            self._context.known_epoch = self._context.known_tokens = None
+            self._step_watch.start()
+
+    def detach(self) -> None:
+        """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._context.status == "training":
+                self._context.status = "stopped" if self.should_stop else "completed"
+            if self.started:
+                self._fire("on_train_end")
+        finally:
+            self._sync_probes()
+            self._step_watch.detach()
+            self.hooks.run_ended()
+            self._close_recorder(self._context.status, self._context.exception)
+        if self._context.status in ("completed", "stopped"):
+            for line in pending_requirements(self.hooks, self._supplied):
+                log.warning("The loop has ended. %s", line)
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def _start_recorder(self) -> None:
+        if self._runs is None:
+            return
+        from hookline.integrations.bare_loop.recorded_session import SessionRecorder
+
+        recorder = SessionRecorder(self._runs)
+        recorder.start(self, self._context.known_config)
+        if recorder.run is not None:
+            self._recorder, self.run = recorder, recorder.run
+
+    def _record_step(self, loss: LazyFloat | None) -> None:
+        if self._recorder is not None:
+            self._recorder.end_step(self._context.step, self._context.known_epoch, loss)
+
+    def _close_recorder(self, status: str, error: BaseException | None) -> None:
+        if self._recorder is not None:
+            self._recorder.close(status, self._stop_reason, self.hooks.summary(), error)
+            self._recorder = None
+
+    # -- hooks and probes -------------------------------------------------------------------------
+
+    def _fire(self, event: str) -> None:
+        dispatch = getattr(self.hooks.dispatchers, event)
+        if dispatch is not None:
+            dispatch(self._context)
+
+    def _before_forward(self) -> None:
+        self.begin()
+        super()._before_forward()
+
+    def _request_skip(self, idx: int, reason: str) -> None:
+        # The optimizer's gradients are removed just before its step, which then changes nothing.
+        self._step_watch.skip(idx, reason)
+
+    def _watch_model(self) -> None:
+        self._step_watch.hooks_changed()
+
+    def _sync_probes(self, *, at_boundary: bool = False) -> None:
+        super()._sync_probes(at_boundary=at_boundary)
+        if self._probes is not None:
+            self._step_watch.end_probes = self._end_probes
+
+    def _end_probes(self) -> None:
+        """Apply toggles of edits that waited for the end of the step."""
+        if self._probes is not None:
+            self._probes.end_step()
+            if self._probes.waiting:
+                self._sync_probes(at_boundary=True)
+
+    def _probe_context(self) -> Any:
+        return ProbeContext(self._context)
+
+    def _probe_phase(self) -> tuple[bool, bool]:
+        return not self._ended, self.started and not self._ended
+
+    def _count_tokens(self, batch: Any) -> int | None:
+        if self._tokens_fn is not None:
+            tokens: int | None = int(self._tokens_fn(batch))
+        elif isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            tokens = batch["input_ids"].numel()
+        else:
+            tokens = None
+        if tokens is not None:
+            self._supplied.add("tokens")
+        return tokens
+
+    def _end_batch(self, tokens: int | None = None) -> None:
+        """End the batch in progress, if there is one."""
+        batch = self._context.known_batch
+        if batch is None or batch.ended:
+            return
+        batch.ended = True
+        if self._validation is not None:
+            self._context.metrics = Metrics(batch.logged)
+            self._context.known_loss = batch.logged.get("loss")
+            self._context.why_no_loss = f". {CALLS['log']}"
+            self._fire("on_validation_batch_end")
+            return
+        if tokens is None:
+            tokens = self._count_tokens(batch.batch)
+        if tokens is not None:
+            self._context.known_tokens = (self._context.known_tokens or 0) + tokens
+        if self.hooks.dispatchers.on_train_batch_end is not None:
+            loss = self._step_watch.batch_loss()
+            known = {} if loss is None else {"loss": loss}
+            self._context.metrics = Metrics(known | batch.logged)
+            self._fire("on_train_batch_end")
+
+    def _requirements_met(self) -> None:
+        """Before the first step: from now on, what is missing is a warning."""
+        self.hooks.raise_on_missing_args = False
+        for line in pending_requirements(self.hooks, self._supplied):
+            log.info("%s", line)
+
+
+def _classes(*, recorded: bool) -> tuple[type[BareLoopEventContext], type[StepWatch]]:
+    """Return the classes of a session's parts; a loop without a run does nothing for one."""
+    if not recorded:
+        return BareLoopEventContext, StepWatch
+    from hookline.integrations.bare_loop.recorded_session import (
+        RecordedEventContext,
+        RecordedStepWatch,
+    )
+
+    return RecordedEventContext, RecordedStepWatch

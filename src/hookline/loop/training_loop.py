@@ -1,0 +1,138 @@
+"""What Hookline's trainer and the session of a bare loop have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from hookline.dispatch import HookManager, HooksMixin
+from hookline.tensors.observation import Observation
+
+if TYPE_CHECKING:
+    from hookline.probes.sync import ProbeSync
+
+__all__ = ["TrainingLoop", "zero_grad"]
+
+Manager = TypeVar("Manager", bound=HookManager)
+
+
+class TrainingLoop(HooksMixin[Manager]):
+    """A loop with hooks, probes and updates on its model; hooks get it as `trainer`.
+
+    Attributes:
+        model: the model.
+        optimizers: the optimizers.
+        best_accuracy: the best `val/accuracy` so far.
+    """
+
+    model: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    best_accuracy: float
+    _context: Any  # an `EventContext`, of the loop's own class
+    _recorder: Any = None  # a `Recorder`, or None
+    _probes: ProbeSync | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def step(self) -> int:
+        """The number of completed optimizer steps."""
+        return int(self._context.step)
+
+    @property
+    def status(self) -> str:
+        """`training`, or how it ended: `completed`, `stopped`, `interrupted` or `error`."""
+        return str(self._context.status)
+
+    def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
+        """Skip the next step of an optimizer, or of all of them.
+
+        Args:
+            idx: the optimizer's number; None for all.
+            reason: given to `on_step_skipped`.
+        """
+        if idx is not None and not 0 <= idx < len(self.optimizers):
+            raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
+        self._request_skip(-1 if idx is None else idx, reason)
+
+    def _request_skip(self, idx: int, reason: str) -> None:
+        raise NotImplementedError
+
+    def log(self, name: str, value: Any) -> None:
+        """Record a number with this step."""
+        raise NotImplementedError
+
+    def log_dict(self, values: Mapping[str, Any]) -> None:
+        """Record several numbers with this step."""
+        for name, value in values.items():
+            self.log(name, value)
+
+    # -- the model's calls ------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        fire = self.hooks.dispatchers
+        if fire.on_before_forward is not None:
+            fire.on_before_forward(self._context)
+
+    def _after_forward(self, outputs: Any) -> None:
+        fire, context = self.hooks.dispatchers, self._context
+        if fire.forward is not None:
+            context.observation = Observation(outputs, "the model's outputs")
+            fire.forward(context)
+            context.observation = None
+        if fire.on_after_forward is not None:
+            context.outputs = outputs
+            fire.on_after_forward(context)
+            context.outputs = None  # or it would keep the graph alive
+
+    # -- hooks that come, go and are toggled ------------------------------------------------------
+
+    def _hooks_changed(self) -> None:
+        """Watch what the enabled hooks need, and write their status to the run."""
+        self._watch_model()
+        self._sync_probes()
+        if self._recorder is not None:
+            statuses = {info.name: info.status for info in self.hooks.describe()}
+            self._recorder.event("hooks", step=self._context.step, hooks=statuses)
+
+    def _watch_model(self) -> None:
+        raise NotImplementedError
+
+    def _sync_probes(self, *, at_boundary: bool = False) -> None:
+        """Attach the probes that are enabled to the model, and detach the others."""
+        if self._probes is None and self.hooks.of_kind("probe"):
+            from hookline.probes.sync import ProbeSync  # most loops have no probes
+
+            self._probes = ProbeSync(self.hooks, self.model, self._probe_context())
+        if self._probes is not None:
+            attached, within_step = self._probe_phase()
+            self._probes.sync(on=attached, within_step=within_step and not at_boundary)
+
+    def _probe_context(self) -> Any:
+        """Return what probes read `step`, `epoch` and `evaluating` from."""
+        return self._context
+
+    def _probe_phase(self) -> tuple[bool, bool]:
+        """Return whether probes are attached now, and whether the loop is within a step."""
+        raise NotImplementedError
+
+
+_TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Do what `optimizer.zero_grad()` does, about 10 µs faster, without torch's profiling.
+
+    An optimizer that overrides `zero_grad` has its own method called.
+    """
+    if type(optimizer).zero_grad is not _TORCH_ZERO_GRAD or "zero_grad" in optimizer.__dict__:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

@@ -1,0 +1,335 @@
+"""What a trainer consists of, and what users and hooks call on it. Its loop is in `trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from hookline.config import HookRegistry, make_hook
+from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.errors import RunError, TrainingError, listed
+from hookline.hook import Hook
+from hookline.loop.control_requests import ControlRequests
+from hookline.loop.evaluation import tokens_in
+from hookline.loop.model_watch import ModelWatch
+from hookline.loop.training_loop import TrainingLoop
+from hookline.runs.run import Kind
+from hookline.trainer.checks import (
+    check_gradient,
+    checked_config,
+    checked_model,
+    checked_optimizers,
+    device_for,
+    match_schedulers,
+)
+from hookline.trainer.data_position import DataPosition
+from hookline.trainer.data_stream import Stream
+from hookline.trainer.loss_computer import LossComputer
+from hookline.trainer.progress import make_progress
+from hookline.trainer.run_log import RunLog
+from hookline.trainer.strategies import SingleProcess
+from hookline.trainer.trainer_checkpoint import save_trainer_checkpoint
+from hookline.trainer.trainer_context import TrainerEventContext
+from hookline.updates import Identity
+
+__all__ = ["Phase", "TrainerBase"]
+
+
+class Phase(Enum):
+    """What a trainer is doing."""
+
+    IDLE = auto()  # there is no run
+    STARTING = auto()  # a run begins; hooks have not been called yet
+    BETWEEN_STEPS = auto()  # at a step boundary: checkpoints are saved at once
+    IN_STEP = auto()  # within a step or the end of an epoch: checkpoints wait for its end
+
+
+class TrainerBase(TrainingLoop[HookRegistry]):
+    """The parts of a trainer, and its public methods apart from the loop."""
+
+    def __init__(
+        self,
+        config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        schedulers: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
+        hooks: Iterable[Hook] | Mapping[str, Any] = (),
+    ) -> None:
+        self.config = checked_config(config)
+        self.device = device_for(self.config.device, checked_model(model))
+        self.strategy = SingleProcess(self.device, self.config.precision)
+        self.model, self.optimizers = self.strategy.prepare(
+            model, checked_optimizers(optimizers, model, self.config.optimizer_every)
+        )
+        self.schedulers = match_schedulers(schedulers, self.optimizers)
+        self.best_accuracy = 0.0
+        self._loss_computer = LossComputer(step_fn, loss_fn)
+        self._tokens_fn = tokens_fn
+        self._tokens = tokens_fn or tokens_in
+        self._phase = Phase.IDLE
+        self._requests = ControlRequests()
+        self._recorder: RunLog = RunLog(None)
+        self._progress = make_progress("off")
+        self._train: Stream | None = None
+        self._val: Stream | None = None
+        self._position = DataPosition()
+        self._epoch_length: int | None = None  # in batches; None if it is not known
+        self._accumulated_losses: list[Any] = []  # of the batches in the next optimizer step
+        self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
+        self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
+        self._context: TrainerEventContext = TrainerEventContext(self, self.model, self.optimizers)
+        self._watch = ModelWatch(self.model, self._before_forward, self._after_forward)
+        configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
+        self.hooks = HookRegistry(self.config.hooks, hooks=given, source=self._context)
+        self.hooks.add_configured(configured)
+        if "identity" not in self.hooks:
+            self.hooks.add_hook(Identity())
+        self._dispatchers = self.hooks.dispatchers
+        self.hooks.on_change = self._hooks_changed
+        self._hooks_changed()
+
+    # -- data and loss ----------------------------------------------------------------------------
+
+    def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
+        """Set the data to train and to validate on; None leaves what is there.
+
+        Args:
+            loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
+            val_loaders: the same, for validation.
+        """
+        if loaders is not None:
+            self._train = Stream(loaders, self.config.loaders, what="train")
+        if val_loaders is not None:
+            self._val = Stream(val_loaders, what="val")
+        if self._train is None:
+            raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
+
+    @property
+    def train_data(self) -> Stream | None:
+        """The data to train on."""
+        return self._train
+
+    @property
+    def val_data(self) -> Stream | None:
+        """The data to validate on."""
+        return self._val
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to validate on."""
+        return self._val is not None
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss function; it may be replaced while training."""
+        return self._loss_computer.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        self._loss_computer.loss_fn = loss_fn
+
+    @property
+    def step_fn(self) -> Callable[..., Any] | None:
+        """The function `step_fn(model, batch)` that computes loss and metrics, if there is one."""
+        return self._loss_computer.step_fn
+
+    def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Return the loss of a batch and its other metrics, as in a training step."""
+        moved = self.strategy.move(batch) if self.strategy.needs_transfer else batch
+        with self.strategy.autocast():
+            return self._loss_computer(self.model, moved)
+
+    def dry_run(self, batch: Any) -> dict[str, Any]:
+        """Compute the loss of a training batch and its gradients; return what was seen.
+
+        Hooks are not called, no optimizer steps, and nothing is recorded.
+        """
+        parameters = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
+        self._watch.watch(calls=False, backward=False)
+        self.model.train()
+        try:
+            loss, metrics = self.compute_loss(batch)
+            check_gradient(loss)
+            self.strategy.backward(loss)
+            reached = sum(parameter.grad is not None for parameter in parameters)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            self._watch_model()
+        return {
+            "loss": float(loss.detach()),
+            "gradients": reached,
+            "parameters": len(parameters),
+            "metrics": ["loss", *metrics],
+        }
+
+    # -- where training stands --------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+        return self._context.epoch
+
+    @property
+    def tokens_seen(self) -> int:
+        """The number of tokens trained on."""
+        return self._context.tokens_seen
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The number of epochs to train; None if only the number of steps is limited."""
+        config = self.config
+        if config.max_steps is not None and "max_epochs" not in config.model_fields_set:
+            return None
+        return config.max_epochs
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a hook or user requested to stop; None without a request."""
+        return self._requests.stop_reason
+
+    @property
+    def run(self) -> Any:
+        """The run and its folder; None if no run is written."""
+        return self._context.run
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def stop(self, reason: str = "") -> None:
+        """Stop training after this step."""
+        self._requests.stop(reason)
+
+    def _request_skip(self, idx: int, reason: str) -> None:
+        self._requests.skip(idx, reason)
+
+    def save_checkpoint(self, path: Path | str | None = None) -> Path | None:
+        """Save all that a resumed run needs; return the checkpoint's folder.
+
+        Within a step or the end of an epoch, the checkpoint is saved when it is over, and None is
+        returned.
+        """
+        if self._phase is Phase.IN_STEP:
+            self._requests.checkpoint(path)
+            return None
+        return self._save(path)
+
+    def _save(self, path: Path | str | None) -> Path:
+        self._recorder.flush()  # or a run that is resumed from here might lack values before it
+        folder = self._recorder.checkpoint_folder(path, self._context.step)
+        saved = save_trainer_checkpoint(self, folder)
+        self._recorder.event("checkpoint", path=str(saved), step=self._context.step)
+        self._context.checkpoint_path = saved
+        if self._dispatchers.on_checkpoint_save is not None:
+            self._dispatchers.on_checkpoint_save(self._context)
+        return saved
+
+    # -- logging ----------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
+        """Record a value with this step: a scalar, histogram, text or image, as `kind` says."""
+        if kind != "scalar" and kind not in get_args(Kind):
+            raise RunError(f"Unknown kind '{kind}'. There are {listed(get_args(Kind))}.")
+        self._recorder.value(self._context.step, self._context.epoch, name, value, kind)
+
+    def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
+        """Print the progress every so many batches; return the hook's name."""
+        return self._add_built_in("console_log", log_every_n_batches=log_every_n_batches, **options)
+
+    def add_json_logging(self, log_every_n_batches: int = 100, **options: Any) -> str:
+        """Write the progress as JSON lines; return the hook's name."""
+        return self._add_built_in("json_log", log_every_n_batches=log_every_n_batches, **options)
+
+    def add_checkpointing(self, save_every_n_epochs: int = 1, **options: Any) -> str:
+        """Save a checkpoint every so many epochs; return the hook's name."""
+        return self._add_built_in("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
+
+    def _add_built_in(self, built_in: str, **options: Any) -> str:
+        return self.add_hook(make_hook(built_in, options))
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, apart from the model's weights."""
+        context, scaler = self._context, self.strategy.scaler
+        return {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "hooks": self.hooks.state_dict(),
+            "disabled": [info.name for info in self.hooks.describe() if info.status == "disabled"],
+            "position": self._position.state_dict(self.device),
+            "means": context.means.state_dict(),
+            "step": context.step,
+            "epoch": context.epoch,
+            "round": self._optimizer_round,
+            "pending_gradients": self._pending_gradients(),
+            "tokens_seen": context.tokens_seen,
+            "best_accuracy": self.best_accuracy,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the run cannot be resumed exactly with this trainer's data.
+        """
+        context, scaler = self._context, self.strategy.scaler
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if scaler is not None and state["scaler"] is not None:
+            scaler.load_state_dict(state["scaler"])
+        self.hooks.load_state_dict(state["hooks"])
+        for name in state["disabled"]:
+            if name in self.hooks:
+                self.hooks.disable_hook(name)
+        context.step, context.step_in_progress = state["step"], state["step"] + 1
+        context.tokens_seen = state["tokens_seen"]
+        self._optimizer_round = state["round"]
+        self._load_pending_gradients(state["pending_gradients"])
+        context.means.load_state_dict(state["means"])
+        self.best_accuracy = state["best_accuracy"]
+        self._position.load_state_dict(state["position"], self.device)
+        if self._train is not None:
+            self._position.check_resumable(self._train)
+        context.epoch = self._position.epoch
+
+    def _pending_gradients(self) -> list[list[Any] | None]:
+        """Return the gradients of each optimizer that does not step in every step, else None."""
+        every = self.config.optimizer_every or [1] * len(self.optimizers)
+        return [
+            None if n == 1 else [p.grad for g in optimizer.param_groups for p in g["params"]]
+            for optimizer, n in zip(self.optimizers, every, strict=True)
+        ]
+
+    def _load_pending_gradients(self, saved: list[list[Any] | None]) -> None:
+        for optimizer, gradients in zip(self.optimizers, saved, strict=True):
+            if gradients is None:
+                continue
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    # -- hooks and probes -------------------------------------------------------------------------
+
+    def _watch_model(self) -> None:
+        fire = self._dispatchers
+        watching = (fire.on_before_forward, fire.on_after_forward, fire.forward)
+        calls = any(dispatcher is not None for dispatcher in watching)
+        self._watch.watch(calls=calls, backward=False)
+
+    def _sync_probes(self, *, at_boundary: bool = False) -> None:
+        super()._sync_probes(at_boundary=at_boundary)
+        if self._probes is not None:
+            self._requests.pending |= self._probes.waiting
+
+    def _probe_phase(self) -> tuple[bool, bool]:
+        return self._phase is not Phase.IDLE, self._phase is Phase.IN_STEP
