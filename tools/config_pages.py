@@ -1,4 +1,4 @@
-"""The tables of the configuration page, made from the models of a training file.
+"""The tables of the configuration page, generated from the models of a config file.
 
 `tools/generate.py` writes them between the markers in docs/configuration.md.
 """
@@ -29,7 +29,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("The file", TrainingConfig),
     ("An object", ObjectConfig),
     ("An optimizer", OptimizerConfig),
-    ("A group of parameters", GroupConfig),
+    ("A parameter group", GroupConfig),
     ("A scheduler", SchedulerConfig),
     ("`data`", DataConfig),
     ("A loader", LoaderConfig),
@@ -39,7 +39,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
 NAMES = {
     "ObjectConfig": "an object",
     "OptimizerConfig": "an optimizer",
-    "GroupConfig": "a group",
+    "GroupConfig": "a parameter group",
     "SchedulerConfig": "a scheduler",
     "DataConfig": "see below",
     "LoaderConfig": "a loader",
@@ -51,7 +51,7 @@ PLAIN = {int: "whole number", float: "number", bool: "true, false", str: "string
 
 
 def tables() -> str:
-    """A table for each model, with a sentence about it."""
+    """Return a table for each model, with a sentence about it."""
     lines: list[str] = []
     for title, model in SECTIONS:
         purpose = " ".join((model.__doc__ or "").split())
@@ -66,7 +66,7 @@ def tables() -> str:
         shown = {n: f for n, f in model.model_fields.items() if n not in inherited}
         lines += [_row(field.alias or name, field) for name, field in shown.items()]
         if inherited and model is not ObjectConfig:
-            lines.append("| | | | and the keys of an object |")
+            lines.append("| | | | also the keys of an object |")
         if model is HookConfig:
             lines += [
                 f"| `{n}` | {one['type']} | | {one['description']} |"
@@ -84,7 +84,7 @@ def _own(base: type) -> set[str]:
 
 
 def _row(name: str, field: FieldInfo) -> str:
-    default = "needed" if field.is_required() else _default(field)
+    default = "required" if field.is_required() else _default(field)
     return f"| `{name}` | {_values(field.annotation)} | {default} | {field.description} |"
 
 
@@ -96,7 +96,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(annotation: Any) -> str:
-    """What a key may be, in a few words."""
+    """Return the valid values of a key in a few words."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(inside[0])

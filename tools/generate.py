@@ -1,9 +1,8 @@
-"""Write what is derived from the code but has to stand in a file.
+"""Write the files and parts of files that are generated from the code.
 
-Type checkers and editors read text, not objects made at run time: so the methods of `Hook` and the
-tables of the events page are written from the event table, the tables of the trainer's page from
-its configuration, and the pages of built-in hooks from their classes. `--check` changes nothing and
-fails when a file is behind.
+The methods of `Hook` and the tables of the events page are generated from the event table, the
+tables of the trainer's page from its configuration, and the pages of built-in hooks from their classes.
+`--check` changes nothing and fails if a file is out of date.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _asks(arguments: tuple[Argument, ...]) -> str:
 
 
 def hook_methods() -> str:
-    """The methods of `Hook`, one for each event and alias."""
+    """Return the methods of `Hook`, one for each event and alias."""
     lines: list[str] = []
     for event in EVENTS.values():
         doc = event.doc
@@ -58,7 +57,7 @@ def _method(name: str, doc: str) -> list[str]:
 
 
 def event_tables() -> str:
-    """The events page: common arguments, the table of events, the loop map."""
+    """Return the events page: the table of events, their arguments, the loop map."""
 
     def row(event: Event) -> str:
         names = "<br>".join(f"`{alias}`" for alias in event.aliases)
@@ -101,7 +100,7 @@ def event_tables() -> str:
 
 
 def readme_table() -> str:
-    """The short table of the README."""
+    """Return the short table of the README."""
     return "\n".join(
         [
             "| event | also called | its own arguments |",
@@ -114,16 +113,16 @@ def readme_table() -> str:
     )
 
 
-# What the fields mean that say nothing about it themselves.
+# The meaning of fields that have no description of their own.
 MEANINGS = {
     "TrainerConfig.precision": "`bf16` is autocast; `fp16` is autocast with a gradient scaler",
     "TrainerConfig.scheduler_every": "when schedulers step",
-    "TrainerConfig.validate_every_epochs": "validate after each N-th epoch; None: not by epochs",
-    "TrainerConfig.validate_every_steps": "validate after each N-th step; None: not by steps",
-    "TrainerConfig.loaders": "how several training loaders become one stream",
-    "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training begins",
-    "TrainerConfig.progress": "the display; `auto` (or True) chooses, `off` (or False) is none",
-    "TrainerConfig.debug": "for hooks to look at, as `trainer.config.debug`",
+    "TrainerConfig.validate_every_epochs": "validate every N-th epoch; None: not by epochs",
+    "TrainerConfig.validate_every_steps": "validate every N-th step; None: not by steps",
+    "TrainerConfig.loaders": "how several training loaders are combined",
+    "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training starts",
+    "TrainerConfig.progress": "the progress display; `auto` is True, `off` is False",
+    "TrainerConfig.debug": "available to hooks as `trainer.config.debug`",
     "TrainerConfig.hooks": "hooks by class path, and how failures and cost are treated",
     "LoadersConfig.order": "whose turn it is",
     "LoadersConfig.length": "where an epoch ends; a number is a number of batches",
@@ -132,7 +131,7 @@ MEANINGS = {
 
 
 def config_tables() -> str:
-    """The trainer's page: a table for the configuration and for each that is within it."""
+    """Return the tables of the trainer's configuration and of the configurations within it."""
     return "\n".join(
         [
             *_config_table(TrainerConfig),
@@ -197,7 +196,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def loop_map() -> str:
-    """The loop map."""
+    """Return the loop map."""
     return "\n".join(["```text", LOOP_MAP.rstrip(), "```"])
 
 
@@ -214,7 +213,7 @@ TARGETS = (
 
 
 def rewritten(path: Path, start: str, end: str, text: str) -> str:
-    """The file's text with what stands between the two marker lines replaced."""
+    """Return a file's text with the part between the two marker lines replaced."""
     lines = path.read_text(encoding="utf-8").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith(start))
     last = next(i for i, line in enumerate(lines) if line.startswith(end))
@@ -222,7 +221,7 @@ def rewritten(path: Path, start: str, end: str, text: str) -> str:
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every file that is written, or written in parts, with its text."""
+    """Yield every file that is generated, fully or partly, with its text."""
     for name, start, end, make in TARGETS:
         yield name, rewritten(ROOT / name, start, end, make())
     for hook in hook_pages.ALL:
@@ -240,7 +239,7 @@ def main() -> int:
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(new, encoding="utf-8")
     for name in behind:
-        print(f"{name}: {'is behind its source; run `make generate`' if check else 'written'}")
+        print(f"{name}: {'is out of date; run `make generate`' if check else 'written'}")
     return 1 if check and behind else 0
 
 
