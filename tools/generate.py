@@ -1,8 +1,8 @@
 """Write the files and parts of files that are generated from the code.
 
 The methods of `Hook` and the tables of the events page are generated from the event table, the
-tables of the trainer's page from its configuration, and the pages of built-in hooks from their classes.
-`--check` changes nothing and fails if a file is out of date.
+tables of the trainer's page from its configuration, and the pages of built-in hooks from their
+classes. `--check` changes nothing and fails if a file is out of date.
 """
 
 from __future__ import annotations
