@@ -1,4 +1,4 @@
-"""Training files: what they may say, what comes of it, and what is said about mistakes."""
+"""Config files: what they may contain, what is built from them, and the errors for mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutated training files: each is a clear error or a trainer, and never another exception."""
+"""Mutated config files: each is a clear error or a trainer, and never another exception."""
 
 from __future__ import annotations
 

@@ -601,7 +601,7 @@ def test_a_configuration_that_does_not_fit_names_the_field_and_the_fix(fields, m
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("Lonely", "is no class path"),
+        ("Lonely", "Unknown hook"),
         ("no_such_module.X", "could not be imported"),
         ("user_hooks.Lifecycl", "Did you mean 'Lifecycle'"),
         ("collections.OrderedDict", "does not inherit from hookline.Hook"),

@@ -137,9 +137,10 @@ class _Resolver:
 
     def _find_value(self, found: re.Match[str]) -> tuple[Any, bool]:
         """Return the value of a reference, and whether it is text without a type of its own."""
-        name, default = found[1], found[2]
+        name: str | None = found[1]
+        default: str | None = found[2]
         from_environment = name == "env" and default is not None
-        if from_environment:
+        if from_environment and default is not None:
             name, colon, rest = default.partition(":")
             default = rest if colon else None
         if name is None or not _NAME.fullmatch(name):
@@ -172,10 +173,9 @@ class _Resolver:
         for part in parts:
             if not is_resolved and _has_reference(value):
                 value, is_resolved = self._resolve_string(value, key), True
-            index: str | int = part
-            if isinstance(value, list) and part.isdecimal() and len(part) < 9:
-                index = int(part)
-            has_part = index in value if isinstance(value, dict) else _has_index(value, index)
+            is_list = isinstance(value, list) and part.isdecimal() and len(part) < 9
+            index: Any = int(part) if is_list else part
+            has_part = index in value if _is_mapping(value) else _has_index(value, index)
             if not has_part and not required:
                 return _MISSING
             if not has_part:
