@@ -966,6 +966,8 @@ def test_each_optimizer_is_updated_once_when_the_loop_says_which(clips):
 
 def test_an_optimizer_that_is_not_attached_is_refused():
     model, optimizer = make()
-    refused = pytest.raises(hookline.LoopError, match="none of the optimizers that were attached")
+    refused = pytest.raises(
+        hookline.LoopError, match="not one of the optimizers that were attached"
+    )
     with hookline.attach(model, optimizer) as session, refused:
         session.updates(torch.optim.SGD(model.parameters(), 0.1))
