@@ -20,7 +20,8 @@ from torch import nn
 
 import hookline
 from bench.harness import Candidate, Rounds, Row, Spread, interleave
-from hookline.config import BUILT_INS, make_hook
+from hookline.config.hook_items import make_hook
+from hookline.config.hook_names import BUILT_INS
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 
 __all__ = ["run"]

@@ -15,7 +15,8 @@ import yaml
 from test_registry import describe_package, site  # noqa: F401 (a fixture)
 
 import hookline as library
-from hookline.config import BUILT_INS, PROBES, HookRegistry, load_hook_class
+from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
+from hookline.config.registry import HookRegistry
 from hookline.events import COMMON, EVENTS, LOOP_MAP
 
 COMMAND = [sys.executable, "-m", "hookline"]
@@ -128,7 +129,7 @@ def test_a_needed_option_is_said_to_be_needed() -> None:
 
 def test_every_example_can_be_pasted() -> None:
     from hookline.cli.hook_facts import describe_hook
-    from hookline.config import known_hooks
+    from hookline.config.hook_names import known_hooks
 
     for name, known in known_hooks().items():
         facts = describe_hook(known)

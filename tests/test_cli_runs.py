@@ -202,7 +202,7 @@ def test_what_differs_is_told_by_section(three: Three) -> None:
     hooks = [line.split() for line in blocks["hooks"].splitlines()]
     assert ["ema.options.decay", "0.9", "0.99"] in hooks
     assert hooks[1] == ["order", "['ema']", "['ema',", "'extra']"]
-    assert blocks["versions"].split() == ["versions", "the", "same"]
+    assert blocks["versions"].split() == ["versions", "identical"]
     results = [re.split(r"  +", line) for line in blocks["results"].splitlines()[1:]]
     assert results == [["train/loss (last)", "1.5", "2"], ["train/loss (best)", "1.5", "1.25"]]
 
@@ -272,7 +272,7 @@ def test_the_options_are_these() -> None:
     for words in ((), ("show",), ("diff",)):
         options = set(re.findall(r"--[a-z]+", printed(*words, "--help")))
         assert options == {"--runs", "--json", "--help"}
-    assert "without it, runs." in printed("--help")
+    assert "by default runs." in printed("--help")
     assert "<bool>" not in printed("--help")
 
 

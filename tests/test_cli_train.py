@@ -334,7 +334,7 @@ def test_a_folder_of_runs_that_leads_nowhere_or_has_no_possible_name_is_bad_inpu
 @pytest.mark.parametrize(("option", "shown"), [("-u", "shown\n"), ("-B", "")])
 def test_what_is_not_buffered_stays_so(option: str, shown: str) -> None:
     code = (
-        "import os; from hookline.cli.streams import prepare_streams; prepare_streams();"
+        "import os; from hookline.cli.text_output import prepare_streams; prepare_streams();"
         "print('shown'); os._exit(0)"
     )
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONUNBUFFERED"}

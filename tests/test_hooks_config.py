@@ -7,7 +7,7 @@ from loops import batches, make
 
 import hookline
 from hookline import GenericTrainer, HooksConfig, Trainer, TrainerConfig, get_trainer
-from hookline.config import BUILT_INS, load_hook_class
+from hookline.config.hook_names import BUILT_INS, load_hook_class
 from hookline.options import get_options
 
 

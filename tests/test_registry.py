@@ -15,16 +15,16 @@ from loops import batches, make
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
-from hookline.config import (
+from hookline.config.hook_items import make_hook
+from hookline.config.hook_names import (
     BUILT_INS,
     PROBES,
-    HookRegistry,
     find_hook,
     known_hooks,
     load_class,
     load_hook_class,
-    make_hook,
 )
+from hookline.config.registry import HookRegistry
 
 PACKAGE = Path(__file__).parent / "entry_point_package"
 
@@ -304,7 +304,7 @@ def test_probes_get_the_names_they_are_listed_under():
         ("gradient_moniter", "Unknown hook 'gradient_moniter'. Did you mean 'gradient_monitor'?"),
         ("GradientMoniter", "Did you mean 'GradientMonitor'?"),
         ("emma", "Unknown hook 'emma'."),
-        ("", "Unknown hook ''."),
+        ("", "'name' is ''; expected a non-empty string."),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(name, message):

@@ -21,7 +21,7 @@ from hookline._version import __version__ as __version__
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.config import HookRegistry as HookRegistry
+    from hookline.config.registry import HookRegistry as HookRegistry
     from hookline.config.trainer_config import HooksConfig as HooksConfig
     from hookline.config.trainer_config import TrainerConfig as TrainerConfig
     from hookline.context import LazyFloat as LazyFloat
@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
 # A test compares these tables with the imports above, which type checkers and editors read.
 _MODULES = {
-    "config": ("HookRegistry",),
+    "config.registry": ("HookRegistry",),
     "config.trainer_config": ("HooksConfig", "TrainerConfig"),
     "context": ("LazyFloat", "Metrics", "StepContext"),
     "dispatch": (

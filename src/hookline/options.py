@@ -18,9 +18,19 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 
-__all__ = ["BuiltIn", "Option", "OptionProblem", "OptionsError", "check_options", "get_options"]
+__all__ = [
+    "REGISTRATION_KEYS",
+    "BuiltIn",
+    "Option",
+    "OptionProblem",
+    "OptionsError",
+    "check_options",
+    "get_options",
+]
 
-_OF_ADD_HOOK = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
+REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
+"""The arguments of `add_hook` that a configuration may have beside a hook's name."""
+
 _EMPTY = inspect.Parameter.empty
 
 
@@ -62,12 +72,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OptionProblem:
-    """One invalid, unknown or missing option.
-
-    Attributes:
-        option: the option's name.
-        text: what is wrong and what to do.
-    """
+    """One invalid, unknown or missing option, and what to do."""
 
     option: str
     text: str
@@ -108,12 +113,7 @@ class BuiltIn(Hook):
 
     @classmethod
     def from_checked(cls, options: Mapping[str, Any], resolved: Mapping[str, Any]) -> Self:
-        """Return a hook created with options that `check_options` has checked already.
-
-        Args:
-            options: the options to pass to `__init__`.
-            resolved: what `check_options` returned for them.
-        """
+        """Return a hook created with options that `check_options` has checked, as `resolved`."""
         hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
         hook.hookline_options = resolved
         initialize: Any = cls.__init__
@@ -172,7 +172,7 @@ def check_options(
                 problems.append(OptionProblem(name, f"'{name}' is {value!r}. {problem}."))
         elif open_ended:
             continue
-        elif name in _OF_ADD_HOOK:
+        elif name in REGISTRATION_KEYS:
             problems.append(OptionProblem(name, _belongs_to_registration(hook_class, name)))
         else:
             valid = f"The options are: {', '.join(known)}." if known else "It has no options."

@@ -15,28 +15,26 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
-from hookline.cli.folder_checks import check_folder
-from hookline.cli.help_format import Command, Group
+from hookline.cli.command_base import (
+    Command,
+    check_folder,
+    delay_interrupts,
+    exit_on_interrupt,
+    new_group,
+)
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
 from hookline.cli.runs_command import runs_app
-from hookline.cli.streams import prepare_streams
-from hookline.cli.torch_import import delay_interrupts
+from hookline.cli.text_output import prepare_streams
 from hookline.cli.train_command import add_training_commands
 from hookline.errors import HookFailedError, HooklineError
 
 __all__ = ["app", "main"]
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT = 1, 2
 LARGEST_SEED = 2**63 - 1
 
-app = typer.Typer(
-    name="hookline",
-    cls=Group,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = new_group("hookline")
 app.command(cls=Command)(init)
 add_training_commands(app)
 app.add_typer(hooks_app)
@@ -48,18 +46,19 @@ def main() -> None:
     """Run the command line and exit."""
     prepare_streams()
     arguments = [one for one in sys.argv[1:] if one != "--debug"]  # allowed at any position
+    is_debug = len(arguments) < len(sys.argv) - 1
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
-        if isinstance(error, HookFailedError) and len(arguments) < len(sys.argv) - 1:
+        if isinstance(error, HookFailedError) and is_debug:
             traceback.print_exception(error)  # shows where the hook failed
         _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        _end("Interrupted.", INTERRUPTED)
+        _end("Interrupted.", 130)
     except _USAGE_ERRORS as error:
         _end(_usage_message(error), BAD_INPUT)
     except Exception as error:
-        if len(arguments) < len(sys.argv) - 1:
+        if is_debug:
             raise
         _end(_unexpected_error_message(error), FAILED)
 
@@ -156,9 +155,7 @@ def demo(
     Example: **hookline demo --steps 100 --out /tmp/runs --seed 1**
     """
     check_folder(out, "--out")
-    try:
+    with exit_on_interrupt():
         with delay_interrupts():
             from hookline.cli.demo_command import run_demo
         run_demo(steps=steps, out=out, seed=seed)
-    except KeyboardInterrupt:  # caught here, because versions of typer handle it differently
-        _end("Interrupted.", INTERRUPTED)

@@ -56,7 +56,10 @@ class GradientNorms(Hook):
 
     def on_gradients_ready(self, trainer: Trainer, model: nn.Module) -> None:
         """Compute the norms without synchronizing with the device."""
-        norms = {name: _gradient_norm(part) for name, part in _parts(model).items()}
+        norms = {
+            name: get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
+            for name, part in _parts(model).items()
+        }
         trainer.log_dict({f"grad_norm/{name}": norm for name, norm in norms.items()})
         self.norms.append(norms)
 
@@ -76,13 +79,7 @@ class CheckpointAtEnd(Hook):
 
 
 def run_demo(*, steps: int, out: Path, seed: int) -> None:
-    """Train, and print the results.
-
-    Args:
-        steps: the number of optimizer steps.
-        out: the folder to create the run's folder in.
-        seed: the random seed; the same seed gives the same weights.
-    """
+    """Train for a number of optimizer steps, and print the results."""
     torch.set_num_threads(1)  # faster than two for a model this small, and the same everywhere
     torch.manual_seed(seed)
     text = _text()
@@ -127,13 +124,13 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def _heading(title: str) -> None:
-    console.print(f"\n{title}", style="bold cyan", markup=False)
+def _show_heading(title: str) -> None:
+    console.print(title, style="bold cyan", markup=False)
 
 
 def _introduce(model: nn.Module, text: Text, steps: int, seed: int) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
-    console.print("A small GPT learns to write like Python's help", style="bold cyan")
+    _show_heading("A small GPT learns to write like Python's help")
     console.print(
         f"  {size:,} parameters in {BLOCKS} blocks; {len(text.data):,} characters, "
         f"{len(text.letters)} different ones; {steps} step{'' if steps == 1 else 's'}, seed {seed}"
@@ -141,29 +138,26 @@ def _introduce(model: nn.Module, text: Text, steps: int, seed: int) -> None:
 
 
 def _show_text(title: str, generated: str) -> None:
-    _heading(title)
+    _show_heading(f"\n{title}")
     lines = textwrap.wrap(generated, 76, break_on_hyphens=False)
     console.print(textwrap.indent("\n".join(lines), "  ") + "\n", markup=False)
 
 
 def _show_curve(points: list[tuple[int, float]]) -> None:
-    _heading("Validation loss, kept by the hook validation_curve")
-    most = max(loss for _, loss in points)
-    best = min(loss for _, loss in points)
+    _show_heading("\nValidation loss, kept by the hook validation_curve")
+    losses = [loss for _, loss in points]
     for step, loss in points:
-        mark = "  best" if loss == best else ""
-        console.print(f"  step {step:>5}  {loss:6.3f}  {'#' * round(40 * loss / most)}{mark}")
+        bar, mark = "#" * round(40 * loss / max(losses)), "  best" if loss == min(losses) else ""
+        console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{mark}")
 
 
 def _show_gradients(measured: list[dict[str, Tensor]]) -> None:
-    _heading("Gradient norm of each part, logged by the hook gradient_norms")
+    _show_heading("\nGradient norm of each part, logged by the hook gradient_norms")
     third = math.ceil(len(measured) / 3)
     console.print(f"  {'':10}  first third  last third   (means)")
     for name in measured[0]:
-        early, late = (
-            _mean(norms[name] for norms in part) for part in (measured[:third], measured[-third:])
-        )
-        console.print(f"  {name:10}  {early:11.3f}  {late:10.3f}")
+        norms = torch.stack([norms[name] for norms in measured])
+        console.print(f"  {name:10}  {norms[:third].mean():11.3f}  {norms[-third:].mean():10.3f}")
 
 
 def _show_files(run: Path, checkpoint: Path | None) -> None:
@@ -220,9 +214,8 @@ def _generate(model: nn.Module, text: Text, seed: int) -> str:
     for _ in range(GENERATED):
         logits = model(tokens[:, -CONTEXT:])[:, -1]
         probabilities = F.softmax(logits / TEMPERATURE, dim=-1)
-        tokens = torch.cat(
-            [tokens, torch.multinomial(probabilities, 1, generator=generator)], dim=1
-        )
+        next_token = torch.multinomial(probabilities, 1, generator=generator)
+        tokens = torch.cat([tokens, next_token], dim=1)
     return "".join(text.letters[int(token)] for token in tokens[0])
 
 
@@ -291,11 +284,3 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
         inner = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
         parts.update((f"{name}.{index}".rstrip("."), part) for index, part in inner)
     return parts
-
-
-def _gradient_norm(part: nn.Module) -> Tensor:
-    return get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
-
-
-def _mean(values: Any) -> float:
-    return float(torch.stack(list(values)).mean())

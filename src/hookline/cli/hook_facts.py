@@ -11,7 +11,8 @@ from typing import Any
 
 import hookline
 import hookline.probes
-from hookline.config import SECTIONS, KnownHook, load_class
+from hookline.config.hook_items import SECTIONS
+from hookline.config.hook_names import KnownHook, load_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
@@ -109,15 +110,15 @@ def describe_behaviour(facts: Mapping[str, Any]) -> str:
     return " ".join(sentences) or "It only observes; if it fails, training continues."
 
 
+def _is_hook(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Hook)
+
+
 def _rank(kind: Any) -> Rank:
     """Return the rank; forward hooks and updates keep the order of their registration."""
     rank: Rank = kind.hookline_rank
     in_order = kind.hookline_kind in ("forward", "update") and rank is not Rank.DEFAULT
     return Rank.USER if in_order else rank
-
-
-def _is_hook(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Hook)
 
 
 def _prose(doc: str) -> tuple[str, str]:

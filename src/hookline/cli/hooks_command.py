@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -11,28 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-from hookline.cli.help_format import Command, Group
-from hookline.cli.text_output import show, terminal_width
-from hookline.cli.torch_import import delay_interrupts
+from hookline.cli.command_base import Command, Json, delay_interrupts, new_group
+from hookline.cli.text_output import print_json, show, terminal_width
 from hookline.errors import HooklineError
 
 __all__ = ["events", "hooks_app"]
 
 _WIDTH = 100
 
-hooks_app = typer.Typer(
-    name="hooks",
-    cls=Group,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+hooks_app = new_group("hooks")
 
 
 def _complete(incomplete: str) -> list[str]:
     """Return the names that start with a text, for shell completion; torch is not imported."""
-    from hookline.config import known_hooks
+    from hookline.config.hook_names import known_hooks
 
     return [name for name in known_hooks() if name.startswith(incomplete)]
 
@@ -72,12 +63,12 @@ def show_hook(
     """
     with delay_interrupts():
         from hookline.cli.hook_facts import describe_hook
-        from hookline.config import find_hook
+        from hookline.config.hook_names import find_hook
 
     sys.path.insert(0, str(Path.cwd()))  # class paths start in this folder, as in a config file
     facts = describe_hook(find_hook(name))
     if as_json or context.obj:
-        print(_json(facts))
+        print_json(facts)
     else:
         _show(_as_text(facts))
 
@@ -103,7 +94,7 @@ def events(as_json: Json = False) -> None:
     ]
     common = arguments(COMMON)
     if as_json:
-        print(_json({"events": listed, "common": common, "loop": LOOP_MAP}))
+        print_json({"events": listed, "common": common, "loop": LOOP_MAP})
         return
     lines = ["The loop", "", textwrap.indent(LOOP_MAP.rstrip(), "  "), "", "Events", ""]
     for one in listed:
@@ -123,13 +114,13 @@ def events(as_json: Json = False) -> None:
 def _list_hooks(as_json: bool) -> None:
     with delay_interrupts():
         from hookline.cli.hook_facts import group_hooks
-        from hookline.config import known_hooks
+        from hookline.config.hook_names import known_hooks
 
     by_title = group_hooks(known_hooks().values())
     groups = {title: [_entry(hook) for hook in hooks] for title, hooks in by_title.items()}
     listed = [{"group": group, **one} for group, ones in groups.items() for one in ones]
     if as_json:
-        print(_json(listed))
+        print_json(listed)
         return
     widths = [max(len(one[key]) for one in listed) for key in ("name", "kind")]
     blocks: list[str] = []
@@ -138,8 +129,11 @@ def _list_hooks(as_json: bool) -> None:
         blocks.append(f"{group}\n{_columns(rows, widths)}\n")
     _show("\n".join(blocks))
     print("For options, events, cost and an example: hookline hooks show NAME")
-    for line in _conflicts():
-        print(line)
+    for known in known_hooks().values():
+        name = known.name.removeprefix(f"{known.package}:")
+        if name != known.name:
+            place = f"the hook of the package {known.package}"
+            print(f"The name '{name}' is taken. Use '{known.name}' for {place}.")
 
 
 def _entry(known: Any) -> dict[str, Any]:
@@ -154,23 +148,13 @@ def _entry(known: Any) -> dict[str, Any]:
     return {**entry, "kind": facts["kind"], "purpose": facts["purpose"], "problem": None}
 
 
-def _conflicts() -> list[str]:
-    from hookline.config import known_hooks
-
-    return [
-        f"The name '{known.name.partition(':')[2]}' is taken. Use '{known.name}' for the hook of "
-        f"the package {known.package}."
-        for known in known_hooks().values()
-        if known.name.startswith(f"{known.package}:")
-    ]
-
-
 # -- one hook -------------------------------------------------------------------------------------
 
 
 def _as_text(facts: dict[str, Any]) -> str:
     from hookline.cli.hook_facts import describe_behaviour
 
+    events = _columns((one["event"], ", ".join(one["asks"])) for one in facts["events"])
     blocks = [
         f"{facts['name']}: {facts['purpose']}",
         textwrap.indent(facts["text"], "  "),
@@ -185,8 +169,7 @@ def _as_text(facts: dict[str, Any]) -> str:
             ]
         ),
         "Options\n" + (_options(facts["options"]) or "  The hook has no options."),
-        "Events and their arguments\n"
-        + (_events(facts["events"]) or "  None: it is attached to modules."),
+        f"Events and their arguments\n{events or '  None: it is attached to modules.'}",
         f"In Python\n{textwrap.indent(facts['python'], '  ')}",
         f"In a config file\n{textwrap.indent(facts['yaml'], '  ')}",
     ]
@@ -201,10 +184,6 @@ def _options(options: list[dict[str, Any]]) -> str:
         if one["meaning"]:
             lines.append(_wrapped(one["meaning"], "      "))
     return "\n".join(lines)
-
-
-def _events(events: list[dict[str, Any]]) -> str:
-    return _columns((one["event"], ", ".join(one["asks"])) for one in events)
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -235,7 +214,3 @@ def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -
 def _show(text: str) -> None:
     """Print a text whose headings are the lines without indentation."""
     show(text, {r"(?m)^\S.*$": "bold"})
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False)

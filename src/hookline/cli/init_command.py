@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -52,13 +51,12 @@ def init(
 
 
 def _texts(slurm: bool) -> dict[str, str]:
-    from hookline.config_files import training_schema
+    from hookline.config_files.json_schema import schema_text
 
     starter = files("hookline.cli") / "starter"
     names = [*_FILES, *(_SLURM if slurm else {})]
     texts = {name: (starter / f"{name}.txt").read_text(encoding="utf-8") for name in names}
-    schema = json.dumps(training_schema(), indent=1, ensure_ascii=False)
-    return texts | dict.fromkeys(_SCHEMA, schema + "\n")
+    return texts | dict.fromkeys(_SCHEMA, schema_text())
 
 
 def _check(folder: Path, names: list[str]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hookline.cli.help_format import Command, Group
-from hookline.cli.text_output import show, terminal_width
+from hookline.cli.command_base import Command, Json, new_group
+from hookline.cli.text_output import print_json, show, terminal_width
 
 if TYPE_CHECKING:
     from hookline.runs.run_reader import OpenedRun
@@ -18,31 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["runs_app"]
 
 _WIDEST = 60
-_COLOURS = {
-    "completed": "green",
-    "stopped": "green",
-    "training": "cyan",
-    "interrupted": "yellow",
-    "preempted": "yellow",
-    "error": "red",
-    "lost": "red",
-    "unknown": "red",
+_STYLES = {
+    r"\A.*": "bold",
+    r"  (completed|stopped)(?=  )": "green",
+    r"  training(?=  )": "cyan",
+    r"  (interrupted|preempted)(?=  )": "yellow",
+    r"  (error|lost|unknown)(?=  )": "red",
 }
-_STYLES = {r"\A.*": "bold"} | {rf"  {name}(?=  )": style for name, style in _COLOURS.items()}
 _LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id starts with the time
 
-runs_app = typer.Typer(
-    name="runs",
-    cls=Group,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+runs_app = new_group("runs")
 
 Folder = Annotated[
     Path | None,
     typer.Option("--runs", help="The folder of all runs; by default runs.", metavar="FOLDER"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunId = Annotated[
     str,
     typer.Argument(
@@ -77,18 +66,14 @@ def show_run(
     folder, as_json = _options(context, folder, as_json)
     (opened,) = _open(folder, run)
     if as_json:
-        _print_json(_as_dict(opened))
+        print_json(_as_dict(opened))
     else:
         show(str(opened))
 
 
 @runs_app.command(cls=Command)
 def diff(
-    context: typer.Context,
-    a: RunId,
-    b: RunId,
-    folder: Folder = None,
-    as_json: Json = False,
+    context: typer.Context, a: RunId, b: RunId, folder: Folder = None, as_json: Json = False
 ) -> None:
     """Show what differs between two runs: configuration, code, hooks, versions, results.
 
@@ -101,7 +86,7 @@ def diff(
     differences = diff_runs(first, second)
     if as_json:
         sides = {"a": first.overview(), "b": second.overview()}
-        _print_json({**sides, "differences": differences})
+        print_json({**sides, "differences": differences})
     else:
         show(_as_text(first.id, second.id, differences))
 
@@ -132,7 +117,7 @@ def _list_runs(folder: Path, as_json: bool) -> None:
 
     found = [OpenedRun(path).overview() for path in list_run_folders(folder)]
     if as_json:
-        _print_json(found)
+        print_json(found)
     elif found:
         show(_listing(found), _STYLES)
     else:
@@ -144,26 +129,21 @@ def _list_runs(folder: Path, as_json: bool) -> None:
 
 
 def _listing(overviews: list[dict[str, Any]]) -> str:
-    from hookline.runs.formatting import (
-        format_duration,
-        format_number,
-        format_table,
-        format_time,
-    )
+    from hookline.runs import formatting
 
     columns = {
         "id": [one["id"] for one in overviews],
-        "started (UTC)": [format_time(one["started"]) for one in overviews],
-        "duration": [format_duration(one["seconds"]) for one in overviews],
+        "started (UTC)": [formatting.format_time(one["started"]) for one in overviews],
+        "duration": [formatting.format_duration(one["seconds"]) for one in overviews],
         "status": [one["status"] for one in overviews],
-        "steps": [format_number(one["steps"]) for one in overviews],
-        "last loss": [format_number(one["loss"]) for one in overviews],
+        "steps": [formatting.format_number(one["steps"]) for one in overviews],
+        "last loss": [formatting.format_number(one["loss"]) for one in overviews],
         "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
         "git": [_commit(one["git"]) for one in overviews],
     }
     width, less_needed = terminal_width(), list(_LESS_NEEDED)
     while True:
-        text = format_table(list(columns), list(zip(*columns.values(), strict=True)))
+        text = formatting.format_table(list(columns), list(zip(*columns.values(), strict=True)))
         if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]
@@ -175,12 +155,11 @@ def _commit(git: dict[str, Any]) -> str:
 
 
 def _as_dict(run: OpenedRun) -> dict[str, Any]:
-    checkpoints = [asdict(one) for one in run.checkpoints()]
     return {
         **run.overview(),
         "manifest": run.manifest,
         "results": {name: asdict(result) for name, result in run.results().items()},
-        "checkpoints": checkpoints,
+        "checkpoints": [asdict(one) for one in run.checkpoints()],
         "damage": run.damage,
     }
 
@@ -190,9 +169,7 @@ def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> st
 
     blocks: list[str] = []
     for section, pairs in differences.items():
-        rows = [
-            (name, _shorten(first), _shorten(second)) for name, (first, second) in pairs.items()
-        ]
+        rows = [(name, *map(_shorten, values)) for name, values in pairs.items()]
         blocks.append(format_table((section, a, b), rows) if rows else f"{section}  identical")
     return "\n\n".join(blocks)
 
@@ -204,9 +181,3 @@ def _shorten(value: Any) -> str:
         return "-"
     text = value if isinstance(value, str) else format_number(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
-
-
-def _print_json(value: Any) -> None:
-    from hookline.runs.jsonable import to_jsonable
-
-    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))

@@ -1,12 +1,16 @@
-"""Printing text: wrapped and coloured on a terminal, unchanged elsewhere."""
+"""Printing: text wrapped and coloured on a terminal, JSON, and streams that tolerate any reader."""
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
-__all__ = ["show", "terminal_width"]
+__all__ = ["prepare_streams", "print_json", "show", "terminal_width"]
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
 
@@ -20,12 +24,7 @@ def terminal_width() -> int | None:
 
 
 def show(text: str, styles: Mapping[str, str] | None = None) -> None:
-    """Print a text.
-
-    Args:
-        text: lines; long lines are wrapped under their last column.
-        styles: the style of each pattern to highlight.
-    """
+    """Print a text, on a terminal with long lines wrapped and each pattern in its style."""
     from rich.console import Console
     from rich.text import Text
 
@@ -43,16 +42,44 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
 
 
 def _wrap_line(line: str, width: int) -> str:
+    """Return a line that continues under its last column."""
     if len(line) <= width:
         return line
     column = _LAST_COLUMN.match(line)
     indent = column.end() if column else len(line) - len(line.lstrip())
-    if indent > width * 2 // 3:
-        indent = 4
+    margin = " " * (indent if indent <= width * 2 // 3 else 4)
     return textwrap.fill(
-        line,
-        width,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
     )
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    from hookline.runs.jsonable import to_jsonable
+
+    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))
+
+
+class _PipeFile(io.FileIO):
+    """A file that drops everything written after its reader has closed the pipe."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def prepare_streams() -> None:
+    """Make `hookline train … | head` end normally, and print "?" for unknown characters."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.reconfigure(errors="replace")
+        if not stream.isatty():
+            stream.flush()
+            file = io.BufferedWriter(_PipeFile(stream.fileno(), "w", closefd=False))
+            line_buffering = stream.line_buffering or stream.write_through  # python -u
+            text = io.TextIOWrapper(file, stream.encoding, "replace", line_buffering=line_buffering)
+            setattr(sys, name, text)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hookline.cli.folder_checks import check_folder
-from hookline.cli.help_format import Command
-from hookline.cli.text_output import show
-from hookline.cli.torch_import import delay_interrupts
+from hookline.cli.command_base import (
+    Command,
+    Json,
+    check_folder,
+    delay_interrupts,
+    exit_on_interrupt,
+)
+from hookline.cli.text_output import print_json, show
 
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["add_training_commands"]
 
 _NEWEST = "newest"
-_INTERRUPTED = 130
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 Config = Annotated[
@@ -45,7 +46,7 @@ Overrides = Annotated[
 
 
 def add_training_commands(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
+    """Add `train`, `check` and `schema` to the command line."""
     app.command(cls=_OptionalResumeCommand)(train)
     app.command(cls=Command)(check)
     app.command(cls=Command)(schema)
@@ -96,8 +97,7 @@ def train(
 
     From a Python function: **hookline train train.py:make_trainer lr=0.1**
     """
-    training: Training | None = None
-    try:
+    with exit_on_interrupt():
         training = _load(config, overrides)
         start = None
         print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
@@ -108,25 +108,20 @@ def train(
             print(message, flush=True)
         if start is None:
             _check_runs(training)
-        trainer = training.fit(start)
-    except KeyboardInterrupt:  # caught here, because versions of typer handle it differently
-        if training is not None and training.trainer.run is not None:
+        try:
+            training.fit(start)
+        except KeyboardInterrupt:
             _print_run_folder(training)
-        print("hookline: Interrupted.", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
-    if trainer.run is not None:
+            raise
         _print_run_folder(training)
 
 
 def _print_run_folder(training: Training) -> None:
-    print(f"run {training.trainer.run.path}", flush=True)
+    if training.trainer.run is not None:
+        print(f"run {training.trainer.run.path}", flush=True)
 
 
-def check(
-    config: Config,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-) -> None:
+def check(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check a config file without training.
 
     Checks that all classes exist, that arguments match their signatures, that hooks can be
@@ -138,22 +133,20 @@ def check(
     from hookline.errors import HooklineError
 
     try:
-        training = _load(config, overrides)
-        _check_runs(training)
-        from hookline.config_files.dry_run import dry_run
+        with exit_on_interrupt():
+            training = _load(config, overrides)
+            _check_runs(training)
+            from hookline.config_files.dry_run import dry_run
 
-        facts = dry_run(training)
+            facts = dry_run(training)
     except HooklineError as error:
         if not as_json:
             raise
         problems = [vars(one) for one in getattr(error, "problems", ())]
-        _print_json({"ok": False, "error": str(error), "problems": problems})
+        print_json({"ok": False, "error": str(error), "problems": problems})
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("hookline: Interrupted.", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
     if as_json:
-        _print_json({"ok": True, **facts})
+        print_json({"ok": True, **facts})
     else:
         show(_as_table(facts))
         print("OK")
@@ -172,14 +165,13 @@ def schema(
     **# yaml-language-server: $schema=hookline.schema.json**
     """
     with delay_interrupts():
-        from hookline.config_files.json_schema import training_schema
+        from hookline.config_files.json_schema import schema_text
 
-    text = json.dumps(training_schema(), indent=1, ensure_ascii=False) + "\n"
     if out is None:
-        print(text, end="")
+        print(schema_text(), end="")
         return
     try:
-        out.write_text(text, encoding="utf-8")
+        out.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(
             f"'{out}' cannot be written ({error.strerror}).", param_hint="'--out'"
@@ -188,14 +180,14 @@ def schema(
 
 
 def _load(config: str, overrides: list[str] | None) -> Training:
-    given = overrides or []
     with delay_interrupts():
         import_module("hookline.config_files.building")  # which imports torch
         from hookline.config_files.loading import is_python_function, load_python, load_training
         from hookline.config_files.merging import parse_override
-    for one in given:
+    given = overrides or []
+    for override in given:
         try:
-            parse_override(one)
+            parse_override(override)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'KEY=VALUE'") from None
     if is_python_function(config):
@@ -243,11 +235,5 @@ def _as_table(facts: dict[str, Any]) -> str:
 
 
 def _data(facts: dict[str, Any]) -> str:
-    count = "batches" if facts["batches"] is None else f"{facts['batches']} batches"
-    return f"{count}, the first: {facts['batch']}"
-
-
-def _print_json(value: Any) -> None:
-    from hookline.runs.jsonable import to_jsonable
-
-    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))
+    count = "" if facts["batches"] is None else f"{facts['batches']} "
+    return f"{count}batches, the first: {facts['batch']}"

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hookline.config.hook_names import load_hook_class, make_checked_hook
+from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
-from hookline.errors import ConfigError, nearest
+from hookline.errors import ConfigError, HooklineError, nearest
 from hookline.hook import Hook
-from hookline.options import BuiltIn, check_options, get_options
+from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options
 
-__all__ = ["SECTIONS", "HookItem", "iterate_items"]
+__all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook"]
 
 SECTIONS: Mapping[str, str] = {
     "loop": "loop",
@@ -21,8 +21,6 @@ SECTIONS: Mapping[str, str] = {
     "probes": "probe",
 }
 """The sections of a configuration of hooks, and the kind of hook in each."""
-
-_REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,29 @@ class HookItem:
 
     def make_hook(self) -> Hook:
         """Return a new hook with these options."""
-        return make_checked_hook(self.hook_class, self.name, self.options, self.resolved)
+        hook_class: Any = self.hook_class
+        try:
+            if issubclass(self.hook_class, BuiltIn):
+                return self.hook_class.from_checked(self.options, self.resolved)
+            hook: Hook = hook_class(**self.options)
+        except HooklineError:
+            raise
+        except Exception as error:  # whatever the class's own code raises
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"'{self.name}' could not be created with {dict(self.options)} ({reason})."
+            ) from error
+        hook.hookline_options = hook.hookline_options or self.resolved
+        return hook
+
+
+def make_hook(name: str, options: Mapping[str, Any]) -> Hook:
+    """Return a hook of this name or class path, created with these options.
+
+    Raises:
+        ConfigError: the name is unknown, or the options do not match the hook's signature.
+    """
+    return HookItem.read({"name": name, "init_args": options}).make_hook()
 
 
 def _pop_names(rest: dict[str, Any]) -> tuple[str, str | None]:
@@ -114,7 +134,7 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
     options = {str(key): value for key, value in (init_args or {}).items()}
     own = () if options else get_options(hook_class)
     registration = {
-        key: rest.pop(key) for key in _REGISTRATION_KEYS if key in rest and key not in own
+        key: rest.pop(key) for key in REGISTRATION_KEYS if key in rest and key not in own
     }
     duplicates = [key for key in rest if key in options]
     if duplicates:
@@ -132,23 +152,17 @@ def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
         config = [{"name": name, "init_args": options} for name, options in config.hooks()]
     if isinstance(config, Mapping):
         sections = cast("Mapping[str, Any]", config)
-        _check_sections(sections)
+        for name in sections:
+            if name not in SECTIONS:
+                hint = nearest(str(name), [*SECTIONS, "hooks"])
+                known = f"The sections are: {', '.join(SECTIONS)}."
+                raise ConfigError(f"Unknown section '{name}' of hooks.{hint} {known}")
         for section, kind in SECTIONS.items():  # in this order, whatever the mapping's order is
             for i, item in enumerate(_as_list(sections.get(section), f"hooks.{section}")):
                 yield f"hooks.{section}[{i}]", kind, item
     else:
         for i, item in enumerate(_as_list(config, "hooks")):
             yield f"hooks[{i}]", None, item
-
-
-def _check_sections(sections: Mapping[str, Any]) -> None:
-    unknown = [str(name) for name in sections if name not in SECTIONS]
-    if unknown:
-        hint = nearest(unknown[0], [*SECTIONS, "hooks"])
-        raise ConfigError(
-            f"Unknown section '{unknown[0]}' of hooks.{hint} "
-            f"The sections are: {', '.join(SECTIONS)}."
-        )
 
 
 def _as_list(items: Any, place: str) -> list[Any]:

@@ -1,17 +1,24 @@
-"""Names of hooks: built-ins, hooks of installed packages, class paths, short class names."""
+"""Names of hooks: built-ins, hooks of installed packages, class paths, short class names.
+
+An installed package names its hooks with entry points, which are read without importing them:
+
+    [project.entry-points."hookline.hooks"]
+    loss_ceiling = "acme_hooks:LossCeiling"
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
-from hookline.config.entry_points import PackagedHook, packaged_hooks
-from hookline.errors import ConfigError, HooklineError, listed, nearest
+from hookline.errors import ConfigError, listed, nearest
 from hookline.hook import Hook
-from hookline.options import BuiltIn, check_options
 
 __all__ = [
     "BUILT_INS",
@@ -21,8 +28,7 @@ __all__ = [
     "known_hooks",
     "load_class",
     "load_hook_class",
-    "make_checked_hook",
-    "make_hook",
+    "packaged_hooks",
 ]
 
 log = logging.getLogger("hookline")
@@ -86,6 +92,30 @@ class KnownHook:
         """The name of the class."""
         return self.path.rpartition(".")[2]
 
+    @property
+    def full_name(self) -> str:
+        """The name with its package, which is unique: `acme-hooks:loss_ceiling`."""
+        return f"{self.package}:{self.name}"
+
+
+def packaged_hooks() -> tuple[KnownHook, ...]:
+    """Return the hooks of all installed packages, sorted by package and name."""
+    return _read_entry_points(tuple(sys.path))
+
+
+@lru_cache(maxsize=8)
+def _read_entry_points(search_path: tuple[str, ...]) -> tuple[KnownHook, ...]:
+    """Read the metadata of all packages, once per search path because it takes milliseconds."""
+    hooks = {
+        KnownHook(
+            name=point.name,
+            path=".".join(part for part in (point.module, point.attr) if part),
+            package=point.dist.name if point.dist is not None else "unknown",
+        )
+        for point in entry_points(group="hookline.hooks")
+    }
+    return tuple(sorted(hooks, key=lambda hook: (hook.package, hook.name)))
+
 
 def known_hooks() -> dict[str, KnownHook]:
     """Return every hook that has a name, without importing any.
@@ -96,15 +126,11 @@ def known_hooks() -> dict[str, KnownHook]:
     own = {**BUILT_INS, **PROBES}
     known = {name: KnownHook(name, path, _OWN_PACKAGE) for name, path in own.items()}
     packaged = packaged_hooks()
+    names = [*own, *(hook.name for hook in packaged)]
     for hook in packaged:
-        is_shared = hook.name in own or len(_with_name(hook.name, packaged)) > 1
-        name = hook.full_name if is_shared else hook.name
-        known[name] = KnownHook(name, hook.path, hook.package)
+        name = hook.name if names.count(hook.name) == 1 else hook.full_name
+        known[name] = replace(hook, name=name)
     return known
-
-
-def _with_name(name: str, packaged: Iterable[PackagedHook]) -> list[PackagedHook]:
-    return [hook for hook in packaged if hook.name == name]
 
 
 def find_hook(name: str) -> KnownHook:
@@ -114,16 +140,13 @@ def find_hook(name: str) -> KnownHook:
         ConfigError: the name is unknown or ambiguous.
     """
     packaged = packaged_hooks()
-    same_name = _with_name(name, packaged)
+    same_name = [hook for hook in packaged if hook.name == name]
     own = {**BUILT_INS, **PROBES}
     if name in own:
         if same_name:
-            log.warning(
-                "'%s' is a built-in hook. The hook of the package '%s' is '%s'.",
-                name,
-                same_name[0].package,
-                same_name[0].full_name,
-            )
+            other = same_name[0]
+            text = "'%s' is a built-in hook. The hook of the package '%s' is '%s'."
+            log.warning(text, name, other.package, other.full_name)
         return KnownHook(name, own[name], _OWN_PACKAGE)
     if len(same_name) > 1:
         raise ConfigError(
@@ -132,7 +155,7 @@ def find_hook(name: str) -> KnownHook:
         )
     for hook in packaged:
         if name in (hook.name, hook.full_name):
-            return KnownHook(name, hook.path, hook.package)
+            return replace(hook, name=name)
     if "." in name:
         return KnownHook(name, name, name.partition(".")[0])
     return _find_by_class_name(name)
@@ -185,41 +208,3 @@ def load_hook_class(name: str) -> type[Hook]:
             f"'{name}'{package} is not a hook: it does not inherit from hookline.Hook."
         )
     return hook_class
-
-
-def make_hook(name: str, options: Mapping[str, Any]) -> Hook:
-    """Return a hook of this name or class path, created with these options.
-
-    Raises:
-        ConfigError: the name is unknown, or the options do not match the hook's signature.
-    """
-    hook_class = load_hook_class(name)
-    resolved = check_options(hook_class, options, check_values=issubclass(hook_class, BuiltIn))
-    return make_checked_hook(hook_class, name, options, resolved)
-
-
-def make_checked_hook(
-    hook_class: Any, name: str, options: Mapping[str, Any], resolved: Mapping[str, Any]
-) -> Hook:
-    """Return a hook of this class, created with options that were checked already.
-
-    Args:
-        hook_class: the hook's class.
-        name: the name used in the configuration, for errors.
-        options: the options to create it with.
-        resolved: what `check_options` returned for them.
-    """
-    is_built_in = issubclass(hook_class, BuiltIn)
-    try:
-        hook: Hook = (
-            hook_class.from_checked(options, resolved) if is_built_in else hook_class(**options)
-        )
-    except HooklineError:
-        raise
-    except Exception as error:  # whatever the class's own code raises
-        raise ConfigError(
-            f"'{name}' could not be created with {dict(options)} ({type(error).__name__}: {error})."
-        ) from error
-    if not is_built_in and not hook.hookline_options:
-        hook.hookline_options = resolved
-    return hook

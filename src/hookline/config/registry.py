@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hookline.config.entry_points import packaged_hooks
 from hookline.config.hook_items import SECTIONS, HookItem, iterate_items
-from hookline.config.hook_names import BUILT_INS, PROBES
+from hookline.config.hook_names import BUILT_INS, PROBES, packaged_hooks
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import HookManager, HookSettings
 from hookline.dispatch.arguments import EventArguments
@@ -66,9 +65,6 @@ class HookRegistry(HookManager):
     ) -> list[str]:
         """Register all hooks of a configuration, or none; return their names.
 
-        Args:
-            config: the same as for the registry itself.
-
         Raises:
             ConfigError: names each invalid hook, its place and the fix.
         """
@@ -108,23 +104,22 @@ class HookRegistry(HookManager):
     def enable_hook(self, name: str, index: int | None = None) -> None:
         """Enable a hook from the next event on, also after it was disabled by failures.
 
-        Args:
-            name: the hook's name; with an index, its kind: "loop", "forward", "update", "probe".
-            index: the hook's index among all hooks of its kind, including disabled ones.
+        With an index, `name` is a kind of hook, and the index is that of `name_at`.
         """
         super().enable_hook(name if index is None else self.name_at(name, index))
 
     def disable_hook(self, name: str, index: int | None = None) -> None:
         """Disable a hook. It stays registered, keeps its place and its state, and costs nothing.
 
-        Args:
-            name: the hook's name; with an index, its kind: "loop", "forward", "update", "probe".
-            index: the hook's index among all hooks of its kind, including disabled ones.
+        With an index, `name` is a kind of hook, and the index is that of `name_at`.
         """
         super().disable_hook(name if index is None else self.name_at(name, index))
 
     def name_at(self, kind: str, index: int) -> str:
-        """Return the name of a hook by its kind and its index among hooks of this kind."""
+        """Return the name of a hook by its kind and its index among this kind's hooks.
+
+        The kinds are "loop", "forward", "update" and "probe"; disabled hooks count, too.
+        """
         names = [name for name, _, _ in self.of_kind(_kind(kind))]
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(names):
             valid = ", ".join(f"{i} is '{name}'" for i, name in enumerate(names)) or "there is none"

@@ -66,7 +66,7 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
             hint = nearest(str(detail["loc"][-1]), known)
             lines.append(f"Unknown field '{path}'.{hint} The fields are: {', '.join(known)}.")
         elif detail["type"] == "value_error":  # of a validator here, whose message is complete
-            message = str(detail["ctx"]["error"])
+            message = str(detail.get("ctx", {})["error"])
             lines.append(f"{path}: {message}" if path else message)
         else:
             lines.append(f"'{path}' is {detail['input']!r}. {detail['msg']}.")
@@ -81,23 +81,19 @@ def describe_fields(model: type[Any], path: tuple[str | int, ...]) -> dict[str, 
     """
     models = [model]
     for part in path:
-        annotations = [_annotations(one)[part] for one in models if part in _annotations(one)]
-        if annotations:
-            models = [inner for one in annotations for inner in _find_models(one)]
-    return {name: text for one in models for name, text in _descriptions(one).items()}
+        found = [_fields(one)[part] for one in models if part in _fields(one)]
+        if found:
+            models = [inner for annotation, _ in found for inner in _find_models(annotation)]
+    return {name: text for one in models for name, (_, text) in _fields(one).items()}
 
 
-def _annotations(model: type[Any]) -> Mapping[Any, Any]:
+def _fields(model: type[Any]) -> Mapping[Any, tuple[Any, str]]:
+    """Return the annotation and the description of each field."""
     if is_dataclass(model):
-        return {one.name: one.type for one in fields(model)}
-    return {name: field.annotation for name, field in model.model_fields.items()}
-
-
-def _descriptions(model: type[Any]) -> dict[str, str]:
-    if is_dataclass(model):
-        return {one.name: "" for one in fields(model)}
+        return {one.name: (one.type, "") for one in fields(model)}
     return {
-        field.alias or name: field.description or "" for name, field in model.model_fields.items()
+        field.alias or name: (field.annotation, field.description or "")
+        for name, field in model.model_fields.items()
     }
 
 
@@ -213,7 +209,9 @@ class MixConfig(Config):
     @classmethod
     def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
         if info.field_name == "length":
-            _check_length(value)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                number = ", or a whole number of batches of at least 1"
+                _check_choice("length", value, get_args(Length), number)
         elif info.field_name == "pattern" and value is not None:
             _check_pattern(value)
         elif info.field_name == "weights" and value is not None:
@@ -233,22 +231,10 @@ class MixConfig(Config):
         return data
 
 
-def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: Any, known: tuple[str, ...], or_else: str = "") -> None:
     if value not in known:
         hint = nearest(value, known) if isinstance(value, str) else ""
-        raise ValueError(f"{name} is {value!r}; expected one of {listed(known)}.{hint}")
-
-
-def _check_length(value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return
-    known = get_args(Length)
-    if value not in known:
-        hint = nearest(value, known) if isinstance(value, str) else ""
-        raise ValueError(
-            f"length is {value!r}; expected one of {listed(known)}, or a whole number of batches "
-            f"of at least 1.{hint}"
-        )
+        raise ValueError(f"{name} is {value!r}; expected one of {listed(known)}{or_else}.{hint}")
 
 
 def _check_belongs(name: str, value: Any, to: str, order: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,17 @@ from typing import Any, NoReturn
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from hookline.config import SECTIONS
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
 from hookline.config_files.config_tree import ConfigTree, FileError, Key
+from hookline.config_files.config_validation import ResolvedObjects
 from hookline.config_files.file_model import (
     LoaderConfig,
     ObjectConfig,
     OptimizerConfig,
     TrainingConfig,
 )
-from hookline.config_files.object_specs import is_object, iterate_hooks, iterate_loaders
-from hookline.config_files.validation import ResolvedObjects
+from hookline.config_files.object_specs import iterate_hooks, iterate_loaders, iterate_section
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
@@ -75,82 +74,69 @@ class _Builder:
                 seed_everything(seed)
         model = self._model()
         optimizers = [
-            self._optimizer(key, section, model) for key, section in self._sections("optimizer")
+            self._optimizer(key, section, model)
+            for key, section in iterate_section(config, "optimizer")
         ]
         schedulers = [
             self._create(key, section, optimizers[section.optimizer])
-            for key, section in self._sections("scheduler")
+            for key, section in iterate_section(config, "scheduler")
         ]
         functions = {
-            name: self._function((name,), section)
+            name: self._function(key, section)
             for name in ("loss_fn", "step_fn", "tokens_fn")
-            if (section := getattr(config, name)) is not None
+            for key, section in iterate_section(config, name)
         }
         train, val = self._loaders("train"), self._loaders("val")
         sections = config.model_dump(mode="json", exclude={"include", "trust", "trainer", "seed"})
         with self._creating(("trainer",)):
             fields = run_config(config.trainer, {**sections, "seed": seed}, seed)
             trainer = Trainer(fields, model, optimizers, schedulers, **functions)
-        for key, section, hook in iterate_hooks(config):
+        for key, kind, hook in iterate_hooks(config):
             with self._creating(key):
                 item = self._resolved.hooks.get(key)
                 if item is None:  # its options contain objects
-                    kind = None if section is None else SECTIONS[section]
                     item = HookItem.read(self._create_within(hook.item(), key), kind)
                 trainer.hooks.add_item(item)
         with self._creating(("data",)):
             trainer.set_data(train, val)
         return trainer
 
-    def _sections(self, name: str) -> list[tuple[Key, Any]]:
-        """Return a section that may be a list as a list, with keys."""
-        section = getattr(self._config, name)
-        if isinstance(section, list):
-            return [((name, i), item) for i, item in enumerate(section)]
-        return [] if section is None else [((name,), section)]
-
     # -- sections ---------------------------------------------------------------------------------
 
     def _model(self) -> Any:
         model: Any = self._create(("model",), self._config.model)
-        if not isinstance(model, torch.nn.Module):
-            self._fail(
-                ("model",), f"It returned a {type(model).__name__}; expected a torch.nn.Module."
-            )
-        return model
+        return self._check_type(("model",), model, "torch.nn", torch.nn.Module)
+
+    def _check_type(self, key: Key, created: Any, package: str, expected: type[Any]) -> Any:
+        if not isinstance(created, expected):
+            name = f"{package}.{expected.__name__}"
+            self._fail(key, f"It returned a {type(created).__name__}; expected a {name}.")
+        return created
 
     def _optimizer(self, key: Key, section: OptimizerConfig, model: torch.nn.Module) -> Any:
         named = dict(model.named_parameters())
         if section.params is not None:
-            chosen = self._match_parameters((*key, "params"), section.params, named)
-            named = {name: named[name] for name in chosen}
+            with self._creating((*key, "params")):
+                named = {name: named[name] for name in match_names(section.params, list(named))}
         if not named:
             self._fail(key, "The model has no parameters to train.")
         groups: list[dict[str, Any]] = []
         rest = dict(named)
         for i, group in enumerate(section.groups):
             group_key = (*key, "groups", i)
-            names = self._match_parameters((*group_key, "params"), group.params, named)
+            with self._creating((*group_key, "params")):
+                names = match_names(group.params, list(named))
             duplicates = [name for name in names if name not in rest]
             if duplicates:
                 text = f"The parameter '{duplicates[0]}' is already in an earlier group."
                 self._fail(group_key, text)
             options = self._create_within(group.model_extra or {}, group_key)
             groups.append({**options, "params": [rest.pop(name) for name in names]})
-        if rest or not groups:
+        if rest:
             groups.insert(0, {"params": list(rest.values())})
         parameters: Any = groups if section.groups else list(rest.values())
         optimizer = self._create(key, section, parameters)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            self._fail(key, f"It returned a {kind}; expected a torch.optim.Optimizer.")
-        return optimizer
-
-    def _match_parameters(
-        self, key: Key, patterns: Sequence[str], named: Mapping[str, Any]
-    ) -> list[str]:
-        with self._creating(key):
-            return match_names(patterns, list(named))
+        return self._check_type(key, optimizer, "torch.optim", torch.optim.Optimizer)
 
     def _function(self, key: Key, section: ObjectConfig) -> Any:
         target = self._resolved.targets[section.class_path]
@@ -198,7 +184,7 @@ class _Builder:
             return [self._create_value(inner, (*key, i)) for i, inner in enumerate(value)]
         if not isinstance(value, dict):
             return value
-        if is_object(value):
+        if "class_path" in value:
             target = self._resolved.targets[value["class_path"]]
             if value.get("call", True) is False:
                 return target

@@ -47,11 +47,7 @@ class Problem:
 
 
 class FileError(ConfigError):
-    """A config file is not valid.
-
-    Attributes:
-        problems: every mistake that was found.
-    """
+    """A config file is not valid; `problems` has every mistake that was found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
@@ -62,13 +58,7 @@ class FileError(ConfigError):
 
 @dataclass
 class ConfigTree:
-    """A configuration, and the place of each of its keys.
-
-    Attributes:
-        file: the main file, as it was given.
-        values: the configuration.
-        places: the file of each key, and the line if it is known.
-    """
+    """A configuration of a main file, and the file and line (if known) of each of its keys."""
 
     file: str
     values: dict[str, Any]

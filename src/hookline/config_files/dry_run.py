@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from hookline.config import SECTIONS, HookRegistry
+from hookline.config.registry import HookRegistry
 from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
@@ -47,12 +47,8 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
     with _errors_name(f"a batch of data.train, {describe_structure(batch)}"):
         seen = trainer.dry_run(batch)
     names = [f"train/{name}" for name in seen.pop("metrics")]
-    return {
-        "batches": stream.length(),
-        "batch": describe_structure(batch),
-        **seen,
-        "names": names,
-    }
+    length = stream.length()
+    return {"batches": length, "batch": describe_structure(batch), **seen, "names": names}
 
 
 def _val_batch(trainer: Trainer) -> dict[str, Any]:
@@ -83,10 +79,8 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
 
     Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
     """
-    streams = (trainer.train_data, trainer.val_data)
-    if any(one is not None and len(one.names) > 1 for one in streams) or _users_add_metrics(
-        trainer.hooks
-    ):
+    streams = [one for one in (trainer.train_data, trainer.val_data) if one is not None]
+    if any(len(one.names) > 1 for one in streams) or _users_add_metrics(trainer.hooks):
         return
     has_step_fn = trainer.step_fn is not None
     metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
@@ -103,12 +97,8 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
 
 def _users_add_metrics(hooks: HookRegistry) -> bool:
     """Return whether hooks that are not built in receive the metrics, and may add to them."""
-    users = [
-        bind(hook)
-        for kind in SECTIONS.values()
-        for _, hook, active in hooks.of_kind(kind)
-        if active and not isinstance(hook, BuiltIn)
-    ]
+    active = map(hooks.get_hook, hooks.get_active_hooks())
+    users = [bind(hook) for hook in active if not isinstance(hook, BuiltIn)]
     return any(
         event in bindings and "metrics" in bindings[event].accepted
         for bindings in users

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     ConfigDict,
@@ -58,15 +58,12 @@ _PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 class StringShorthand(Config):
     """A mapping that may be written as a string, which is the value of one of its keys."""
 
-    @classmethod
-    def shorthand_key(cls) -> str:
-        """Return the key whose value the string is."""
-        return "class_path"
+    shorthand_key: ClassVar[str] = "class_path"
 
     @model_validator(mode="before")
     @classmethod
     def _from_string(cls, given: Any) -> Any:
-        return {cls.shorthand_key(): given} if isinstance(given, str) else given
+        return {cls.shorthand_key: given} if isinstance(given, str) else given
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -76,7 +73,7 @@ class StringShorthand(Config):
         schema = handler.resolve_ref_schema(reference)
         if "anyOf" in schema:
             return reference
-        text = f"shorthand for a mapping with only `{cls.shorthand_key()}`"
+        text = f"shorthand for a mapping with only `{cls.shorthand_key}`"
         mapping = {key: schema.pop(key) for key in list(schema) if key != "title"}
         schema["description"] = mapping.pop("description", "")
         schema["anyOf"] = [{"type": "string", "description": text}, mapping]
@@ -177,6 +174,7 @@ class HookConfig(StringShorthand):
     """A hook. Further keys are its options, or arguments of `add_hook`, such as `every`."""
 
     model_config = ConfigDict(extra="allow", serialize_by_alias=True)
+    shorthand_key = "name"
 
     name: str | None = Field(
         default=None,
@@ -195,11 +193,6 @@ class HookConfig(StringShorthand):
     run_name: str | None = Field(
         default=None, alias="as", min_length=1, description="its name in the run"
     )
-
-    @classmethod
-    def shorthand_key(cls) -> str:
-        """Return the key whose value the string is."""
-        return "name"
 
     @model_validator(mode="after")
     def _is_named(self) -> Self:

@@ -46,11 +46,7 @@ class _ParseError(Exception):
 
 
 def parse_file(path: Path, name: str | None = None) -> ParsedFile:
-    """Return the values of a file, which are a mapping.
-
-    Args:
-        path: the file.
-        name: the file's name in messages.
+    """Return the values of a file, which are a mapping; `name` is the file's name in messages.
 
     Raises:
         FileError: the file cannot be read or parsed.
@@ -103,10 +99,8 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise _ParseError(f"The file is not encoded in UTF-8 ({error}).") from None
     except FileNotFoundError:
-        hint = ""
-        if path.parent.is_dir():
-            hint = nearest(path.name, [p.name for p in path.parent.iterdir()])
-        raise _ParseError(f"There is no such file.{hint}") from None
+        names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise _ParseError(f"There is no such file.{nearest(path.name, names)}") from None
     except (OSError, ValueError) as error:
         raise _ParseError(f"The file cannot be read ({error}).") from None
 
@@ -213,24 +207,25 @@ def _key_text(node: Any) -> str:
     return str(node.value)
 
 
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "merge": str,
+    "null": lambda text: None,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "int": lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
+    "float": lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan").lower()),
+}
+
+
 def _scalar(node: Any) -> Any:
-    text: str = node.value
     kind = node.tag.rpartition(":")[2]
+    if kind not in _SCALARS:
+        raise _unknown_tag(node)
     try:
-        if kind in ("str", "merge"):
-            return text
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return {"true": True, "false": False}[text.lower()]
-        if kind == "int":
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        if kind == "float":
-            return float(text.replace(".inf", "inf").replace(".nan", "nan").lower())
+        return _SCALARS[kind](node.value)
     except (ValueError, KeyError):
-        line = node.start_mark.line + 1
-        raise _ParseError(f"{format_value(text)} is not a valid {kind}.", line) from None
-    raise _unknown_tag(node)
+        text = f"{format_value(node.value)} is not a valid {kind}."
+        raise _ParseError(text, node.start_mark.line + 1) from None
 
 
 def _unknown_tag(node: Any) -> _ParseError:

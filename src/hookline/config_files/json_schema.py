@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from hookline.config import known_hooks, load_hook_class
+from hookline.config.hook_names import known_hooks, load_hook_class
 from hookline.config_files.file_model import TrainingConfig
 from hookline.config_files.references import REFERENCE_PATTERN
 from hookline.options import Option, get_options
 
-__all__ = ["REGISTRATION_KEYS", "training_schema"]
+__all__ = ["REGISTRATION_KEYS", "schema_text", "training_schema"]
 
 _REFERENCE = {
     "type": "string",
@@ -29,6 +29,11 @@ REGISTRATION_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+def schema_text() -> str:
+    """Return the schema as the text of a file."""
+    return json.dumps(training_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 def training_schema() -> dict[str, Any]:
     """Return the schema: every section and key, and the options of every named hook."""
     schema = TrainingConfig.model_json_schema(by_alias=True)
@@ -37,11 +42,8 @@ def training_schema() -> dict[str, Any]:
     needed = schema.pop("required")
     schema["anyOf"] = [{"required": needed}, {"required": ["include"]}]
     schema["$defs"]["Reference"] = _REFERENCE
-    head = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Hookline config file",
-    }
-    return {**_allow_references(schema), **head}
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {**_allow_references(schema), "$schema": dialect, "title": "Hookline config file"}
 
 
 def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
@@ -54,16 +56,16 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     mapping["properties"] = {**REGISTRATION_KEYS, **mapping["properties"]}
     mapping["allOf"] = []
     for name in names:
-        options = _options(name)
-        if options is None:
+        try:
+            hook_class: Any = load_hook_class(name)
+            described = {
+                key: _option_schema(option) for key, option in get_options(hook_class).items()
+            }
+        except Exception:  # a package's hook that cannot be imported here
             continue
-        described = {key: _option_schema(option) for key, option in options.items()}
         definition = f"{name}_options"
-        definitions[definition] = {
-            "type": "object",
-            "properties": described,
-            "additionalProperties": False,
-        }
+        closed = {"type": "object", "additionalProperties": False}
+        definitions[definition] = {**closed, "properties": described}
         given = {key: {"$ref": f"#/$defs/{definition}/properties/{key}"} for key in described}
         shared: dict[str, Any] = dict.fromkeys(mapping["properties"], True)  # described above
         properties = {**shared, **given, "init_args": {"$ref": f"#/$defs/{definition}"}}
@@ -74,14 +76,6 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {**schema, "anyOf": [{**text, **named}, mapping]}
-
-
-def _options(name: str) -> Mapping[str, Option] | None:
-    try:
-        hook_class: Any = load_hook_class(name)
-        return get_options(hook_class)
-    except Exception:  # a package's hook that cannot be imported here
-        return None
 
 
 def _option_schema(option: Option) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hookline.config_files.config_tree import COMMAND_LINE, FileError, Problem, format_key
+from hookline.config_files.config_validation import check_objects, validate
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.trust import Trust, importable, is_in, load_object
-from hookline.config_files.validation import check_objects, validate
 from hookline.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -116,9 +116,12 @@ def load_python(target: str, *overrides: str) -> Training:
         result = function(**arguments)
     trainer, *data = result if isinstance(result, tuple) else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:
+        found = f"a {type(result).__name__}"
+        if isinstance(result, tuple):
+            found += f" of {len(result)}: {', '.join(type(item).__name__ for item in result)}"
         raise ConfigError(
-            f"'{target}' returned {_describe_result(result)}; expected a Trainer, or a tuple of "
-            "the trainer, its loaders, and optionally its validation loaders."
+            f"'{target}' returned {found}; expected a Trainer, or a tuple of the trainer, its "
+            "loaders, and optionally its validation loaders."
         )
     if not data and trainer.train_data is None:
         raise ConfigError(
@@ -191,9 +194,3 @@ def _parse_arguments(
     if problems:
         raise FileError(problems)
     return arguments
-
-
-def _describe_result(result: Any) -> str:
-    if isinstance(result, tuple):
-        return f"a tuple of {len(result)}: {', '.join(type(item).__name__ for item in result)}"
-    return f"a {type(result).__name__}"

@@ -39,9 +39,12 @@ def merge_files(
     """
     environment = os.environ if environment is None else environment
     tree = _merge_includes(path, str(path), environment, ())
-    problems = [
-        problem for text in overrides if (problem := _apply_override(tree, text)) is not None
-    ]
+    problems: list[Problem] = []
+    for text in overrides:
+        try:
+            _apply_override(tree, text)
+        except ValueError as error:
+            problems.append(Problem(COMMAND_LINE, None, "", str(error)))
     if problems:
         raise FileError(problems)
     resolve_references(tree, environment)
@@ -54,14 +57,7 @@ def merge_files(
 def _merge_includes(
     path: Path, name: str, environment: Mapping[str, str], including: tuple[str, ...]
 ) -> ConfigTree:
-    """Return a file merged over the files it includes.
-
-    Args:
-        path: the file.
-        name: the file's name in messages.
-        environment: the environment variables, which names of files may refer to.
-        including: the files that led to this one.
-    """
+    """Return a file, called `name` in messages, merged over the files it includes."""
     resolved_path = str(path.resolve())
     if resolved_path in including:
         chain = " includes ".join(Path(file).name for file in (*including, resolved_path))
@@ -78,7 +74,10 @@ def _merge_includes(
             )
             _merge_tree(merged, included)
         except FileError as error:
-            problems += [_in_including_file(problem, own, key) for problem in error.problems]
+            for problem in error.problems:
+                has_place = problem.line is not None or problem.key
+                text = f"'{problem.file}': {problem.text}"
+                problems.append(problem if has_place else own.problem(key, text))
         except (OSError, ValueError) as error:  # a name that no file can have
             problems.append(own.problem(key, f"{format_value(include)} cannot be read ({error})."))
     if problems:
@@ -108,13 +107,6 @@ def _pop_includes(
             text = f"It is {format_value(name)}; expected the name of a file."
             problems.append(tree.problem(key, text))
     return found
-
-
-def _in_including_file(problem: Problem, tree: ConfigTree, key: Key) -> Problem:
-    """Return a problem of an included file; one without a place gets that of the `include`."""
-    if problem.line is not None or problem.key:
-        return problem
-    return tree.problem(key, f"'{problem.file}': {problem.text}")
 
 
 def _merge_tree(base: ConfigTree, over: ConfigTree) -> None:
@@ -164,19 +156,9 @@ def parse_override(text: str) -> tuple[Key, Any]:
     return tuple(parts), value
 
 
-def _apply_override(tree: ConfigTree, text: str) -> Problem | None:
-    try:
-        parts, value = parse_override(text)
-        key = _set_value(tree, parts, value)
-    except ValueError as error:
-        return Problem(COMMAND_LINE, None, "", str(error))
-    tree.forget_places(key)
-    tree.places[key] = (COMMAND_LINE, None)
-    return None
-
-
-def _set_value(tree: ConfigTree, parts: Key, value: Any) -> Key:
-    """Set a value, creating the mappings that lead to it; return its key."""
+def _apply_override(tree: ConfigTree, text: str) -> None:
+    """Set a value, creating the mappings that lead to it; raise `ValueError` if it cannot be."""
+    parts, value = parse_override(text)
     parent: Any = {"": tree.values}
     last: str | int = ""
     key: Key = ()
@@ -200,7 +182,8 @@ def _set_value(tree: ConfigTree, parts: Key, value: Any) -> Key:
             )
         key = (*key, last)
     parent[last] = value
-    return key
+    tree.forget_places(key)
+    tree.places[key] = (COMMAND_LINE, None)
 
 
 def _parse_index(items: list[Any], part: str, key: Key) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from hookline.config import SECTIONS
+from hookline.config.hook_items import SECTIONS
 from hookline.config_files.config_tree import ConfigTree, Key, Problem, format_value
-from hookline.config_files.file_model import HookConfig, LoaderConfig, ObjectConfig, TrainingConfig
+from hookline.config_files.file_model import HookConfig, LoaderConfig, TrainingConfig
 from hookline.errors import nearest
 from hookline.options import Option
 
@@ -17,9 +17,9 @@ __all__ = [
     "ObjectSpec",
     "contains_object",
     "find_argument_problems",
-    "is_object",
     "iterate_hooks",
     "iterate_loaders",
+    "iterate_section",
     "iterate_specs",
 ]
 
@@ -47,18 +47,16 @@ class ObjectSpec:
     is_reference: bool = False
 
 
-def is_object(value: Any) -> bool:
-    """Return whether an argument is an object that has to be created first."""
-    return isinstance(value, Mapping) and "class_path" in value
-
-
 def iterate_specs(
     config: TrainingConfig, tree: ConfigTree, problems: list[Problem]
 ) -> Iterator[ObjectSpec]:
     """Yield every object, including objects within objects; add malformed ones to `problems`."""
-    for key, section, positional, is_called in _sections(config):
-        yield ObjectSpec(key, section.class_path, section.init_args, positional, is_called)
-        yield from _specs_within(section.init_args, (*key, "init_args"), tree, problems)
+    for name in ("model", "optimizer", "scheduler", "loss_fn", "step_fn", "tokens_fn"):
+        positional = 1 if name in ("optimizer", "scheduler") else 0
+        for key, section in iterate_section(config, name):
+            path, args = section.class_path, section.init_args
+            yield ObjectSpec(key, path, args, positional, is_called=not name.endswith("_fn"))
+            yield from _specs_within(args, (*key, "init_args"), tree, problems)
     for split in ("train", "val"):
         for key, _, data in iterate_loaders(config, split):
             yield ObjectSpec(key, data.class_path, data.init_args)
@@ -75,27 +73,19 @@ def _options(config: TrainingConfig) -> Iterator[tuple[Key, Any]]:
     for key, _, hook in iterate_hooks(config):
         for name, value in hook.item().items():
             yield (*key, name), value
-    optimizers = config.optimizer if isinstance(config.optimizer, list) else [config.optimizer]
-    for i, optimizer in enumerate(optimizers):
-        key = ("optimizer", i) if isinstance(config.optimizer, list) else ("optimizer",)
+    for key, optimizer in iterate_section(config, "optimizer"):
         for j, group in enumerate(optimizer.groups):
             for name, value in (group.model_extra or {}).items():
                 yield (*key, "groups", j, name), value
 
 
-def _sections(config: TrainingConfig) -> Iterator[tuple[Key, ObjectConfig, int, bool]]:
-    yield ("model",), config.model, 0, True
-    for name in ("optimizer", "scheduler"):
-        section: Any = getattr(config, name)
-        if isinstance(section, list):
-            for i, item in enumerate(section):
-                yield (name, i), item, 1, True
-        elif section is not None:
-            yield (name,), section, 1, True
-    for name in ("loss_fn", "step_fn", "tokens_fn"):
-        function: ObjectConfig | None = getattr(config, name)
-        if function is not None:
-            yield (name,), function, 0, False
+def iterate_section(config: TrainingConfig, name: str) -> Iterator[tuple[Key, Any]]:
+    """Yield the key and the item of a section that is missing, one item, or a list of items."""
+    section = getattr(config, name)
+    if isinstance(section, list):
+        yield from (((name, i), item) for i, item in enumerate(section))
+    elif section is not None:
+        yield (name,), section
 
 
 def iterate_loaders(
@@ -111,14 +101,14 @@ def iterate_loaders(
 
 
 def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, HookConfig]]:
-    """Yield the hooks of the section `hooks`: the key, the section by kind if any, the hook."""
+    """Yield the hooks of the section `hooks`: the key, the kind that it requires, the hook."""
     if isinstance(config.hooks, list):
         for i, hook in enumerate(config.hooks):
             yield ("hooks", i), None, hook
     else:
-        for section in SECTIONS:
+        for section, kind in SECTIONS.items():
             for i, hook in enumerate(getattr(config.hooks, section)):
-                yield ("hooks", section, i), section, hook
+                yield ("hooks", section, i), kind, hook
 
 
 def _specs_within(
@@ -189,26 +179,23 @@ def find_argument_problems(spec: ObjectSpec, target: Any, tree: ConfigTree) -> l
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in taken
     }
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    problems: list[Problem] = []
+    texts: dict[str, str | None] = {}
     for argument, value in spec.args.items():
         if argument in known:
-            problem = _find_value_problem(target, known[argument], value)
-            if problem is not None:
-                problems.append(tree.problem((*key, argument), problem))
+            texts[argument] = _find_value_problem(target, known[argument], value)
         elif argument in taken:
             text = f"The argument '{argument}' of {name} is passed automatically. Remove it."
-            problems.append(tree.problem((*key, argument), text))
+            texts[argument] = text
         elif not open_ended:
             valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
-            text = f"{name} has no argument '{argument}'.{nearest(argument, known)} {valid}"
-            problems.append(tree.problem((*key, argument), text))
+            hint = nearest(argument, known)
+            texts[argument] = f"{name} has no argument '{argument}'.{hint} {valid}"
     missing = [
         one.name for one in known.values() if one.default is one.empty and one.name not in spec.args
     ]
     if missing and (spec.is_called or isinstance(target, type)):
-        text = f"{name} requires the argument '{missing[0]}'."
-        problems.append(tree.problem((*key, missing[0]), text))
-    return problems
+        texts[missing[0]] = f"{name} requires the argument '{missing[0]}'."
+    return [tree.problem((*key, one), text) for one, text in texts.items() if text is not None]
 
 
 def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:

@@ -42,14 +42,6 @@ _MAX_TEXT = 1_000_000  # characters: references within references can multiply t
 _MISSING = object()
 
 
-class _UnresolvedError(Exception):
-    """A reference that cannot be resolved."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
-
-
 def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None:
     """Replace all references in a configuration by their values.
 
@@ -66,8 +58,8 @@ def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None
             return [resolve(inner, (*key, i)) for i, inner in enumerate(value)]
         try:
             return resolver.resolve(value, key)
-        except _UnresolvedError as error:
-            problems.append(error.problem)
+        except FileError as error:
+            problems.extend(error.problems)
             return value
 
     values = resolve(tree.values, ())
@@ -173,13 +165,14 @@ class _Resolver:
         for part in parts:
             if not is_resolved and _has_reference(value):
                 value, is_resolved = self._resolve_string(value, key), True
-            is_list = isinstance(value, list) and part.isdecimal() and len(part) < 9
-            index: Any = int(part) if is_list else part
-            has_part = index in value if _is_mapping(value) else _has_index(value, index)
-            if not has_part and not required:
-                return _MISSING
-            if not has_part:
-                names = [format_key((*key, name)) for name in value] if _is_mapping(value) else []
+            index: Any = part
+            known: Any = value if isinstance(value, dict) else ()
+            if isinstance(value, list) and part.isdecimal() and len(part) < 9:
+                index, known = int(part), range(len(value))
+            if index not in known:
+                if not required:
+                    return _MISSING
+                names = [format_key((*key, name)) for name in known if isinstance(name, str)]
                 missing = format_key((*key, part))
                 self._fail(f"There is no key '{missing}'.{nearest(missing, names)}")
             value, key = value[index], (*key, index)
@@ -187,28 +180,19 @@ class _Resolver:
 
     def _fail(self, text: str) -> NoReturn:
         key = self._active[-1] if self._active else ()
-        raise _UnresolvedError(self._tree.problem(key, text))
+        raise FileError([self._tree.problem(key, text)])
 
     def _fail_with_cycle(self, key: Key) -> NoReturn:
         cycle = self._active[self._active.index(key) :]
         first = cycle.index(min(cycle, key=format_key))  # the same from wherever it is entered
         cycle = cycle[first:] + cycle[:first]
         chain = " → ".join(format_key(one) for one in (*cycle, cycle[0]))
-        raise _UnresolvedError(
-            self._tree.problem(cycle[0], f"The reference leads back to itself: {chain}.")
-        )
+        text = f"The reference leads back to itself: {chain}."
+        raise FileError([self._tree.problem(cycle[0], text)])
 
 
 def _has_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _has_index(value: Any, index: str | int) -> bool:
-    return isinstance(value, list) and isinstance(index, int) and index < len(value)
 
 
 def _typed(text: str) -> Any:

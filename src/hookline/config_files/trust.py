@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from hookline.config import known_hooks
+from hookline.config.hook_names import known_hooks
 from hookline.errors import listed, nearest
 
 __all__ = ["Trust", "importable", "load_object"]

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import torch
 
-from hookline.config import HookRegistry, make_hook
+from hookline.config.hook_items import make_hook
+from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hookline.config import SECTIONS, find_hook
 from hookline.config.hook_items import HookItem
+from hookline.config.hook_names import find_hook
 from hookline.config.trainer_config import UNKNOWN_FIELD_ERRORS, describe_fields
 from hookline.config_files.config_tree import (
     ConfigTree,
@@ -29,6 +29,7 @@ from hookline.config_files.object_specs import (
     contains_object,
     find_argument_problems,
     iterate_hooks,
+    iterate_section,
     iterate_specs,
 )
 from hookline.config_files.trust import Trust, load_object
@@ -134,8 +135,8 @@ class _ObjectChecker:
                 self._problems += find_argument_problems(spec, target, self._tree)
         for key, path in hook_paths:
             self._resolve(key, path)
-        for hook_key, section, hook in iterate_hooks(self._config):
-            self._check_hook(hook_key, section, hook)
+        for hook_key, kind, hook in iterate_hooks(self._config):
+            self._check_hook(hook_key, kind, hook)
         self._check_consistency()
         self._raise_problems()
         return self._resolved
@@ -176,10 +177,9 @@ class _ObjectChecker:
             except HooklineError as error:
                 self._add_problem(key, str(error))
 
-    def _check_hook(self, key: Key, section: str | None, hook: HookConfig) -> None:
+    def _check_hook(self, key: Key, kind: str | None, hook: HookConfig) -> None:
         """Load a hook's class and check its options."""
         item = hook.item()
-        kind = None if section is None else SECTIONS[section]
         has_objects = contains_object(item)
         try:
             checked = HookItem.read(item, kind, check_values=not has_objects)
@@ -203,15 +203,11 @@ class _ObjectChecker:
         if None not in (config.seed, trainer_seed) and trainer_seed != config.seed:
             text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
             self._add_problem(("trainer", "seed"), text)
-        optimizers = len(config.optimizer) if isinstance(config.optimizer, list) else 1
-        schedulers = config.scheduler if isinstance(config.scheduler, list) else [config.scheduler]
-        for i, scheduler in enumerate(schedulers):
-            if scheduler is not None and scheduler.optimizer >= optimizers:
-                key = ("scheduler", i) if isinstance(config.scheduler, list) else ("scheduler",)
-                text = (
-                    f"It is {scheduler.optimizer}, but there are {optimizers} optimizers, counted "
-                    "from 0."
-                )
+        optimizers = len(list(iterate_section(config, "optimizer")))
+        for key, scheduler in iterate_section(config, "scheduler"):
+            if scheduler.optimizer >= optimizers:
+                count = f"there are {optimizers} optimizers, counted from 0"
+                text = f"It is {scheduler.optimizer}, but {count}."
                 self._add_problem((*key, "optimizer"), text)
 
 
