@@ -22,7 +22,7 @@ from hookline.config_files.loading import is_python_function, load_python
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.references import resolve_references
 from hookline.config_files.resuming import NEWEST, find_resume
-from hookline.runs.recorded_config import config_hash
+from hookline.runs.jsonable import config_hash
 
 PROJECT = """
 import torch

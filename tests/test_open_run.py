@@ -66,7 +66,7 @@ def copied(trainer: hookline.Trainer, folder: Path) -> Path:
 
 
 def named(run: OpenedRun, *names: str, **options: Any) -> list[Any]:
-    return [(row["step"], row["name"]) for row in run.metrics(*names, frame=False, **options)]
+    return [(row["step"], row["name"]) for row in run.metrics(*names, **options)]
 
 
 # -- finding --------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_it_tells_what_it_is(finished: hookline.Trainer) -> None:
 
 def test_rows_have_names_steps_and_numbers(finished: hookline.Trainer) -> None:
     run = open_run(finished.run.path)
-    first = run.metrics("train/loss", frame=False)[0]
+    first = run.metrics("train/loss")[0]
     assert list(first) == ["step", "epoch", "time", "name", "kind", "value"]
     assert (first["step"], first["epoch"], first["kind"]) == (1, 0, "scalar")
     assert isinstance(first["value"], float)
@@ -142,20 +142,22 @@ def test_rows_have_names_steps_and_numbers(finished: hookline.Trainer) -> None:
     assert {name for _, name in named(run, "val/*", "speed")} == {"val/loss", "speed"}
     assert named(run, "train/loss") == [(step, "train/loss") for step in range(1, 7)]
     assert named(run, "loss") == []
-    assert [row["value"] for row in run.metrics(kind="text", frame=False)] == ["<b>hello</b>"]
-    assert math.isnan(run.metrics("speed", frame=False)[1]["value"])
+    assert [row["value"] for row in run.metrics(kind="text")] == ["<b>hello</b>"]
+    assert math.isnan(run.metrics("speed")[1]["value"])
     assert len(named(run)) == 6 + 6 + 2 + 2 + 1
 
 
-def test_rows_are_a_frame_where_pandas_is_installed(finished: hookline.Trainer) -> None:
+def test_rows_are_a_list_and_a_frame_is_asked_for(finished: hookline.Trainer) -> None:
     pandas = pytest.importorskip("pandas")
     run = open_run(finished.run.path)
-    for frame in (run.metrics("train/loss"), run.metrics("train/loss", frame=True)):
-        assert isinstance(frame, pandas.DataFrame)
-        assert list(frame.columns) == ["step", "epoch", "time", "name", "kind", "value"]
-        assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
-        assert frame["value"].dtype == float
-    assert list(run.metrics("nothing").columns) == list(frame.columns)
+    assert type(run.metrics("train/loss")) is list  # also where pandas is installed
+    frame = run.frame("train/loss")
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.columns) == ["step", "epoch", "time", "name", "kind", "value"]
+    assert list(frame["step"]) == [1, 2, 3, 4, 5, 6]
+    assert frame["value"].dtype == float
+    assert list(run.frame("nothing").columns) == list(frame.columns)
+    assert list(run.frame(kind="text")["value"]) == ["<b>hello</b>"]
 
 
 def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
@@ -166,7 +168,7 @@ def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
         "from hookline.runs import open_run\n"
         "run = open_run(sys.argv[1])\n"
         "print(type(run.metrics()).__name__)\n"
-        "try: run.metrics(frame=True)\n"
+        "try: run.frame()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
         "assert 'torch' not in sys.modules"
     )
@@ -174,7 +176,7 @@ def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "list"
-    assert second.startswith("RunError frame=True needs pandas")
+    assert second.startswith("RunError run.frame() needs pandas")
     assert second.endswith("pip install pandas")
 
 
@@ -402,7 +404,7 @@ def test_an_empty_folder_with_a_runs_name_opens(tmp_path: Path) -> None:
         "metrics.jsonl is missing",
         "events.jsonl is missing",
     ]
-    assert (run.metrics(frame=False), run.checkpoints(), run.results()) == ([], [], {})
+    assert (run.metrics(), run.checkpoints(), run.results()) == ([], [], {})
     assert "no steps" in repr(run)
 
 
@@ -457,7 +459,7 @@ def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Pa
             time.sleep(0.01)
     run = open_run(path)
     assert (run.status, run.damage) == ("lost", [])
-    steps = [row["step"] for row in run.metrics("train/loss", frame=False)]
+    steps = [row["step"] for row in run.metrics("train/loss")]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 99
     assert run.seconds is not None
@@ -492,7 +494,7 @@ def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
     assert run.results()["train/loss"].count == 6
     assert run.overview()["parts"] == 2
     assert "in 2 parts" in str(run)
-    times = [row["time"] for row in run.metrics("train/loss", frame=False)]
+    times = [row["time"] for row in run.metrics("train/loss")]
     (_, again) = run.events("start")
     assert [when > again["time"] for when in times] == [False, False, True, True, True, True]
 

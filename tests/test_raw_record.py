@@ -25,7 +25,7 @@ def only(folder: Path) -> OpenedRun:
 
 
 def rows(run: OpenedRun, *names: str) -> list[Any]:
-    return [(row["step"], row["epoch"], row["value"]) for row in run.metrics(*names, frame=False)]
+    return [(row["step"], row["epoch"], row["value"]) for row in run.metrics(*names)]
 
 
 def test_an_unchanged_loop_leaves_a_run_with_the_loss_of_each_step(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_everything_a_loop_tells_is_recorded(tmp_path: Path) -> None:
     assert rows(run, "train/size_epoch") == [(2, 0, 4.0), (4, 1, 4.0)]
     assert rows(run, "val/loss") == [(2, 0, 2.0), (4, 1, 2.0)]
     assert rows(run, "val/right") == rows(run, "val/loss")
-    assert len(run.metrics(frame=False)) == 4 + 4 + 2 + 2 + 2 + 2
+    assert len(run.metrics()) == 4 + 4 + 2 + 2 + 2 + 2
     kinds = [event["kind"] for event in run.events()]
     assert kinds == ["start", "checkpoint", "hooks", "checkpoint", "end"]
     assert run.events("checkpoint")[1]["path"] == str(tmp_path / "1.pt")
@@ -141,9 +141,9 @@ def test_a_name_with_a_slash_and_other_kinds_go_to_the_record_as_they_stand(
             optimizer.step()
         session.log("note", "so far", kind="text")
     run = only(tmp_path)
-    names = [row["name"] for row in run.metrics("norm/*", "lr/*", "own/*", frame=False)]
+    names = [row["name"] for row in run.metrics("norm/*", "lr/*", "own/*")]
     assert names == ["own/number", "norm/first", "lr/a", "lr/b"] * 2
-    assert [row["kind"] for row in run.metrics("weights", frame=False)] == ["histogram"] * 2
+    assert [row["kind"] for row in run.metrics("weights")] == ["histogram"] * 2
     assert rows(run, "note") == [(2, 0, "so far")]
     # They are no metrics of the batch or the epoch.
     assert all(set(told["metrics"]) <= {"loss", "train/loss"} for _, told in ends.told)

@@ -25,7 +25,7 @@ import hookline
 from hookline.runs import Run, open_run
 from hookline.runs.environment import installed_packages
 from hookline.runs.git import read_git_state
-from hookline.runs.recorded_config import canonical_json, config_hash
+from hookline.runs.jsonable import canonical_json, config_hash
 
 
 def git(folder: Path, *words: str) -> str:
@@ -469,7 +469,7 @@ def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
 
 
 def test_what_only_sounds_like_a_secret_stays():
-    from hookline.runs.recorded_config import mask_secrets
+    from hookline.runs.jsonable import mask_secrets
 
     config = {
         "tokens_seen": 3,

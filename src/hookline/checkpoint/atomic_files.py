@@ -7,12 +7,14 @@ kernel drops the lock when the process dies: a marked folder whose lock is free 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = [
     "TEMPORARY",
     "hash_file",
+    "hash_stream",
     "remove_leftovers",
+    "replace_file",
     "sync",
     "temporary_folder",
     "write_atomic",
@@ -35,7 +39,6 @@ TEMPORARY = ".tmp-"
 
 _FOLDER_NAME = re.compile(r"\.tmp-.+-[0-9a-f]{8}\.hookline", re.DOTALL)
 _MARKER = ".hookline-writer"
-_CHUNK = 1 << 22
 
 
 def sync(path: Path) -> None:
@@ -54,21 +57,37 @@ def sync(path: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the xxh3_64 hash of a file's bytes, in hexadecimal."""
-    state = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+        return hash_stream(file)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def hash_stream(file: BufferedIOBase) -> str:
+    """Return the xxh3_64 hash of an open file's bytes, in hexadecimal."""
+    return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a file. After a crash it holds either the old or the new text."""
+    with replace_file(path, durable=durable) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+@contextmanager
+def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, None]:
+    """Replace a file with the temporary one that is written in the block.
+
+    Args:
+        path: The file.
+        durable: Flush it to the disk, so that it also survives a power failure.
+    """
     with temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
-        temporary.write_bytes(text.encode())
-        sync(temporary)
+        yield temporary
+        if durable:
+            sync(temporary)
         temporary.replace(path)
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class Checkpoint:
     """The contents of a checkpoint.
 
     Attributes:
-        path: Its folder.
         info: The manifest's `info`: step, epoch, metrics, run id …
         model: The model's `state_dict`.
         state: The state as it was saved, with its tensors on the CPU.
@@ -59,7 +58,7 @@ class Checkpoint:
 def save_checkpoint(
     folder: Path, *, model: Mapping[str, Tensor], state: Mapping[str, Any], info: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint, and return once it is durable.
+    """Write a checkpoint, and return its folder once it is durable.
 
     A crash at any time leaves the complete checkpoint or none. An existing folder is never changed:
     the new checkpoint is then called `step_000120_2`, `step_000120_3` …
@@ -70,9 +69,6 @@ def save_checkpoint(
         state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
             `dict`, `OrderedDict`, `Counter` and all other types are restored exactly.
         info: Numbers and strings for the manifest. Tensors with one element become numbers.
-
-    Returns:
-        The folder that was written.
 
     Raises:
         CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
@@ -123,9 +119,8 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
     """
     path = Path(path)
     manifest = read_manifest(path, verify_files=True)
-    name = ""
+    name = "model.safetensors"
     try:
-        name = "model.safetensors"
         model: dict[str, Any] = dict(read_tensors(path / name, torch.device(device)))
         name = "state.safetensors"
         tensors = read_tensors(path / name, torch.device("cpu"))
@@ -143,19 +138,18 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
 
 
 def _encode_manifest(folder: Path, info: Any) -> str:
-    files = {
-        name: {"size": (folder / name).stat().st_size, "xxh3_64": hash_file(folder / name)}
-        for name in _FILES
-    }
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "files": files,
+        "files": {
+            name: {"size": (folder / name).stat().st_size, "xxh3_64": hash_file(folder / name)}
+            for name in _FILES
+        },
         "info": info,
     }
-    hashed = {**manifest, "check": hash_manifest(manifest)}
-    return json.dumps(hashed, indent=1, allow_nan=False) + "\n"
+    manifest["check"] = hash_manifest(manifest)
+    return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
 
 
 def _rename(temporary: Path, folder: Path) -> Path:

@@ -17,16 +17,8 @@ from hookline.checkpoint.atomic_files import hash_file, write_atomic
 from hookline.errors import CheckpointError, listed
 
 __all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
-    "CheckpointScan",
-    "complete_checkpoints",
-    "damage_error",
-    "find_checkpoint",
-    "hash_manifest",
-    "read_manifest",
-    "read_pointers",
-    "scan_checkpoints",
+    *("FORMAT", "FORMAT_VERSION", "CheckpointScan", "complete_checkpoints", "damage_error"),
+    *("find_checkpoint", "hash_manifest", "read_manifest", "read_pointers", "scan_checkpoints"),
     "set_pointer",
 ]
 
@@ -149,24 +141,18 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     A checkpoint is complete if its manifest is valid and all files have their sizes. Hashes of
     files are verified when a checkpoint is loaded.
     """
-    found: list[tuple[Path, Manifest]] = []
+    found: dict[Path, Manifest] = {}
     damage: dict[str, str] = {}
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.is_dir())
-    except OSError:
-        paths = []
-    for path in paths:
-        if path.name.startswith("."):
-            continue  # unfinished
+    # Names with a dot are unfinished. glob() of a folder that cannot be read returns nothing.
+    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
         try:
             manifest = _parse_manifest(path)
             _check_files(path, manifest, hashes=False)
+            found[path] = manifest
         except _InvalidCheckpointError as error:
             damage[path.name] = str(error)
-        else:
-            found.append((path, manifest))
-    found.sort(key=lambda item: (item[1]["created"], item[0].name))
-    return CheckpointScan(dict(found), damage)
+    by_age = sorted(found.items(), key=lambda item: (item[1]["created"], item[0].name))
+    return CheckpointScan(dict(by_age), damage)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -175,7 +161,6 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _describe_others(path: Path) -> str:
-    """Return a sentence about the other checkpoints beside this one."""
     names = [other.name for other in complete_checkpoints(path.parent) if other != path]
     if not names:
         return f" There is no other complete checkpoint in {path.parent}."
@@ -183,17 +168,8 @@ def _describe_others(path: Path) -> str:
     return f" Complete checkpoints in {path.parent}, newest first: {newest}."
 
 
-# -- pointers -------------------------------------------------------------------------------------
-
-
 def set_pointer(folder: Path, name: Literal["last", "best"], target: Path) -> None:
-    """Make `last` or `best` name a checkpoint: a small file, replaced atomically.
-
-    Args:
-        folder: The folder `checkpoints/`.
-        name: `"last"` or `"best"`.
-        target: A checkpoint in that folder.
-    """
+    """Make the file `last` or `best` in a folder name a checkpoint in that folder."""
     folder, target = Path(folder), Path(target)
     if name not in _POINTERS:
         raise CheckpointError(f"Unknown pointer {name!r}. Pointers are 'last' and 'best'.")
@@ -216,9 +192,6 @@ def read_pointers(folder: Path) -> dict[str, str]:
             continue
         names[pointer] = Path(text.strip()).name
     return names
-
-
-# -- finding one ----------------------------------------------------------------------------------
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Path:

@@ -36,10 +36,7 @@ class RetainedCheckpoint:
     """A checkpoint that a writer has written or reserved a name for.
 
     Attributes:
-        name: Its folder's name.
-        step: The step it was saved at.
         number: How many checkpoints the writer had reserved before.
-        score: The number it is ranked by; None if checkpoints are not ranked by a score.
         created: The manifest's time of creation; "" before it is saved. It distinguishes the
             checkpoint from another one that replaced it.
     """
@@ -59,10 +56,7 @@ class RetainedCheckpoint:
 def rank_checkpoints(
     checkpoints: Iterable[RetainedCheckpoint], order: Order
 ) -> list[RetainedCheckpoint]:
-    """Return checkpoints, the best first.
-
-    Of equal scores the earlier comes first. Scores that are not finite come last.
-    """
+    """Return checkpoints, the best first; of equal scores the earlier, NaN and infinities last."""
 
     def key(checkpoint: RetainedCheckpoint) -> tuple[bool, float, int]:
         if order == "newest":
@@ -98,8 +92,6 @@ class Retention:
         self._number = 0
         self._best_name: str | None = None
 
-    # -- the checkpoints --------------------------------------------------------------------------
-
     @property
     def folder(self) -> Path:
         """The folder of the checkpoints."""
@@ -129,8 +121,6 @@ class Retention:
         """Return the folder of a checkpoint; None for None."""
         return None if checkpoint is None else self.folder / checkpoint.name
 
-    # -- saving -----------------------------------------------------------------------------------
-
     def open(self, folder: Path, *, resumed: bool) -> None:
         """Set the folder when training starts; unless resumed, start with no checkpoints."""
         self.release()
@@ -148,12 +138,9 @@ class Retention:
         return new in rank_checkpoints(known, self._order)[: self._keep]
 
     def reserve(self, name: str, step: int, score: float | None) -> Path:
-        """Reserve a path for a checkpoint: it does not exist, and no other writer gets it.
+        """Reserve a path that does not exist and that no other writer gets.
 
-        Args:
-            name: The name to use; if it is taken, `_2`, `_3` … is added.
-            step: The step.
-            score: The number to rank the checkpoint by.
+        If the name is taken, `_2`, `_3` … is added. The checkpoint is ranked by the score.
         """
         names = chain([name], (f"{name}_{number}" for number in count(2)))
         path = next(path for name in names if _is_free(path := self.folder / name))
@@ -164,21 +151,18 @@ class Retention:
 
     def rescore(self, step: int, score: float | None) -> None:
         """Set the score of the checkpoints of a step, and rank again."""
-        for name, checkpoint in self._pending.items():
-            if checkpoint.step == step:
-                self._pending[name] = replace(checkpoint, score=score)
-        self._saved = [
+        scored = [
             replace(checkpoint, score=score) if checkpoint.step == step else checkpoint
-            for checkpoint in self._saved
+            for checkpoint in (*self._saved, *self._pending.values())
         ]
-        self._update_best_pointer()
-        self._prune()
+        self._saved = scored[: len(self._saved)]
+        self._pending = {checkpoint.name: checkpoint for checkpoint in scored[len(self._saved) :]}
+        self._apply_ranking()
 
     def mark_saved(self, path: Path) -> bool:
         """Register a durable checkpoint and remove those that are no longer kept.
 
-        Returns:
-            False if the checkpoint was not reserved by this writer.
+        Return False if the checkpoint was not reserved by this writer.
         """
         checkpoint = self._find_pending(path)
         if checkpoint is None:
@@ -188,8 +172,7 @@ class Retention:
         created = _read_created(path) or ""
         self._saved.append(replace(checkpoint, name=path.name, created=created))
         self._forget_missing()
-        self._update_best_pointer()
-        self._prune()
+        self._apply_ranking()
         return True
 
     def release(self) -> None:
@@ -208,13 +191,12 @@ class Retention:
             return None  # reserved by another writer
         return next((c for c in self._pending.values() if _is_variant(path, c.name)), None)
 
-    def _update_best_pointer(self) -> None:
+    def _apply_ranking(self) -> None:
+        """Make `best` name the best checkpoint, and remove those that are not kept."""
         best = self.best
         if best is not None and best.name != self._best_name:
             set_pointer(self.folder, "best", self.folder / best.name)
             self._best_name = best.name
-
-    def _prune(self) -> None:
         if self._keep < 0:
             return
         kept = {c.name for c in rank_checkpoints(self._saved, self._order)[: self._keep]}
@@ -234,8 +216,6 @@ class Retention:
             log.info("No longer in %s, and forgotten: %s.", self.folder, listed(missing))
         self._saved = present
 
-    # -- resuming ---------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state for resuming; it includes checkpoints that are being saved."""
         return {
@@ -251,11 +231,7 @@ class Retention:
         self._number = int(state["number"])
 
     def reconcile(self, path: Path) -> None:
-        """Compare the restored state with the folder.
-
-        Args:
-            path: The checkpoint that training was resumed from.
-        """
+        """Compare the restored state with the folder of the checkpoint that was resumed from."""
         for name, checkpoint in self._pending.items():
             is_resumed_from = path.parent.resolve() == self.folder.resolve() and (
                 path.name == name or _is_variant(path, name)
@@ -292,7 +268,6 @@ def remove_checkpoint(path: Path) -> bool:
 
 
 def _read_created(path: Path) -> str | None:
-    """Return when a checkpoint was written; None if it does not exist or is damaged."""
     try:
         return str(read_manifest(path)["created"])
     except CheckpointError:

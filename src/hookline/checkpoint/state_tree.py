@@ -45,9 +45,6 @@ class Encoder:
     Args:
         root: The first part of paths in messages.
         numbers_only: Save tensors with one element as numbers; other tensors raise an error.
-
-    Attributes:
-        tensors: The tensors by name.
     """
 
     def __init__(self, root: str, *, numbers_only: bool = False) -> None:
@@ -72,12 +69,10 @@ class Encoder:
         if kind is float or kind is LazyFloat:
             return _encode_float(float(value))
         if kind is str:
-            return value if _is_text(value) else {"$": "str", "v": _encode_surrogates(value)}
-        if kind is list:
-            return [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-        if kind in _SEQUENCES:
+            return value if _is_text(value) else {"$": "str", "v": _encode_bytes(value)}
+        if kind is list or kind in _SEQUENCES:
             items = [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-            return {"$": _SEQUENCES[kind], "v": items}
+            return items if kind is list else {"$": _SEQUENCES[kind], "v": items}
         if kind in _DICTS or isinstance(value, LazyDict):
             return self._encode_dict(value, _DICTS.get(kind, "dict"), path, depth)
         if kind in _SETS:
@@ -106,7 +101,7 @@ class Encoder:
 
     def _encode_other(self, value: Any, kind: Any, path: str) -> Any:
         if kind is bytes:
-            return {"$": "bytes", "v": base64.b64encode(value).decode()}
+            return {"$": "bytes", "v": _encode_bytes(value)}
         if kind is complex:
             return {"$": "complex", "v": [_encode_float(value.real), _encode_float(value.imag)]}
         if kind is torch.dtype or kind is torch.device:
@@ -139,13 +134,10 @@ class Encoder:
         if dtype.hasobject or not dtype.itemsize or numpy.dtype(dtype.str) != dtype:
             raise self._unsupported(path, f"is a numpy {type(value).__name__} of {dtype}")
         if isinstance(value, numpy.generic):
-            raw = base64.b64encode(value.tobytes()).decode()
-            return {"$": "numpy", "dtype": dtype.str, "v": raw}
-        name = f"t{len(self.tensors)}"
-        data = bytearray(value.tobytes())
-        self.tensors[name] = (
-            torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        )
+            return {"$": "numpy", "dtype": dtype.str, "v": _encode_bytes(value.tobytes())}
+        name, data = f"t{len(self.tensors)}", bytearray(value.tobytes())
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.tensors[name] = torch.frombuffer(data, dtype=torch.uint8) if data else empty
         return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "v": name}
 
     def _unsupported(self, path: str, what: str) -> CheckpointError:
@@ -225,8 +217,9 @@ def _is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _encode_surrogates(value: str) -> str:
-    return base64.b64encode(value.encode("utf-8", "surrogatepass")).decode()
+def _encode_bytes(value: bytes | str) -> str:
+    data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    return base64.b64encode(data).decode()
 
 
 def _is_key(key: Any) -> bool:
@@ -241,8 +234,4 @@ def _safe_repr(key: Any) -> str:
 
 
 def _type_name(kind: type) -> str:
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -42,14 +42,14 @@ class Training:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as in the run's manifest."""
-        from hookline.runs.recorded_config import mask_secrets
+        from hookline.runs.jsonable import mask_secrets
 
         return cast("dict[str, Any]", mask_secrets(self.trainer.config.model_dump(mode="json")))
 
     @property
     def config_hash(self) -> str:
         """The hash of the resolved configuration, as in the run's manifest."""
-        from hookline.runs.recorded_config import config_hash
+        from hookline.runs.jsonable import config_hash
 
         return config_hash(self.config)
 

@@ -10,7 +10,7 @@ from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError
 from hookline.runs.environment import is_process_alive
-from hookline.runs.recorded_config import canonical_json
+from hookline.runs.jsonable import canonical_json
 from hookline.runs.run_lookup import find_run, list_run_folders
 from hookline.runs.run_reader import OpenedRun
 

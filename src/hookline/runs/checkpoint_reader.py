@@ -26,9 +26,7 @@ class SavedCheckpoint:
     """One checkpoint on disk.
 
     Attributes:
-        path: Its folder.
         step: Completed steps.
-        epoch: The epoch it was saved in.
         metrics: The metrics of the newest validation.
         created: When it was saved, in UTC.
         is_last: Whether the run's pointer `last` names it.
@@ -46,12 +44,9 @@ class SavedCheckpoint:
     def load_into(self, model: Model) -> Model:
         """Load the weights into a model, and return it.
 
-        All files are verified first. If the weights do not match, the model is not changed. The
-        prefixes that `torch.compile` and DDP add to names are ignored.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or does not match the model. The message
-                names all differences.
+        All files are verified first. If they are damaged or do not match, an error names all
+        differences, and the model is not changed. The prefixes that `torch.compile` and DDP add to
+        names are ignored.
         """
         from hookline.checkpoint import load_checkpoint
 
@@ -69,10 +64,7 @@ class SavedCheckpoint:
 
 
 def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
-    """Return the complete checkpoints in a folder, oldest first, and what is wrong with others.
-
-    Hashes are verified when a checkpoint is loaded.
-    """
+    """Return the complete checkpoints in a folder, oldest first, and what is wrong with others."""
     scan, pointers = scan_checkpoints(folder), read_pointers(folder)
     checkpoints: list[SavedCheckpoint] = []
     for path, manifest in scan.complete.items():
@@ -93,8 +85,7 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
 
 
 def _decode_number(value: Any) -> Any:
-    """Return a metric; NaN and infinities are written as an object."""
-    if isinstance(value, dict) and value.get("$") == "float":
+    if isinstance(value, dict) and value.get("$") == "float":  # NaN and infinities
         text = str(value.get("v"))
         return float("nan" if text.startswith("0x") else text)
     return value
@@ -124,16 +115,12 @@ def describe_mismatches(weights: Mapping[str, Any], expected: Mapping[str, Any])
         if hasattr(value, "shape") and hasattr(expected.get(name), "shape")
         if value.shape != expected[name].shape
     ]
-    lines: list[str] = []
-    if missing:
-        lines.append(f"the checkpoint lacks {_list_some(missing)}")
-    if unknown:
-        lines.append(f"the model lacks {_list_some(unknown)}")
+    lines = [
+        f"{owner} lacks {listed(names[:_MAX_SHOWN])}"
+        + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
+        for owner, names in (("the checkpoint", missing), ("the model", unknown))
+        if names
+    ]
     if len(shapes) > _MAX_SHOWN:
         shapes = [*shapes[:_MAX_SHOWN], f"and {len(shapes) - _MAX_SHOWN} other shapes"]
     return [*lines, *shapes]
-
-
-def _list_some(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return listed(names[:_MAX_SHOWN]) + more

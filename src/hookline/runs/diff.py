@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
-from hookline.runs.metric_summary import MetricSummary
 from hookline.runs.run_reader import OpenedRun
 
 __all__ = ["diff_configs", "diff_runs"]
 
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
-_SUMMARY_FIELDS = ("last", "best")
 
 Pairs = dict[str, list[Any]]
 
@@ -27,13 +24,9 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     that a run does not have is None.
     """
     first, second = a.manifest, b.manifest
-    return {
-        "config": _diff(_config(first), _config(second)),
-        "code": _diff(_code(first), _code(second)),
-        "hooks": _diff(_hooks(first), _hooks(second)),
-        "versions": _diff(_versions(first), _versions(second)),
-        "results": _diff(_results(a.results()), _results(b.results())),
-    }
+    sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
+    differences = {name: _diff(select(first), select(second)) for name, select in sections.items()}
+    return {**differences, "results": _diff(_results(a), _results(b))}
 
 
 def diff_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
@@ -90,9 +83,9 @@ def _versions(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**versions, **dict(_flatten(machine, ""))}
 
 
-def _results(results: Mapping[str, MetricSummary]) -> dict[str, Any]:
+def _results(run: OpenedRun) -> dict[str, Any]:
     return {
-        f"{metric} ({field})": asdict(summary)[field]
-        for metric, summary in results.items()
-        for field in _SUMMARY_FIELDS
+        f"{metric} ({field})": getattr(summary, field)
+        for metric, summary in run.results().items()
+        for field in ("last", "best")
     }

@@ -23,11 +23,7 @@ __all__ = ["describe_environment", "installed_packages", "is_process_alive"]
 
 
 def describe_environment(device: Any = None) -> dict[str, Any]:
-    """Return the environment of this process, as manifest fields.
-
-    Args:
-        device: Where the model is trained; None if unknown.
-    """
+    """Return the environment of this process, as manifest fields."""
     import torch
 
     packages = installed_packages()
@@ -67,7 +63,6 @@ def installed_packages() -> dict[str, str]:
 
 
 def _describe_devices(device: Any) -> dict[str, Any]:
-    """Return which devices exist, and which one is used."""
     import torch
 
     used = None if device is None else torch.device(device)
@@ -86,14 +81,8 @@ def _describe_devices(device: Any) -> dict[str, Any]:
     return devices
 
 
-# -- the process that writes a run ----------------------------------------------------------------
-
-
 def is_process_alive(part: Mapping[str, Any]) -> bool | None:
-    """Return whether the process of a part of a run is alive; None if that is unknown here.
-
-    It is known on the same machine and within the same container.
-    """
+    """Return whether the process of a part of a run is alive; None in another container or host."""
     pid = part.get("pid")
     if type(pid) is not int or part.get("host") != socket.gethostname() or os.name != "posix":
         return None
@@ -117,10 +106,7 @@ def _pid_namespace() -> str | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, in Linux clock ticks since boot; -1 for a zombie.
-
-    It distinguishes the process from a later one with the same number.
-    """
+    """Return when a process started, in clock ticks: a later one may have the same number."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         state, *rest = text.rpartition(")")[2].split()  # the name before it may contain anything

@@ -14,9 +14,8 @@ from hookline.runs.metric_summary import MetricSummary
 __all__ = [
     "format_duration",
     "format_number",
-    "format_run_html",
+    "format_run",
     "format_run_line",
-    "format_run_text",
     "format_table",
     "format_time",
 ]
@@ -24,7 +23,6 @@ __all__ = [
 _MAX_METRICS = 40  # how many are shown
 
 Fields = Mapping[str, Any]
-Results = Mapping[str, MetricSummary]
 
 
 def format_run_line(overview: Fields) -> str:
@@ -33,46 +31,33 @@ def format_run_line(overview: Fields) -> str:
     return f"<run {overview['id']}: {overview['status']}, {steps}, {overview['path']}>"
 
 
-def format_run_text(
+def format_run(
     overview: Fields,
     manifest: Fields,
-    results: Results,
+    results: Mapping[str, MetricSummary],
     checkpoints: Sequence[SavedCheckpoint],
     damage: Sequence[str],
+    *,
+    html: bool,
 ) -> str:
-    """Return a run as a short text: its fields, metrics, checkpoints and damage."""
+    """Return a run's fields, metrics, checkpoints and damage as text, or as HTML tables."""
     fields = _main_fields(overview, manifest)
     width = max(len(name) for name, _ in fields)
-    blocks = ["\n".join(f"{name.ljust(width)}  {value}" for name, value in fields)]
-    if results:
-        blocks.append(
-            format_table(_METRIC_HEADERS, _metric_rows(results)) + _describe_omitted(results)
-        )
-    if checkpoints:
-        blocks.append(format_table(_CHECKPOINT_HEADERS, [_checkpoint_row(c) for c in checkpoints]))
-    blocks += ["\n".join(f"damaged: {line}" for line in damage)] if damage else []
-    return "\n\n".join(blocks)
-
-
-def format_run_html(
-    overview: Fields,
-    manifest: Fields,
-    results: Results,
-    checkpoints: Sequence[SavedCheckpoint],
-    damage: Sequence[str],
-) -> str:
-    """Return the same as HTML tables, for a notebook."""
-    parts = [_html_table((), _main_fields(overview, manifest))]
-    if results:
-        parts.append(
-            _html_table(_METRIC_HEADERS, _metric_rows(results)) + escape(_describe_omitted(results))
-        )
-    if checkpoints:
-        parts.append(_html_table(_CHECKPOINT_HEADERS, [_checkpoint_row(c) for c in checkpoints]))
-    if damage:
+    text = "\n".join(f"{name.ljust(width)}  {value}" for name, value in fields)
+    blocks = [_html_table((), fields) if html else text]
+    tables = [
+        (_METRIC_HEADERS, [_metric_row(*item) for item in list(results.items())[:_MAX_METRICS]]),
+        (_CHECKPOINT_HEADERS, [_checkpoint_row(checkpoint) for checkpoint in checkpoints]),
+    ]
+    blocks += [(_html_table if html else format_table)(*table) for table in tables if table[1]]
+    if len(results) > _MAX_METRICS:
+        blocks[1] += f"\n… and {len(results) - _MAX_METRICS} more"
+    if damage and html:
         lines = "".join(f"<li>{escape(line)}</li>" for line in damage)
-        parts.append(f"<p>Damaged:</p><ul>{lines}</ul>")
-    return f"<div>{''.join(parts)}</div>"
+        blocks.append(f"<p>Damaged:</p><ul>{lines}</ul>")
+    elif damage:
+        blocks.append("\n".join(f"damaged: {line}" for line in damage))
+    return f"<div>{''.join(blocks)}</div>" if html else "\n\n".join(blocks)
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -120,8 +105,8 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     git = overview["git"]
     changes = ", with uncommitted changes" if git.get("dirty") else ""
     branch = f" on {git['branch']}" if git.get("branch") else ""
-    versions = manifest.get("versions")
-    hooks = manifest.get("hooks")
+    hooks, versions = manifest.get("hooks"), manifest.get("versions")
+    versions = versions.items() if isinstance(versions, dict) else ()
     fields = [
         ("run", overview["id"]),
         ("folder", overview["path"]),
@@ -133,7 +118,7 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("config", str(overview["config_hash"] or "")[:12]),
         ("seed", manifest.get("seed")),
         ("hooks", _list_hooks(hooks) if isinstance(hooks, list) else None),
-        ("versions", _list_versions(versions) if isinstance(versions, dict) else None),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
 
@@ -152,32 +137,16 @@ def _describe_training(overview: Fields) -> str:
 
 
 def _list_hooks(hooks: Sequence[Any]) -> str:
-    known = [hook for hook in hooks if isinstance(hook, dict)]
     return ", ".join(
         str(hook.get("name")) + ("" if hook.get("enabled", True) else " (disabled)")
-        for hook in known
+        for hook in hooks
+        if isinstance(hook, dict)
     )
 
 
-def _list_versions(versions: Fields) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-
-
-def _metric_rows(results: Results) -> list[tuple[str, ...]]:
-    return [
-        (
-            name,
-            format_number(summary.last),
-            format_number(summary.best),
-            format_number(summary.best_step),
-            str(summary.count),
-        )
-        for name, summary in list(results.items())[:_MAX_METRICS]
-    ]
-
-
-def _describe_omitted(results: Results) -> str:
-    return f"\n… and {len(results) - _MAX_METRICS} more" if len(results) > _MAX_METRICS else ""
+def _metric_row(name: str, summary: MetricSummary) -> tuple[str, ...]:
+    numbers = (summary.last, summary.best, summary.best_step, summary.count)
+    return (name, *map(format_number, numbers))
 
 
 def _checkpoint_row(checkpoint: SavedCheckpoint) -> tuple[str, ...]:

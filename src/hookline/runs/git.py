@@ -8,16 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 __all__ = ["describe_commit", "read_git_state"]
 
 _SECONDS = 10.0  # the time limit for all git commands together
-_CHUNK = 1 << 20
 _CALLER_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+_UNTRACKED = (
+    *("ls-files", "-z", "--others", "--exclude-standard", "--directory", "--no-empty-directory"),
+)
 # Equal changes have equal hashes, independently of the user's settings for diffs.
 _DIFF = (
     *("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"),
@@ -40,12 +45,11 @@ def read_git_state(folder: Path | None = None) -> dict[str, Any]:
         folder: Where to look; by default the folder of the program, then the working folder.
     """
     deadline = time.monotonic() + _SECONDS
-    first, *others = _code_folders() if folder is None else [folder]
-    state = _read_state(first, deadline)
-    if state["commit"] is None:
-        states = (_read_state(other, deadline) for other in others)
-        state = next((other for other in states if other["commit"] is not None), state)
-    return state
+    folders = _code_folders() if folder is None else [folder]
+    states = [_read_state(folders[0], deadline)]
+    if states[0]["commit"] is None:
+        states += [_read_state(other, deadline) for other in folders[1:]]
+    return next((state for state in states if state["commit"] is not None), states[0])
 
 
 def describe_commit(state: Mapping[str, Any], length: int | None = None) -> str:
@@ -66,20 +70,11 @@ def _code_folders() -> list[Path]:
 
 
 def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        "commit": None,
-        "branch": None,
-        "dirty": None,
-        "diff_sha256": None,
-        "untracked": None,
-        "folder": str(folder),
-        "problem": None,
-    }
+    fields = ("commit", "branch", "dirty", "diff_sha256", "untracked", "folder", "problem")
+    state: dict[str, Any] = {**dict.fromkeys(fields), "folder": str(folder)}
     try:
-        status = _run_git(
-            folder, deadline, "status", "--porcelain=v2", "--branch", "--untracked-files=no"
-        )
-        lines = status.decode(errors="replace").splitlines()
+        with _run_git(folder, deadline, *_STATUS) as output:
+            lines = output.read().decode(errors="replace").splitlines()
         headers = dict(line[9:].split(" ", 1) for line in lines if line.startswith("# branch."))
         if headers["oid"] == "(initial)":
             state["problem"] = "the repository has no commit yet"
@@ -88,61 +83,42 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
         state["branch"] = None if headers["head"] == "(detached)" else headers["head"]
         state["dirty"] = any(not line.startswith("#") for line in lines)
         if state["dirty"]:
-            state["diff_sha256"] = _hash_output(folder, deadline, *_DIFF)
-        untracked = _run_git(
-            *(folder, deadline, "ls-files", "-z", "--others", "--exclude-standard", "--directory"),
-            "--no-empty-directory",
-        )
-        state["untracked"] = untracked.count(b"\0")
+            with _run_git(folder, deadline, *_DIFF) as output:
+                state["diff_sha256"] = hashlib.file_digest(output, "sha256").hexdigest()
+        with _run_git(folder, deadline, *_UNTRACKED) as output:
+            state["untracked"] = output.read().count(b"\0")
     except FileNotFoundError:
         state["problem"] = "git is not installed"
     except subprocess.TimeoutExpired as error:
         state["problem"] = f"git took more than {_SECONDS:.0f} s to answer: {error.cmd[1]}"
     except subprocess.CalledProcessError as error:
-        state["problem"] = _describe_failure(error)
+        message = str(error.stderr, errors="replace").strip()
+        lines = message.splitlines() or [f"git ended with {error.returncode}"]
+        is_outside = "not a git repository" in message
+        state["problem"] = (
+            "not in a git repository" if is_outside else lines[0].removeprefix("fatal: ")
+        )
     except Exception as error:  # a problem with git must not stop training
         state["problem"] = f"{type(error).__name__}: {error}"
     return state
 
 
-def _describe_failure(error: subprocess.CalledProcessError) -> str:
-    message = str(error.stderr, errors="replace").strip()
-    if "not a git repository" in message:
-        return "not in a git repository"
-    return (message.splitlines() or [f"git ended with {error.returncode}"])[0].removeprefix(
-        "fatal: "
-    )
-
-
-def _run_git(folder: Path, deadline: float, *arguments: str) -> bytes:
-    with tempfile.TemporaryFile() as file:
-        _execute(folder, deadline, arguments, file)
-        file.seek(0)
-        return file.read()
-
-
-def _hash_output(folder: Path, deadline: float, *arguments: str) -> str:
-    """Return the hash of an output that may be too large for memory."""
-    hasher = hashlib.sha256()
-    with tempfile.TemporaryFile() as file:
-        _execute(folder, deadline, arguments, file)
-        file.seek(0)
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    return hasher.hexdigest()
-
-
-def _execute(folder: Path, deadline: float, arguments: tuple[str, ...], file: IO[bytes]) -> None:
+@contextmanager
+def _run_git(folder: Path, deadline: float, *arguments: str) -> Iterator[BufferedRandom]:
+    """Yield the output of a git command: a file, because it may be too large for memory."""
     # A git hook that runs this program sets variables for its own repository.
     environment = {k: v for k, v in os.environ.items() if k not in _CALLER_VARIABLES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    subprocess.run(
-        ["git", *arguments],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=file,
-        stderr=subprocess.PIPE,
-        timeout=max(0.1, deadline - time.monotonic()),
-        check=True,
-        env=environment,
-    )
+    with tempfile.TemporaryFile() as output:
+        subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=max(0.1, deadline - time.monotonic()),
+            check=True,
+            env=environment,
+        )
+        output.seek(0)
+        yield output

@@ -1,9 +1,12 @@
-"""Conversion of any value to standard JSON."""
+"""Conversion of any value to standard JSON; configurations with secrets masked, and hashed."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
@@ -13,11 +16,23 @@ from typing import Any, cast
 
 from hookline.context import LazyFloat, read_lazy
 
-__all__ = ["safe_repr", "to_json_number", "to_jsonable"]
+__all__ = [
+    "canonical_json",
+    "config_hash",
+    "mask_secrets",
+    "safe_repr",
+    "to_json_number",
+    "to_jsonable",
+]
 
 _MAX_DEPTH = 50
 _MAX_LENGTH = 2000
 _INT_LIMIT = 10**400  # JSON has no limit, but Python's parser does
+_MASK = "***"
+_SECRET_KEY = re.compile(
+    r"(^|_)(webhook(_url)?|secrets?|password|passwd|token|api_?key|credentials?)$", re.IGNORECASE
+)
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the default `repr` of objects
 
 
 def to_jsonable(value: Any, depth: int = 0) -> Any:
@@ -93,7 +108,8 @@ def _convert_object(value: Any, depth: int) -> Any:
         return {_key(k): to_jsonable(v, depth) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_jsonable(getattr(value, f.name), depth) for f in fields(value)}
-    if _is_namespace(value):
+    argparse = sys.modules.get("argparse")  # not imported: no value is one of its namespaces
+    if isinstance(value, (SimpleNamespace, *((argparse.Namespace,) if argparse else ()))):
         return to_jsonable(vars(value), depth)
     dump: Any = getattr(value, "model_dump", None)  # pydantic's
     if dump is not None:
@@ -105,12 +121,51 @@ def _convert_object(value: Any, depth: int) -> Any:
     return safe_repr(value)
 
 
-def _is_namespace(value: Any) -> bool:
-    argparse = sys.modules.get("argparse")  # not imported: no value is one of its namespaces
-    return isinstance(value, SimpleNamespace) or (
-        argparse is not None and isinstance(value, argparse.Namespace)
+def _key(key: Any) -> str:
+    return cast(str, to_jsonable(key)) if isinstance(key, str) else safe_repr(key)
+
+
+# -- configurations --------------------------------------------------------------------------------
+
+
+def mask_secrets(value: Any) -> Any:
+    """Return a configuration with the values of keys such as `password` masked, at any depth."""
+    if isinstance(value, Mapping):
+        return {
+            key: _MASK if _SECRET_KEY.search(str(key)) and item is not None else mask_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [mask_secrets(item) for item in value]
+    return value
+
+
+def config_hash(config: Any) -> str:
+    """Return the SHA-256 of a configuration's canonical JSON, in hexadecimal."""
+    return hashlib.sha256(canonical_json(config).encode()).hexdigest()
+
+
+def canonical_json(config: Any) -> str:
+    """Return JSON that is the same for configurations with the same meaning.
+
+    Keys are sorted, there is no white space, and integral floats are written as integers (`1.0` as
+    `1`), as in RFC 8785. Tuples become lists and paths strings; memory addresses are removed from
+    the `repr` of objects.
+    """
+    return json.dumps(
+        _normalize(to_jsonable(config)),
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
     )
 
 
-def _key(key: Any) -> str:
-    return cast(str, to_jsonable(key)) if isinstance(key, str) else safe_repr(key)
+def _normalize(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _normalize(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_normalize(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return _ADDRESS.sub("", value) if isinstance(value, str) else value

@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
 __all__ = [
-    "VERSION",
-    "JsonlContents",
-    "JsonlFile",
-    "encode_line",
-    "read_jsonl",
-    "read_jsonl_backwards",
-    "read_records",
+    *("VERSION", "InvalidValue", "JsonlContents", "JsonlFile", "MetricsLog", "encode_line"),
+    *("read_jsonl", "read_jsonl_backwards", "read_records"),
 ]
 
 log = logging.getLogger("hookline")
@@ -90,6 +90,80 @@ class JsonlFile:
 def encode_line(fields: dict[str, Any]) -> bytes:
     """Return fields as a line of JSON."""
     return json.dumps(fields, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+# -- metrics -------------------------------------------------------------------------------------
+
+MetricRecord = tuple[Any, Any, float, str, str, Any]
+"""step, epoch, time, name, kind, value"""
+
+
+class InvalidValue(NamedTuple):
+    """A value that does not match the kind it was logged as; its `repr` is written."""
+
+    text: str
+    kind: str
+
+
+class MetricsLog:
+    """Buffers records, and writes them when there are `max_records` or after some seconds.
+
+    `add` is on the training loop's hot path: it appends a tuple. Values are read, which may wait
+    for the device, when the buffer is written.
+    """
+
+    def __init__(self, file: JsonlFile, max_records: int = 1000, seconds: float = 5.0) -> None:
+        self.file = file
+        self._max_records = max_records
+        self._seconds = seconds
+        self._records: list[MetricRecord] = []
+        self._flushed = time.time()
+        self._lock = threading.RLock()  # a signal handler may close the run during a write
+
+    def add(self, record: MetricRecord) -> None:
+        """Add a record, and write the buffer if it is due."""
+        self._records.append(record)
+        age = record[2] - self._flushed  # negative if the clock was set back
+        if len(self._records) >= self._max_records or not 0 <= age < self._seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read the buffered values and write the records."""
+        with self._lock:
+            records = self._records[:]  # other threads may append meanwhile
+            del self._records[: len(records)]
+            self._flushed = time.time()
+            self.file.append([_encode_record(record) for record in records])
+
+
+def _encode_record(record: MetricRecord) -> bytes:
+    """Return a record as a line of JSON; usual ones without `json`, which is several times slower.
+
+    NaN and infinities, which JSON lacks, become strings.
+    """
+    step, epoch, seconds, name, kind, value = record
+    encoded = to_json_number(value) if kind == "scalar" else value
+    is_number = type(encoded) is float or type(encoded) is int
+    if is_number and type(step) is int and type(epoch) is int and type(name) is str:
+        head = f'{_HEAD}{step}, "epoch": {epoch}, "time": {seconds!r}, "name": '
+        return f"{head}{_quote(name)}{_TAIL}{encoded!r}}}\n".encode()
+    fields = {"v": VERSION, "step": to_jsonable(step), "epoch": to_jsonable(epoch)}
+    fields |= {"time": seconds, "name": to_jsonable(name)}
+    if encoded is None:
+        is_invalid = type(value) is InvalidValue
+        encoded = value if is_invalid else InvalidValue(safe_repr(value), kind)
+    if type(encoded) is InvalidValue:
+        return encode_line({**fields, "kind": "text", "value": encoded.text, "was": encoded.kind})
+    return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
+
+
+_HEAD = f'{{"v": {VERSION}, "step": '
+_TAIL = ', "kind": "scalar", "value": '
+
+
+@lru_cache(maxsize=4096)
+def _quote(name: str) -> str:
+    return json.dumps(to_jsonable(name), ensure_ascii=False)
 
 
 # -- reading --------------------------------------------------------------------------------------

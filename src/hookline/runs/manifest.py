@@ -21,18 +21,11 @@ from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
 from hookline.runs.environment import describe_environment
 from hookline.runs.git import read_git_state
-from hookline.runs.jsonable import to_jsonable
-from hookline.runs.recorded_config import config_hash
+from hookline.runs.jsonable import config_hash, to_jsonable
 
 __all__ = [
-    "ManifestData",
-    "continue_manifest",
-    "last_write_time",
-    "new_manifest",
-    "new_run_id",
-    "read_run_manifest",
-    "utc_now",
-    "write_run_manifest",
+    *("continue_manifest", "describe_part", "last_write_time", "new_manifest", "new_run_id"),
+    *("read_run_manifest", "utc_now", "write_run_manifest"),
 ]
 
 _FORMAT = "hookline.run"
@@ -47,10 +40,7 @@ def utc_now() -> str:
 
 
 def new_run_id() -> str:
-    """Return an id such as `20261115-210655-3f9c7b`.
-
-    It consists of the UTC time, to 15 µs, so that ids sort by time, and a random byte.
-    """
+    """Return an id such as `20261115-210655-3f9c7b`: the UTC time to 15 µs, and a random byte."""
     seconds = time.time()
     fraction = int(seconds % 1 * 65536)
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
@@ -96,46 +86,24 @@ def last_write_time(folder: Path) -> float | None:
     return max((file.stat().st_mtime for file in files if file.is_file()), default=None)
 
 
-class ManifestData:
-    """The manifest fields that are known when a part of a run starts.
+def describe_part(
+    config: Mapping[str, Any] | None, seed: Any, hooks: Sequence[Any] | None, device: Any
+) -> dict[str, Any]:
+    """Return the fields of a part of a run that starts now; None means the same as before."""
+    fields: dict[str, Any] = {"started": utc_now(), "ended": None, "status": "training"}
+    if config is not None:
+        fields |= {"config": to_jsonable(config), "config_hash": config_hash(config)}
+    if hooks is not None:
+        fields["hooks"] = to_jsonable(list(hooks))
+    if config is not None or hooks is not None:
+        import torch
 
-    Args:
-        config: The resolved configuration. Values that JSON lacks are written as their `repr`.
-            None: it is the same as before.
-        seed: The seed.
-        hooks: A description of each hook, in order; None: they are the same as before.
-        device: Where the model is trained.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: Mapping[str, Any] | None = None,
-        seed: Any = None,
-        hooks: Sequence[Any] | None = None,
-        device: Any = None,
-    ) -> None:
-        self._device = device
-        self._fields: dict[str, Any] = {}
-        if config is not None:
-            self._fields |= {"config": to_jsonable(config), "config_hash": config_hash(config)}
-        if hooks is not None:
-            self._fields["hooks"] = to_jsonable(list(hooks))
-        if self._fields:
-            import torch
-
-            self._fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-
-    def new_part(self) -> dict[str, Any]:
-        """Return all fields of a part that starts now."""
-        process = {"git": read_git_state(), **describe_environment(self._device)}
-        started = {"started": utc_now(), "ended": None, "status": "training"}
-        return {**started, **self._fields, **process}
+        fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
+    return {**fields, "git": read_git_state(), **describe_environment(device)}
 
 
-def new_manifest(run_id: str, data: ManifestData) -> dict[str, Any]:
-    """Return the manifest of a run that starts now."""
-    part = data.new_part()
+def new_manifest(run_id: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a run that starts with this part."""
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -152,10 +120,9 @@ def new_manifest(run_id: str, data: ManifestData) -> dict[str, Any]:
 
 
 def continue_manifest(
-    folder: Path, manifest: Mapping[str, Any], data: ManifestData
+    folder: Path, manifest: Mapping[str, Any], part: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest of a run that is resumed now, with a new part."""
-    part = data.new_part()
+    """Return the manifest of a run that is resumed with this part."""
     parts = [dict(earlier) for earlier in manifest.get("parts") or ()]
     if parts:
         earlier = {n: manifest[n] for n in _LONG_FIELDS if n in manifest and n in part}

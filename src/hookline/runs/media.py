@@ -25,15 +25,15 @@ _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
 def make_histogram(value: Any) -> dict[str, Any]:
     """Return the counts and edges of a histogram.
 
-    Args:
-        value: Counts and edges (a mapping with these keys, or a pair), with one more edge than
-            counts; or a tensor or an array of values, which are counted in 64 bins. Values that
-            are not finite are counted separately, as `nonfinite`.
+    The value is counts and edges (a mapping with these keys, or a pair), with one more edge than
+    counts; or a tensor or an array of values, which are counted in 64 bins. Values that are not
+    finite are counted separately, as `nonfinite`.
     """
     if isinstance(value, Mapping):
         value = (value["counts"], value["edges"])
     if isinstance(value, tuple | list) and len(cast("list[Any]", value)) == 2:
-        counts, edges = (to_jsonable(_to_list(part)) for part in cast("list[Any]", value))
+        parts = [part.tolist() if hasattr(part, "tolist") else part for part in value]
+        counts, edges = to_jsonable(parts)
         if len(edges) != len(counts) + 1:
             raise ValueError("a histogram has one more edge than counts")
         return {"counts": counts, "edges": edges}
@@ -50,12 +50,8 @@ def make_histogram(value: Any) -> dict[str, Any]:
 def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]:
     """Write an image as a new PNG file, and return its path in the run, its width and height.
 
-    Args:
-        value: A tensor or array, height × width, or with 1, 3 or 4 channels first or last, of
-            integers from 0 to 255 or floats from 0 to 1. Or the bytes of a PNG file.
-        folder: The run's folder `media/`.
-        step: The step, for the file's name.
-        name: The image's name, for the file's name.
+    The value is a tensor or array, height × width, or with 1, 3 or 4 channels first or last, of
+    integers from 0 to 255 or floats from 0 to 1; or the bytes of a PNG file.
     """
     data = value if isinstance(value, bytes) else _encode_png(_to_pixels(value))
     if data[:8] != _PNG_SIGNATURE:
@@ -67,10 +63,6 @@ def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]
     path = next(folder / name for name in names if not (folder / name).exists())
     path.write_bytes(data)
     return {"path": f"{folder.name}/{path.name}", "width": width, "height": height}
-
-
-def _to_list(part: Any) -> Any:
-    return part.tolist() if hasattr(part, "tolist") else part
 
 
 def _to_pixels(value: Any) -> Tensor:

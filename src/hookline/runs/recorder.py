@@ -10,8 +10,8 @@ from typing import Any
 
 from hookline.dispatch import HookInfo, Summary
 from hookline.runs.git import describe_commit, read_git_state
+from hookline.runs.jsonable import config_hash, mask_secrets
 from hookline.runs.manifest import new_run_id
-from hookline.runs.recorded_config import config_hash, mask_secrets
 from hookline.runs.run import Kind, Run
 
 __all__ = ["Recorder"]
@@ -55,17 +55,14 @@ class Recorder:
             restored: The checkpoint that was loaded.
         """
         config = mask_secrets(config)
-        described = [mask_secrets(_describe_hook(info)) for info in hooks]
+        fields: dict[str, Any] = {"config": config, "seed": seed, "device": device}
+        fields["hooks"] = [mask_secrets(_describe_hook(info)) for info in hooks]
         if isinstance(self._root, Run):
             self.run = self._root
         elif resumed_run is not None:
-            self.run = Run.open(
-                resumed_run, resume=True, config=config, seed=seed, hooks=described, device=device
-            )
+            self.run = Run.open(resumed_run, resume=True, **fields)
         elif self._root is not None:
-            self.run = Run.create(
-                self._root, config=config, seed=seed, hooks=described, device=device
-            )
+            self.run = Run.create(self._root, **fields)
         if self.run is not None or log.isEnabledFor(logging.INFO):
             self._log_start(config, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))

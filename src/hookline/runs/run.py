@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,10 +20,10 @@ from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
-from hookline.runs.jsonl_file import VERSION, JsonlFile, encode_line
+from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
 from hookline.runs.manifest import (
-    ManifestData,
     continue_manifest,
+    describe_part,
     new_manifest,
     new_run_id,
     read_run_manifest,
@@ -31,7 +31,6 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.metrics_log import InvalidValue, MetricsLog
 
 __all__ = ["Kind", "Run"]
 
@@ -100,17 +99,13 @@ class Run:
             seed: The seed.
             hooks: A description of each hook, in order.
             device: Where the model is trained.
-
-        Raises:
-            RunError: The folder cannot be written.
         """
         root = Path(root)
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _create_folder(root)
             try:
-                data = ManifestData(config=config, seed=seed, hooks=hooks, device=device)
-                manifest = new_manifest(path.name, data)
+                manifest = new_manifest(path.name, describe_part(config, seed, hooks, device))
                 write_run_manifest(path, manifest)
                 return cls(path, manifest, writable=True)
             except BaseException:
@@ -140,22 +135,19 @@ class Run:
             resume: Continue it under the same id: its status is `training` again, and
                 `manifest["parts"]` gets a new part. Otherwise nothing is written.
             config: The configuration from now on; None if it is the same.
-            seed: The seed.
+            seed: The seed, if a configuration or hooks are given.
             hooks: A description of each hook; None if they are the same.
             device: Where the model is trained.
-
-        Raises:
-            RunError: The folder is not a run, or it cannot be written to resume it.
         """
         path = Path(path)
         manifest = read_run_manifest(path)
         if not resume:
             return cls(path, manifest, writable=False)
         _warn_about_other_writer(path, manifest)
-        data = ManifestData(config=config, seed=seed, hooks=hooks, device=device)
         try:
             remove_leftovers(path)
-            manifest = continue_manifest(path, manifest, data)
+            part = describe_part(config, seed, hooks, device)
+            manifest = continue_manifest(path, manifest, part)
             write_run_manifest(path, manifest)
             return cls(path, manifest, writable=True)
         except OSError as error:
@@ -174,9 +166,7 @@ class Run:
         A scalar may be a number that is still on the device, a `LazyFloat` or a tensor with one
         element: it is read when the buffer is written. Other kinds are converted at once.
         """
-        metrics_log = self.metrics_log
-        if metrics_log is None:
-            raise RunError(_READ_ONLY.format(self.path))
+        metrics_log = self.metrics_log or self._writable_log()
         if kind != "scalar":
             value, kind = self._convert(step, name, value, kind)
         elif type(value) is not float and type(value) is not LazyFloat:
@@ -185,9 +175,7 @@ class Run:
 
     def log_metrics(self, step: int, epoch: int | None, metrics: Mapping[str, Any]) -> None:
         """Log several scalars with one time, without reading them."""
-        if self.metrics_log is None:
-            raise RunError(_READ_ONLY.format(self.path))
-        add, now = self.metrics_log.add, time.time()
+        add, now = self._writable_log().add, time.time()
         # The items() of a lazy dict would read them.
         items = dict.items(metrics) if isinstance(metrics, LazyDict) else metrics.items()
         for name, value in items:
@@ -200,17 +188,15 @@ class Run:
 
         Fields called `v`, `time` or `kind` get an underscore: every event has these fields.
         """
-        if self._events is None:
-            raise RunError(_READ_ONLY.format(self.path))
+        self._writable_log()
         record: dict[str, Any] = {"v": VERSION, "time": time.time(), "kind": to_jsonable(kind)}
         for name, value in fields.items():
             record[name + "_" if name in _RESERVED_FIELDS else name] = to_jsonable(value)
-        self._events.append([encode_line(record)])
+        cast(JsonlFile, self._events).append([encode_line(record)])
 
     def update(self, **fields: Any) -> None:
         """Change fields of the manifest, and write it atomically."""
-        if self.metrics_log is None:
-            raise RunError(_READ_ONLY.format(self.path))
+        self._writable_log()
         self.manifest.update((name, to_jsonable(value)) for name, value in fields.items())
         self.manifest["lost_records"] = self._lost_before + self.lost
         try:
@@ -228,11 +214,7 @@ class Run:
         return self.metrics_log.file.lost + self._events.lost
 
     def flush(self, *, durable: bool = False) -> None:
-        """Write the buffered metrics; numbers on a device are read now.
-
-        Args:
-            durable: Also flush them to the disk.
-        """
+        """Write the buffered metrics; numbers on a device are read now. `durable`: to the disk."""
         if self.metrics_log is not None:
             self.metrics_log.flush()
             if durable:
@@ -257,6 +239,14 @@ class Run:
         self._events.close()
         self.metrics_log = self._events = None
 
+    def _writable_log(self) -> MetricsLog:
+        if self.metrics_log is None:
+            raise RunError(
+                f"The run {self.path} is closed, or was opened for reading. "
+                "Run.open(path, resume=True) opens it for writing."
+            )
+        return self.metrics_log
+
     def _convert(self, step: int, name: str, value: Any, kind: Kind) -> tuple[Any, Kind]:
         """Return a text, histogram or image as JSON, and its kind."""
         if kind not in _KINDS:
@@ -270,12 +260,6 @@ class Run:
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)
             return InvalidValue(safe_repr(value), kind), kind
-
-
-_READ_ONLY = (
-    "The run {} is closed, or was opened for reading. Run.open(path, resume=True) opens it for "
-    "writing."
-)
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile) -> None:

@@ -57,14 +57,9 @@ def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs
 
 
 def find_run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that saved a checkpoint, `<run>/checkpoints/<checkpoint>`.
-
-    Returns:
-        None if the checkpoint is not in the folder of a run.
-    """
-    enclosing = checkpoint.parents
-    has_run = len(enclosing) > 1 and (enclosing[1] / "manifest.json").is_file()
-    return enclosing[1] if has_run else None
+    """Return the folder of the run that saved `<run>/checkpoints/<checkpoint>`, or None."""
+    folders = checkpoint.parents[1:2]
+    return next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
 
 
 def _find_by_id(wanted: str, root: Path) -> Path:
@@ -83,10 +78,8 @@ def _find_by_id(wanted: str, root: Path) -> Path:
             "of the id."
         )
     similar = get_close_matches(wanted, ids, n=_MAX_SHOWN, cutoff=0.6)
-    if similar:
-        hint = f"Did you mean one of these: {_list_some(similar)}?"
-    else:
-        hint = f"The newest are: {_list_some(ids)}."
+    hint = f"Did you mean one of these: {_list_some(similar)}?" if similar else ""
+    hint = hint or f"The newest are: {_list_some(ids)}."
     raise RunError(f"There is no run '{wanted}' in {root}. {hint}")
 
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 from hookline.errors import RunError
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
-from hookline.runs.formatting import format_run_html, format_run_line, format_run_text
+from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_file import JsonlContents, read_jsonl, read_jsonl_backwards
 from hookline.runs.manifest import last_write_time, read_run_manifest
 from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
@@ -47,18 +46,13 @@ def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "ru
 
 
 class OpenedRun:
-    """A run that is read from its folder at each access, because it may still be training.
+    """A run that is read from its folder, `path`, at each access: it may still be training.
 
     `damage` describes what is damaged or missing; everything else can be read.
-
-    Attributes:
-        path: The folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    # -- status and manifest ----------------------------------------------------------------------
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -113,28 +107,8 @@ class OpenedRun:
                 total += max(0.0, ended - started)
         return total if parts else None
 
-    # -- metrics, events, checkpoints -------------------------------------------------------------
-
-    @overload
-    def metrics(
-        self, *names: str, kind: str | None = ..., repeated: bool = ..., frame: Literal[False]
-    ) -> list[Row]: ...
-
-    @overload
-    def metrics(
-        self, *names: str, kind: str | None = ..., repeated: bool = ..., frame: bool | None = ...
-    ) -> Any: ...
-
-    def metrics(
-        self,
-        *names: str,
-        kind: str | None = None,
-        repeated: bool = False,
-        frame: bool | None = None,
-    ) -> Any:
-        """Return the metrics as a pandas frame if pandas is installed, else as a list of dicts.
-
-        Each row has `step`, `epoch`, `time`, `name`, `kind` and `value`.
+    def metrics(self, *names: str, kind: str | None = None, repeated: bool = False) -> list[Row]:
+        """Return the metrics: dicts with `step`, `epoch`, `time`, `name`, `kind` and `value`.
 
         Args:
             names: Only these metrics; `val/*` matches all that begin with `val/`. `eval/…` is
@@ -142,26 +116,29 @@ class OpenedRun:
             kind: Only this kind: `scalar`, `text`, `histogram` or `image`.
             repeated: Also include steps that were trained again because the run was resumed from
                 an earlier checkpoint. By default only the last time is included.
-            frame: True for a pandas frame, False for a list of dicts.
         """
         records = self._read_log("metrics.jsonl", growing=True).records
         starts = [] if repeated else self._part_starts()
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
-        rows = [
+        return [
             _row(record)
             for record in records
             if not _is_repeated(record, starts)
             if kind is None or record.get("kind") == kind
             if not patterns or any(fnmatchcase(str(record.get("name")), p) for p in patterns)
         ]
-        return _to_frame(rows, frame)
+
+    def frame(self, *names: str, kind: str | None = None, repeated: bool = False) -> Any:
+        """Return what `metrics` returns as a pandas frame."""
+        try:
+            pandas: Any = import_module("pandas")
+        except ImportError as error:
+            raise RunError(f"run.frame() needs pandas ({error}): pip install pandas") from error
+        rows = self.metrics(*names, kind=kind, repeated=repeated)
+        return pandas.DataFrame(rows, columns=None if any("was" in r for r in rows) else _COLUMNS)
 
     def events(self, *kinds: str) -> list[Row]:
-        """Return the events: starts, checkpoints, toggles, the end.
-
-        Args:
-            kinds: Only events of these kinds.
-        """
+        """Return the events, all or those of some kinds: starts, checkpoints, toggles, the end."""
         records = self._read_log("events.jsonl", growing=True).records
         events = [{name: v for name, v in record.items() if name != "v"} for record in records]
         return [event for event in events if not kinds or event.get("kind") in kinds]
@@ -176,7 +153,7 @@ class OpenedRun:
 
     def results(self) -> dict[str, MetricSummary]:
         """Return the last and best value of each scalar metric, by name."""
-        return summarize_metrics(self.metrics(kind="scalar", frame=False))
+        return summarize_metrics(self.metrics(kind="scalar"))
 
     def overview(self) -> dict[str, Any]:
         """Return the main facts of the run. It reads only the ends of files: fast for long runs."""
@@ -221,20 +198,18 @@ class OpenedRun:
         ]
         return starts if len(starts) > 1 else []
 
-    # -- display ----------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
         return format_run_line(self.overview())
 
     def __str__(self) -> str:
-        return format_run_text(
-            self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage
-        )
+        return self._format(html=False)
 
     def _repr_html_(self) -> str:
-        return format_run_html(
-            self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage
-        )
+        return self._format(html=True)
+
+    def _format(self, *, html: bool) -> str:
+        parts = (self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage)
+        return format_run(*parts, html=html)
 
 
 def _status(manifest: Mapping[str, Any]) -> str:
@@ -265,16 +240,6 @@ def _is_repeated(record: Row, starts: list[tuple[float, int]]) -> bool:
     if not isinstance(logged, float) or type(step) is not int:
         return False
     return any(logged < started and step > completed for started, completed in starts)
-
-
-def _to_frame(rows: list[Row], frame: bool | None) -> Any:
-    if frame is False or (frame is None and find_spec("pandas") is None):
-        return rows
-    try:
-        pandas: Any = import_module("pandas")
-    except ImportError as error:
-        raise RunError(f"frame=True needs pandas ({error}): pip install pandas") from error
-    return pandas.DataFrame(rows, columns=None if any("was" in r for r in rows) else _COLUMNS)
 
 
 def _timestamp(text: Any) -> float | None:

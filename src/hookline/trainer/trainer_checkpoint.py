@@ -10,8 +10,7 @@ from hookline.checkpoint import find_checkpoint, load_checkpoint, save_checkpoin
 from hookline.errors import CheckpointError, TrainingError
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import to_jsonable
-from hookline.runs.recorded_config import mask_secrets
+from hookline.runs.jsonable import mask_secrets, to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 

@@ -14,11 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from hookline.checkpoint.atomic_files import (
     TEMPORARY,
     hash_file,
+    hash_stream,
     remove_leftovers,
     sync,
     temporary_folder,
@@ -226,11 +225,8 @@ def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
 
 
 def _remote_digest(fs: Any, path: str) -> str:
-    state = xxhash.xxh3_64()
     with fs.open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
+        return hash_stream(file)
 
 
 def _compare(item: Item, target: str, size: int, found: str) -> None:

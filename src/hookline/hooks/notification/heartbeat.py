@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
-from hookline.checkpoint.atomic_files import TEMPORARY
+from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.notification.http import MASK, Secret, Sender, checked_url
@@ -120,11 +120,9 @@ class Heartbeat(BuiltIn):
             "host": socket.gethostname(),
         }
         # Not synced: after a power failure an old heartbeat is of no use, and syncing may be slow.
-        temporary = self._path.with_name(f"{TEMPORARY}{self._path.name}-{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(heartbeat) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
+            write_atomic(self._path, json.dumps(heartbeat) + "\n", durable=False)
         except OSError as error:
             if not self._failed:
                 log.warning("Cannot write %s: %s. Training continues.", self._path, error)

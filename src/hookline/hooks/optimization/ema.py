@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.checkpoint.atomic_files import sync
+from hookline.checkpoint.atomic_files import replace_file
 from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import Rank
@@ -172,13 +172,8 @@ class EMA(BuiltIn):
         path = Path(path)
         state = {n: v for n, v in self.averaged_state_dict().items() if isinstance(v, Tensor)}
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".tmp-{path.name}")
-        try:
+        with replace_file(path) as temporary:
             write_tensors(temporary, state)
-            sync(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
     # -- the average ------------------------------------------------------------------------------
