@@ -914,7 +914,7 @@ def test_names_that_are_not_there():
     seen = captured(model(), ["0", "1"])
     assert "0" in seen
     assert "2" not in seen
-    with pytest.raises(NotCapturedError, match=r"not on '00'. Did you mean '0'"):
+    with pytest.raises(NotCapturedError, match=r"not attached to '00'. Did you mean '0'"):
         seen["00"]
     seen.clear()
     with pytest.raises(KeyError, match="There is no state of '0'"):

@@ -256,7 +256,7 @@ def test_a_named_value_is_checked() -> None:
 def test_a_probe_on_a_single_module_looks_after_each_call() -> None:
     module, probe = nn.Identity(), Debug("ignored")
     probe.attachment = Attachment(probe, {"it": module})
-    probe.attachment.on()
+    probe.attachment.enable()
     module(torch.tensor(1.0))
     assert probe.findings == []
     module(torch.tensor(math.nan))

@@ -242,7 +242,7 @@ def test_an_edit_switched_between_forward_and_backward_waits_for_the_next_forwar
     x = x_of()
     out = model(x)
     edit.active = False
-    assert edit.acts
+    assert edit.is_active
     out.square().sum().backward()
     expected = results(Model(lambda y: 2 * y))
     assert any_rank([out.detach(), x.grad], expected[:2])  # type: ignore[list-item]
@@ -271,7 +271,7 @@ def test_in_training_a_switch_waits_for_the_end_of_the_step() -> None:
 def test_an_edit_on_a_single_module_can_be_switched_too() -> None:
     module, edit = nn.Identity(), allowed(Edit.scale, 2)
     edit.attachment = Attachment(edit, {"first": module})
-    edit.attachment.on()
+    edit.attachment.enable()
     assert float(module(torch.tensor(1.0))) == 2
     edit.active = False
     assert float(module(torch.tensor(1.0))) == 1
@@ -599,11 +599,11 @@ def test_an_edit_in_a_compiled_model_is_switched_without_compiling_again(
         inner.zero_grad()
         assert any_rank(results(model), expected)
         assert edit.attachment is not None
-        edit.attachment.off()
+        edit.attachment.disable()
         inner.zero_grad()
         assert any_rank(results(model), plain)
-        edit.attachment.on()
-    assert edit.attachment.silent == []
+        edit.attachment.enable()
+    assert edit.attachment.uncalled == []
     graphs = [str(graph.graph) for graph in counter.graphs]
     assert sum("linear" in graph for graph in graphs) == 1
     edit.detach()

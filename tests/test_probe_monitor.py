@@ -906,6 +906,6 @@ def test_a_compiled_model_is_monitored_and_times_are_left_out():
         assert not {"forward_time_ms", "backward_time_ms"} & set(values)
         for metric in (*DEFAULT_METRICS, "saturation", "dead", "memory"):
             assert values[metric] == pytest.approx(known[name][metric], rel=1e-5), (name, metric)
-    monitor.attachment.off()
+    monitor.attachment.disable()
     compiled(randn(4, 8))
     assert monitor.report() == {}

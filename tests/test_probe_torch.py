@@ -210,9 +210,9 @@ def test_attached_before_compiling_it_sees_a_full_graph_and_toggles_without_reco
     graphs = recompiled()
     for on, states in ((False, 4), (True, 8), (False, 8), (True, 12)):
         if on:
-            attachment.on()
+            attachment.enable()
         else:
-            attachment.off()
+            attachment.disable()
         compiled(given)
         assert capture.counts.captured == states
     assert recompiled() == graphs
@@ -590,6 +590,8 @@ def test_in_a_compiled_model_every_counts_forwards_also_with_inputs() -> None:
 
 
 class SeesInputs(Probe):
+    wants_before = False
+
     def __init__(self) -> None:
         super().__init__("layer")
         self.came_in: list[torch.Tensor] = []
@@ -609,8 +611,31 @@ def test_a_probe_with_after_alone_sees_what_came_in_also_in_a_compiled_model(com
     sees.attach(model)
     (torch.compile(model, backend="aot_eager") if compiled else model)(x)
     assert [torch.equal(one, y) for one, y in zip(sees.came_in, (x, -x), strict=True)] == [True] * 2
-    assert not sees.told_before  # it did not ask for that
+    assert not sees.told_before  # its class says so
     sees.detach()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_before_is_called_because_a_probe_implements_it(compiled) -> None:
+    class SeesStarts(Probe):
+        starts = 0
+
+        def before(self, call: Call) -> None:
+            assert call.output is None
+            self.starts += 1
+
+    class SeesMore(SeesStarts):
+        """Inherits `before`."""
+
+    torch.compiler.reset()
+    model = InPlace()
+    probes = SeesStarts("layer"), SeesMore("layer")
+    for seen in probes:
+        seen.attach(model)
+    (torch.compile(model, backend="aot_eager") if compiled else model)(torch.randn(3, 2))
+    assert [seen.starts for seen in probes] == [2, 2]
+    for seen in probes:
+        seen.detach()
 
 
 def test_a_probe_that_does_not_look_at_what_comes_in_is_not_on_before_a_module() -> None:
@@ -762,6 +787,6 @@ def test_a_probe_that_is_off_sees_nothing_of_the_eager_model_either():
     pairs = Pairs("head")
     attachment = pairs.attach(net)
     torch.compile(net, backend="eager")(x())
-    attachment.off()  # its hooks stay, for the compiled graph
+    attachment.disable()  # its hooks stay, for the compiled graph
     net(x())
     assert pairs.ended == ["head"]

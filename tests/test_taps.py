@@ -237,7 +237,7 @@ def test_names_that_never_occurred_are_told_once_with_the_nearest(
     assert probe.attachment is not None
     model(x_of())
     model(x_of())
-    silent = probe.attachment.silent
+    silent = probe.attachment.uncalled
     probe.detach()
     assert silent == ["lost", "block.*.score"]
     (record,) = caplog.records
@@ -258,11 +258,11 @@ def test_a_model_without_any_tap_is_told(caplog: pytest.LogCaptureFixture) -> No
 def test_a_probe_that_is_off_sees_nothing_and_leaves_nothing() -> None:
     model, probe = Model(), Seen("last")
     attachment = probe.attach(model)
-    attachment.off()
+    attachment.disable()
     assert not taps_module._enabled
     model(x_of())
     assert probe.calls == []
-    attachment.on()
+    attachment.enable()
     model(x_of())
     assert probe.names == ["last"]
     probe.detach()
@@ -469,13 +469,13 @@ def test_a_probe_attached_before_compiling_sees_taps_and_is_toggled_without_comp
     assert len(probe.calls) == 3
     for _ in range(10):
         for attachment in attachments:
-            attachment.off()
+            attachment.disable()
         for got, expected in zip(gradients(model, x), plain, strict=True):
             torch.testing.assert_close(got, expected)
         assert len(probe.calls) == 3
-        attachments[0].on()
+        attachments[0].enable()
         torch.testing.assert_close(gradients(model, x)[0], by_hand[0])
-    attachments[1].on()
+    attachments[1].enable()
     model(x)
     assert len(probe.calls) == 6
     assert model_graphs(counter) == 1
@@ -496,7 +496,7 @@ def test_a_probe_attached_after_compiling_is_compiled_once_more(
     for _ in range(10):
         attachment = probe.attach(inner)
         model(x_of())
-        attachment.off()
+        attachment.disable()
         model(x_of())
         probe.detach()
         model(x_of())

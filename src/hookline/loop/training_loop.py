@@ -111,7 +111,7 @@ class TrainingLoop(HooksMixin[Manager]):
             self._probes = ProbeSync(self.hooks, self.model, self._probe_context())
         if self._probes is not None:
             attached, within_step = self._probe_phase()
-            self._probes.sync(on=attached, within_step=within_step and not at_boundary)
+            self._probes.sync(is_running=attached, within_step=within_step and not at_boundary)
 
     def _probe_context(self) -> Any:
         """Return what probes read `step`, `epoch` and `evaluating` from."""

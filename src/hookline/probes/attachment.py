@@ -41,7 +41,7 @@ from hookline.probes.uncalled_modules import UncalledModules
 if TYPE_CHECKING:
     from hookline.probes.probe import Probe
 
-__all__ = ["Attachment", "Site"]
+__all__ = ["Attachment", "Site", "call_directly"]
 
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
 
@@ -55,7 +55,7 @@ class Attachment:
         root: The model whose outermost call is one forward; None if each module is its own.
         context: Has `step` and `epoch` in training; None elsewhere.
         guard: Calls the probe's methods; a trainer's also isolates and counts failures.
-        taps: Which named values of the model's code the probe sees, too: names or globs.
+        taps: Names or globs of values in the model's code that the probe sees, too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Attachment:
         self.sites = {name: Site(self, name, module) for name, module in sites.items()}
         self.root = root
         self.context = context
-        self.guard: Callable[..., Any] = guard or _call
+        self.guard: Callable[..., Any] = guard or call_directly
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")
         """Whether the probe is enabled, for compiled edits."""
@@ -79,17 +79,15 @@ class Attachment:
         self.local = ThreadLocal()
         self._forward_numbers = count(1)
         self._boundaries: list[ForwardCallback] = []
-        self._uncalled = UncalledModules(self)
+        self.uncalled_modules = UncalledModules(self)
 
-    # -- enabling and disabling -------------------------------------------------------------------
-
-    def on(self) -> None:
+    def enable(self) -> None:
         """Let the probe see calls from now on."""
         if self.enabled:
             return
         self.enabled = True
         for site in self.sites.values():
-            site.on = True
+            site.enabled = True
             if not site.handles:
                 site.attach()
         outermost = self._outermost()
@@ -102,11 +100,11 @@ class Attachment:
             self.taps.attach()
         self.refresh()
 
-    def off(self) -> None:
+    def disable(self) -> None:
         """Hide calls from the probe; what was compiled keeps its operators."""
         self.enabled = False
         for site in self.sites.values():
-            site.on = False
+            site.enabled = False
             if not site.compiled:
                 site.detach()
         self.refresh()
@@ -117,29 +115,25 @@ class Attachment:
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._uncalled.warn_on_close()
-        self.enabled = False
+        self.uncalled_modules.warn_on_close()
+        self.disable()
         for site in self.sites.values():
-            site.on = False
             site.detach()
-        self.refresh()
         if self.taps is not None:
-            self.taps.detach(for_good=True)
+            self.taps.detach(permanently=True)
         self._detach_boundaries()
 
     def refresh(self) -> None:
         """Update the flag that compiled edits read."""
-        on = self.enabled and self.probe.acts
-        if on != bool(self.flag):  # PyTorch raises if it changes between forward and backward
-            self.flag.fill_(on)
+        is_active = self.enabled and self.probe.is_active
+        if is_active != bool(self.flag):  # PyTorch raises if it changes before the backward
+            self.flag.fill_(is_active)
 
     def _detach_boundaries(self) -> None:
         for boundary in self._boundaries:
             boundary.detach()
         self._boundaries = []
         self.local = ThreadLocal()  # the end of a forward that runs now will not be seen
-
-    # -- the outermost call -----------------------------------------------------------------------
 
     def _outermost(self) -> torch.nn.Module | None:
         """Return the module whose calls start and end a forward."""
@@ -185,12 +179,12 @@ class Attachment:
             self.taps.leave()
         if failed or not self.enabled:
             return
-        self._uncalled.warn_after_forward()
+        self.uncalled_modules.warn_after_forward()
         if self.probe.wants_forward_end:
             self.guard(self.probe.forward_end)
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         """Whether what runs now in this thread is training, so with gradients.
 
         Within the model's outermost call this is what it was when the call began.
@@ -204,22 +198,11 @@ class Attachment:
         state = self.local.state
         return state.forward if state.depth else None
 
-    # -- modules that were not called -------------------------------------------------------------
-
     @property
-    def silent(self) -> list[str]:
+    def uncalled(self) -> list[str]:
         """The modules and taps that no call was seen of."""
-        return self._uncalled.modules() + (self.taps.silent if self.taps is not None else [])
-
-    def likely_cause(self, silent: list[str]) -> str:
-        """Return a sentence on why no call of these modules was seen."""
-        return self._uncalled.likely_cause(silent)
-
-    def end_step(self) -> None:
-        """Warn at the end of a step of training about modules that were not called."""
-        self._uncalled.warn_after_step()
-
-    # -- counting ---------------------------------------------------------------------------------
+        names = self.uncalled_modules.names()
+        return names + (self.taps.unmatched if self.taps is not None else [])
 
     def next_index(self, name: str) -> int:
         """Return how many calls of this name have ended in the outermost call, in this thread."""
@@ -254,7 +237,7 @@ class Attachment:
         return running.count(id(module)) <= 1 and seen.isdisjoint(running)
 
     def end_alone(self, module: torch.nn.Module | None) -> None:
-        """Handle the end of a call outside of the model's own."""
+        """Handle the end of a call outside of the model's own call."""
         if self.enabled and self.probe.wants_forward_end and self.is_alone(module):
             self.guard(self.probe.forward_end)
 
@@ -266,8 +249,8 @@ class Site:
     attachment: Attachment
     name: str
     module: torch.nn.Module | None
-    on: bool = False
-    fired: bool = False
+    enabled: bool = False
+    was_called: bool = False
     compiled: bool = False
     paired: bool = False  # whether `before` sees the calls, too
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
@@ -300,17 +283,9 @@ class Site:
         if recomputed and not (probe.edits or probe.wants_recomputed):
             return None
         name, state = self.name, attachment.local.state
-        if recomputed:
-            index = 0
-        elif state.depth:  # `next_index`, without a call
-            index = state.counts.get(name, 0)
-        else:
-            index = attachment.next_index(name)
+        index = 0 if recomputed else attachment.next_index(name)
         # A copy: the next hook may change the keyword arguments in place.
-        seen_kwargs = dict(kwargs) if kwargs else {}
-        call = Call(name, self.module, args, seen_kwargs, None, index, recomputed)
-        if (context := attachment.context) is not None:
-            call.step, call.epoch = context.step, context.epoch
+        call = self._make_call(args, dict(kwargs) if kwargs else {}, index, recomputed)
         state.calls.append((call, sys.exception()))
         returned = attachment.guard(probe.before, call)
         return None if returned is None else self._check_returned(returned)
@@ -336,15 +311,14 @@ class Site:
         else:  # `count`, without a call
             index = state.counts.get(name, 0)
             state.counts[name] = index + 1
-        self.fired = True
+        self.was_called = True
         if call is None:
-            call = Call(name, self.module, args, kwargs, output, index, recomputed)
-            if (context := attachment.context) is not None:
-                call.step, call.epoch = context.step, context.epoch
+            call = self._make_call(args, kwargs, index, recomputed)
         else:
             if args is not call.args or ((kwargs or call.kwargs) and _differ(kwargs, call.kwargs)):
                 call.input_replaced = True
-            call.args, call.kwargs, call.output, call.index = args, kwargs, output, index
+            call.args, call.kwargs, call.index = args, kwargs, index
+        call.output = output
         returned = attachment.guard(probe.after, call)
         if alone and not recomputed:
             attachment.end_alone(self.module)
@@ -352,10 +326,11 @@ class Site:
 
     def before_compiled(self, tensors: list[torch.Tensor]) -> None:
         """Handle the operator before the module having run, in a compiled graph."""
-        if is_recomputing() or not self.on:
+        if is_recomputing() or not self.enabled:
             return
         attachment, probe = self.attachment, self.attachment.probe
-        call = self._compiled_call(tuple(tensors), attachment.next_index(self.name))
+        index = attachment.next_index(self.name)
+        call = self._make_call(tuple(tensors), {}, index, compiled=True)
         attachment.local.state.calls.append((call, sys.exception()))
         if probe.wants_before:
             attachment.guard(probe.before, call)
@@ -364,15 +339,15 @@ class Site:
         """Handle the operator after the module having run."""
         if is_recomputing():
             return
-        self.fired = self.compiled = True
+        self.was_called = self.compiled = True
         attachment = self.attachment
         probe = attachment.probe
         call, _ = attachment.local.state.pop(self.name, tensors)
-        if not self.on or (probe.edits and probe.compiled_edit(self.name) is not None):
+        if not self.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
         index = attachment.count(self.name)
         if call is None or not call.compiled:  # its start was not compiled with it
-            call = self._compiled_call((), index)
+            call = self._make_call((), {}, index, compiled=True)
         call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
         if self._check_returned(attachment.guard(probe.after, call)) is not None:
             raise ProbeError(
@@ -382,8 +357,10 @@ class Site:
         if not attachment.local.state.depth:
             attachment.end_alone(self.module)
 
-    def _compiled_call(self, args: tuple[Any, ...], index: int) -> Call:
-        call = Call(self.name, self.module, args, {}, None, index, compiled=True)
+    def _make_call(
+        self, args: Any, kwargs: Any, index: int, recomputed: bool = False, compiled: bool = False
+    ) -> Call:
+        call = Call(self.name, self.module, args, kwargs, None, index, recomputed, compiled)
         if (context := self.attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         return call
@@ -400,10 +377,10 @@ class Site:
 
 
 def _differ(kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    if kwargs.keys() != others.keys():
-        return True
-    return any(value is not others[name] for name, value in kwargs.items())
+    names = kwargs.keys()
+    return names != others.keys() or any(kwargs[name] is not others[name] for name in names)
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
+def call_directly(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a probe's method: the guard of an attachment without a manager."""
     return function(*args)

@@ -90,6 +90,7 @@ class Capture(BuiltIn, Probe):
     )
     hookline_rank = Rank.MONITOR
     probe_name = "capture"
+    _results = ("_store", "_key", "_names")
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Capture(BuiltIn, Probe):
         store: Store | None = None,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
-        super().__init__(modules, (taps,) if isinstance(taps, str) else taps)
+        super().__init__(modules, taps)
         if not (input or output or kwargs or gradient):
             raise ConfigError(
                 "Capture has nothing to keep. Enable input, output, kwargs or gradient."
@@ -125,17 +126,21 @@ class Capture(BuiltIn, Probe):
         self._extractor = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
-        self._limits = _limits(max_states, memory_limit_mb, policy, folder, shared=store)
-        self._reset(store)
+        limits = (max_states, memory_limit_mb, policy, folder)
+        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest", None):
+            raise ConfigError(
+                "Capture: max_states, memory_limit_mb, policy and folder are options of the shared "
+                "store. Give them to the store."
+            )
+        self._limits = (max_states, bytes_of(memory_limit_mb), policy, 1, folder)
+        self._reset_results(store)
 
-    def _reset(self, store: Store | None) -> None:
-        self._store = Store(**self._limits) if store is None else store
+    def _reset_results(self, store: Store | None = None) -> None:
+        self._store = Store(*self._limits) if store is None else store
         self._key: str | None = None
         self._layers: dict[str, int | None] = {}
         self._names: dict[str, str] = {}  # the name captured under, also for tied modules
         self._warned = False
-
-    # -- capturing --------------------------------------------------------------------------------
 
     def attach(self, model: torch.nn.Module, **options: Any) -> Attachment:
         """Attach the probe to a model; it sees calls from now on."""
@@ -143,15 +148,12 @@ class Capture(BuiltIn, Probe):
         before = self.attachment
         attachment = super().attach(model, **options)
         if attachment is not before:
-            self._collect_names(model, attachment)
+            self._names.update({name: name for name in attachment.sites})
+            for first, others in aliases(model).items():
+                chosen = next((name for name in (first, *others) if name in attachment.sites), None)
+                if chosen is not None:
+                    self._names.update(dict.fromkeys((first, *others), chosen))
         return attachment
-
-    def _collect_names(self, model: torch.nn.Module, attachment: Attachment) -> None:
-        self._names.update({name: name for name in attachment.sites})
-        for first, others in aliases(model).items():
-            chosen = next((name for name in (first, *others) if name in attachment.sites), None)
-            if chosen is not None:
-                self._names.update(dict.fromkeys((first, *others), chosen))
 
     def before(self, call: Call) -> None:
         """Capture the arguments before the module runs, since it may change them in place."""
@@ -197,10 +199,7 @@ class Capture(BuiltIn, Probe):
         self._layers[name] = layer
         return layer
 
-    # -- gradients --------------------------------------------------------------------------------
-
     def _expect_gradient(self, call: Call, key: int | None, state: CapturedState) -> None:
-        """Have the gradient of a call's output added to its state in backward."""
         if not call.compiled:
             self._capture_gradient(call, key, weakref.ref(state))
         elif not self._warned:
@@ -221,8 +220,6 @@ class Capture(BuiltIn, Probe):
             guard = self.attachment.guard
             gradients = OutputGradients(call.name, self._extractor, self._store, key, state, guard)
             gradients.expect(call.output, tensors)
-
-    # -- reading ----------------------------------------------------------------------------------
 
     @property
     def store(self) -> Store:
@@ -297,24 +294,16 @@ class Capture(BuiltIn, Probe):
         if module in self._names:
             cause = "it was not called, or its states did not fit and were dropped, or were cleared"
             return f"There is no state of '{module}': {cause} ({self.counts})."
-        names = f"It is on {listed(dict.fromkeys(known))}."
-        return f"The probe is not on '{module}'.{nearest(module, known)} {names}"
+        names = f"It is attached to {listed(dict.fromkeys(known))}."
+        return f"The probe is not attached to '{module}'.{nearest(module, known)} {names}"
 
     def __repr__(self) -> str:
         return f"<Capture '{self.probe_name}' of {self.modules!r}: {self.counts}>"
 
-    # -- copies -----------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the options: a copy is on no model and has captured nothing."""
-        own = {"_store", "_key", "_names", "attachment"}
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        """Copy the options but for a shared store."""
         options = {name: value for name, value in self.hookline_options.items() if name != "store"}
-        return state | {"hookline_options": options}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset(None)
+        return super().__getstate__() | {"hookline_options": options}
 
 
 class Calls(Sequence[CapturedState]):
@@ -392,26 +381,3 @@ def bytes_of(megabytes: float | None) -> int | None:
             f"memory_limit_mb must be a positive number, or None for no limit, not {megabytes}."
         )
     return None if megabytes is None else max(1, int(megabytes * 2**20))
-
-
-def _limits(
-    max_states: int | None,
-    memory_limit_mb: float | None,
-    policy: Policy,
-    folder: str | None,
-    *,
-    shared: Store | None,
-) -> dict[str, Any]:
-    """Return the options of a capture's own store; raise if it has a shared one."""
-    own = (max_states, memory_limit_mb, policy, folder)
-    if shared is not None and own != (None, _MEMORY_LIMIT_MB, "drop_oldest", None):
-        raise ConfigError(
-            "Capture: max_states, memory_limit_mb, policy and folder are options of the shared "
-            "store. Give them to the store."
-        )
-    return {
-        "max_states": max_states,
-        "memory_limit": bytes_of(memory_limit_mb),
-        "policy": policy,
-        "folder": folder,
-    }

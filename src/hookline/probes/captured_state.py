@@ -117,7 +117,7 @@ class LazyState(CapturedState):
 
     def __reduce__(self) -> Any:
         """Pickle and deep-copy as a plain state: the checks run now."""
-        return _make_state, (dict(self),)
+        return CapturedState, tuple(self.values())
 
     def __copy__(self) -> LazyState:
         """Return a copy with the same tensors and the same checks."""
@@ -126,10 +126,6 @@ class LazyState(CapturedState):
             setattr(new, name, _SLOTS[name].__get__(self) if name in _SLOTS else self[name])
         new.checks = dict(self.checks)
         return new
-
-
-def _make_state(fields: dict[str, Any]) -> CapturedState:
-    return CapturedState(**fields)
 
 
 def _checked_property(name: str) -> property:

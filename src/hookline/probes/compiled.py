@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree
 
-__all__ = ["as_site", "find_tensors", "listeners", "observe", "token"]
+__all__ = ["find_tensors", "listeners", "observe", "token"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NOT_OPENED = (*_ATOMS, Enum, type, torch.nn.Module, torch.optim.Optimizer)
@@ -51,31 +51,19 @@ def _observe(
         listener(site_number, [tensor.detach() for tensor in tensors], gradients)
 
 
-def _observe_fake(*_: Any) -> None:
-    """Tell the compiler the shape of the result: there is none."""
-
-
 _library.impl("observe", _observe, "CompositeExplicitAutograd")
-torch.library.register_fake("hookline::observe", _observe_fake, lib=_library)
+torch.library.register_fake("hookline::observe", lambda *_: None, lib=_library)
 
 
 def observe(tensors: list[torch.Tensor], site: torch.Tensor | int, gradients: int = 0) -> None:
     """Put the operator into the graph that is being traced.
 
-    Args:
-        tensors: What it passes to the listeners.
-        site: The receiver's number; made by `as_site` where there may be many receivers.
-        gradients: Whether gradients are enabled: 1, or 0 where no listener asks.
+    `site` is the receiver's number, as a tensor where there may be many receivers.
     """
     if isinstance(site, torch.Tensor):
         torch.ops.hookline.observe(tensors, token, site, 0, gradients)
     else:
         torch.ops.hookline.observe(tensors, token, None, site, gradients)
-
-
-def as_site(number: int) -> torch.Tensor:
-    """Return a number as the tensor that `observe` takes."""
-    return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from hookline.errors import ConfigError, listed, nearest
-from hookline.hook import Hook
-from hookline.tensors.observation import Observation
+from hookline.probes.extractor import call_user_function
 
 __all__ = ["Condition", "Conditions", "read_conditions"]
 
@@ -24,29 +23,20 @@ _NAMES = ("nonfinite", "magnitude", "dead")
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition to check. It has either `holds` or `function`.
-
-    Args:
-        name: Its name in messages.
-        holds: Returns whether it holds, from the smallest and the largest value.
-        function: A user's function of the tensor; returns a bool or a tensor.
-        beside_nan: Whether it has to know the other values if one is NaN.
-    """
+    """A condition to check. It has either `holds` or `function`."""
 
     name: str
     holds: Callable[[float, float], bool] | None = None
+    """Returns whether it holds, from the smallest and the largest value."""
     function: Callable[[Tensor], Any] | None = None
+    """A user's function of the tensor; returns a bool or a tensor."""
     beside_nan: bool = False
+    """Whether it has to know the other values if one is NaN."""
 
     def ask(self, tensor: Tensor, what: str) -> Tensor | bool:
         """Call the user's function with the detached tensor, which it must not change."""
-        observation, answers = Observation(tensor, what), list[Any]()
-        hook = Hook()
-        hook.hookline_function = function = self.function
-        assert function is not None
-        detached = observation.activations
-        observation.carry(hook, lambda: answers.append(function(detached)), (), {})
-        answer = answers[0]
+        assert self.function is not None
+        answer = call_user_function(self.function, tensor, what)
         if isinstance(answer, Tensor):
             return answer.detach().bool().any()
         if isinstance(answer, bool | int | None) or type(answer).__name__ in ("bool", "bool_"):
@@ -93,8 +83,7 @@ def _named(name: str, value: Any) -> Condition:
             raise ConfigError(
                 f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got {value!r}."
             )
-        holds = partial(_is_above, value)
-        return Condition(f"magnitude above {value:g}", holds, beside_nan=True)
+        return Condition(f"magnitude above {value:g}", partial(_is_above, value), beside_nan=True)
     if name not in _NAMES:
         raise ConfigError(
             f"Unknown condition '{name}'.{nearest(name, _NAMES)} The conditions are: "

@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, read_conditions
-from hookline.probes.output_gradient import on_gradient
+from hookline.probes.extractor import copy_tensor
+from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.finiteness import extremes
@@ -75,9 +76,9 @@ class _Measured:
     """The measurements of one call, not read yet."""
 
     finding: Finding
-    extremes: list[tuple[torch.Tensor, torch.Tensor]]
-    answers: list[tuple[Condition, torch.Tensor | bool]]
     state: CapturedState | None
+    extremes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[Any])
+    answers: list[tuple[Condition, torch.Tensor | bool]] = field(default_factory=list[Any])
 
 
 class _FindingError(ProbeError, HookFailedError):
@@ -110,6 +111,10 @@ class DebugProbe(BuiltIn, Probe):
     cost = "One pass over each output, and one transfer per step; with `keep` also copies."
     hookline_rank = Rank.MONITOR
     probe_name = "debug_probe"
+    _results = (
+        *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),
+        "_warned_compiled",
+    )
 
     def __init__(
         self,
@@ -122,7 +127,7 @@ class DebugProbe(BuiltIn, Probe):
         limit: PositiveInt | None = 100,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
-        super().__init__(modules, (taps,) if isinstance(taps, str) else taps)
+        super().__init__(modules, taps)
         self.wants_before = self.wants_input = keep > 0
         self.wants_recomputed = gradients
         self._conditions = read_conditions(conditions)
@@ -134,9 +139,9 @@ class DebugProbe(BuiltIn, Probe):
         self._keep = keep
         self._once = once
         self._limit = limit
-        self._reset()
+        self._reset_results()
 
-    def _reset(self) -> None:
+    def _reset_results(self) -> None:
         self.findings: list[Finding] = []
         self.count = 0
         """The number of findings, also those over the limit."""
@@ -150,7 +155,7 @@ class DebugProbe(BuiltIn, Probe):
     # -- measuring --------------------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        """With `keep`: copy the arguments before the module runs and may change them."""
+        """Copy the arguments before the module runs and may change them; only with `keep`."""
         if not call.recomputed:
             call.saved = _copy_inputs(call)
 
@@ -163,7 +168,7 @@ class DebugProbe(BuiltIn, Probe):
             self._measure(_finding(call, "output"), call.output, state)
 
     def _measure(self, finding: Finding, value: Any, state: CapturedState | None) -> None:
-        measured = _Measured(finding, [], [], state)
+        measured = _Measured(finding, state)
         for tensor in tensors_in(value):
             if self._by_value:
                 pair = extremes(tensor, beside_nan=self._beside_nan)
@@ -180,7 +185,6 @@ class DebugProbe(BuiltIn, Probe):
             self.check()
 
     def _expect_gradients(self, call: Call) -> None:
-        """Have the gradients of an output measured in backward."""
         if call.compiled:
             if not self._warned_compiled:
                 self._warned_compiled = True
@@ -197,19 +201,14 @@ class DebugProbe(BuiltIn, Probe):
             call.index = recall_call(key) or 0
             self._check_after_backward()  # the outer one: the segment has a backward of its own
         for tensor in tensors_in(call.output):
-            on_gradient(tensor, partial(self._on_gradient, _finding(call, "gradient")))
+            finding = _finding(call, "gradient")
+            on_gradient(tensor, partial(self.call_guarded, self._measure_gradient, finding))
 
-    def _on_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
-        attachment = self.attachment
-        if attachment is not None and attachment.enabled:
-            attachment.guard(self._measure_gradient, (finding, gradient))
-
-    def _measure_gradient(self, finding_and_gradient: tuple[Finding, torch.Tensor]) -> None:
-        finding, gradient = finding_and_gradient
+    def _measure_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
         state = None
         if self._keep:
             place = (finding.module, self.probe_name, finding.step, finding.epoch, finding.call)
-            state = CapturedState(*place, gradient=_copy(gradient))
+            state = CapturedState(*place, gradient=copy_tensor(gradient))
         self._measure(finding, gradient, state)
         self._check_after_backward()
 
@@ -224,7 +223,7 @@ class DebugProbe(BuiltIn, Probe):
         place = (call.name, self.probe_name, call.step, call.epoch, call.index)
         saved = None if call.input_replaced else call.saved
         args, kwargs = saved or _copy_inputs(call)
-        output = map_tensors(call.output, _copy)
+        output = map_tensors(call.output, copy_tensor)
         return CapturedState(*place, input=args, kwargs=kwargs, output=output)
 
     # -- checking ---------------------------------------------------------------------------------
@@ -259,8 +258,13 @@ class DebugProbe(BuiltIn, Probe):
             measured, self._measured = self._measured, []
             recent = self._recent
             self._recent = recent[len(recent) - self._keep :] if self._keep else []
-        found = [self._add_states(first, recent) for first in self._first(measured)]
-        new = [finding for finding in found if self._should_report(finding)]
+        new: list[Finding] = []
+        for first in self._first(measured):
+            if self._should_report(finding := first.finding):
+                new.append(finding)
+            if first.state is not None:
+                end = recent.index(first.state) + 1
+                finding.states = recent[max(0, end - self._keep) : end]
         for finding in new:
             self.findings.append(finding)
             log.log(
@@ -275,57 +279,26 @@ class DebugProbe(BuiltIn, Probe):
 
     def _first(self, measured: list[_Measured]) -> Iterator[_Measured]:
         """Yield, for each condition, the first call in which it holds."""
-        unread = (one for each in measured for pair in each.extremes for one in pair)
-        values = iter(read_tensors(unread))
-        ranges = [[(next(values), next(values)) for _ in each.extremes] for each in measured]
-        told = [a for each in measured for _, a in each.answers if isinstance(a, torch.Tensor)]
-        answers = iter(read_tensors(told))
+        tensors = (tensor for call in measured for pair in call.extremes for tensor in pair)
+        values = iter(read_tensors(tensors))
+        ranges = [[(next(values), next(values)) for _ in call.extremes] for call in measured]
+        unread = [a for call in measured for _, a in call.answers if isinstance(a, torch.Tensor)]
+        answers = iter(read_tensors(unread))
         first: dict[tuple[str, str], _Measured] = {}
-        for each, pairs in zip(measured, ranges, strict=True):
+        for call, pairs in zip(measured, ranges, strict=True):
             answered = [
                 (condition, bool(next(answers)) if isinstance(a, torch.Tensor) else a)
-                for condition, a in each.answers
+                for condition, a in call.answers
             ]
             for condition in self._conditions:
-                found = self._find(condition, each, pairs, answered)
+                found = _find(condition, call, pairs, answered)
                 if found is None:
                     continue
-                key = (condition.name, found.finding.of)
-                if key not in first:
-                    first[key] = found
-                elif (
-                    found.finding.module not in (others := first[key].finding.others)
-                    and found.finding.module != first[key].finding.module
-                ):
-                    others.append(found.finding.module)
+                earlier = first.setdefault((condition.name, found.of), _Measured(found, call.state))
+                known = (earlier.finding.module, *earlier.finding.others)
+                if found.module not in known:
+                    earlier.finding.others.append(found.module)
         yield from first.values()
-
-    def _find(
-        self,
-        condition: Condition,
-        each: _Measured,
-        pairs: list[tuple[float, float]],
-        answered: list[tuple[Condition, bool]],
-    ) -> _Measured | None:
-        """Return the finding of a condition, with the values, if it holds."""
-        place = each.finding
-        position = (place.step, place.epoch, place.call)
-        if condition.holds is None:
-            if not any(answer for asked, answer in answered if asked is condition):
-                return None
-            finding = Finding(place.module, condition.name, place.of, *position)
-            return _Measured(finding, [], [], each.state)
-        for low, high in pairs:
-            if condition.holds(low, high):
-                finding = Finding(place.module, condition.name, place.of, *position, low, high)
-                return _Measured(finding, [], [], each.state)
-        return None
-
-    def _add_states(self, measured: _Measured, recent: list[CapturedState]) -> Finding:
-        if measured.state is not None:
-            at = next(i for i, state in enumerate(recent) if state is measured.state) + 1
-            measured.finding.states = recent[max(0, at - self._keep) : at]
-        return measured.finding
 
     def _should_report(self, finding: Finding) -> bool:
         """Count a finding and return whether to report it."""
@@ -345,7 +318,9 @@ class DebugProbe(BuiltIn, Probe):
         return False
 
     def _act(self, finding: Finding, trainer: Any) -> None:
-        if self._action == "break" and _in_terminal():
+        streams = (sys.stdin, sys.stdout)
+        in_terminal = all(stream is not None and stream.isatty() for stream in streams)
+        if self._action == "break" and in_terminal:
             _break(self, finding)
             return
         context = None if self.attachment is None else self.attachment.context
@@ -354,43 +329,35 @@ class DebugProbe(BuiltIn, Probe):
             raise _FindingError(f"The probe '{self.probe_name}' found {finding}.")
         trainer.stop(f"{self.probe_name}: {finding}")
 
-    # -- copies -----------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy the options: a copy is on no model and has found nothing."""
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in _OWN_STATE
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
 
 Debug = DebugProbe
 
-_OWN_STATE = (
-    *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),
-    "_warned_compiled",
-)
-"""The attributes that a copy does not get."""
-
 
 def _copy_inputs(call: Call) -> Any:
-    return map_tensors((call.args, dict(call.kwargs)), _copy)
+    return map_tensors((call.args, dict(call.kwargs)), copy_tensor)
 
 
 def _finding(call: Call, of: Literal["output", "gradient"]) -> Finding:
-    """Return a finding that has the place of a call, and no condition yet."""
+    """Return a finding with the place of a call and without a condition."""
     return Finding(call.name, "", of, call.step, call.epoch, call.index)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
-def _in_terminal() -> bool:
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
+def _find(
+    condition: Condition,
+    measured: _Measured,
+    ranges: list[tuple[float, float]],
+    answers: list[tuple[Condition, bool]],
+) -> Finding | None:
+    """Return the finding of a condition, with the values, if it holds."""
+    if condition.holds is None:
+        if any(answer for asked, answer in answers if asked is condition):
+            return replace(measured.finding, condition=condition.name, others=[])
+        return None
+    for low, high in ranges:
+        if condition.holds(low, high):
+            name = condition.name
+            return replace(measured.finding, condition=name, low=low, high=high, others=[])
+    return None
 
 
 def _break(probe: DebugProbe, finding: Finding) -> None:

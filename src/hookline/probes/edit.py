@@ -51,6 +51,7 @@ class Edit(BuiltIn, Probe):
     critical = True
     intervenes = True
     edits = True
+    wants_before = False  # unless it is attached outside of training
     wants_input = False
     probe_name = "edit"
 
@@ -69,7 +70,7 @@ class Edit(BuiltIn, Probe):
             raise ProbeError(
                 "An edit changes the outputs of modules. Allow it with enable_intervention=True."
             )
-        super().__init__(modules, (taps,) if isinstance(taps, str) else taps)
+        super().__init__(modules, taps)
         self._operation: Operation = operation
         self._value = _check_value(operation, value, part)
         self._coefficient = coefficient
@@ -83,8 +84,6 @@ class Edit(BuiltIn, Probe):
             "value": _describe(value),
             "at": _describe(at),
         }
-
-    # -- shorthands --------------------------------------------------------------------------------
 
     @classmethod
     def replace(cls, modules: Any, value: Any, **options: Any) -> Self:
@@ -111,19 +110,17 @@ class Edit(BuiltIn, Probe):
         """Replace the output by one captured before: a `CapturedState` or a tensor."""
         return cls(modules, "patch", source, **options)
 
-    # -- enabling and disabling -------------------------------------------------------------------
-
     @property
     def active(self) -> bool:
         """Whether it acts. A change takes effect with the next step or, elsewhere, forward."""
         return self._requested
 
     @active.setter
-    def active(self, on: bool) -> None:
-        self._requested = bool(on)
+    def active(self, active: bool) -> None:
+        self._requested = bool(active)
 
     @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it acts now."""
         return self._active
 
@@ -155,8 +152,6 @@ class Edit(BuiltIn, Probe):
         self.wants_before = kwargs.get("context") is None  # training waits for the step
         return super().attach(*args, **kwargs)
 
-    # -- editing ----------------------------------------------------------------------------------
-
     def after(self, call: Call) -> Any:
         """Return what replaces the output of a module."""
         if not self._active:
@@ -167,16 +162,22 @@ class Edit(BuiltIn, Probe):
     def compiled_edit(self, name: str) -> Callable[[Any, torch.Tensor], Any]:
         """Return the edit as a function that can be compiled."""
 
-        def edit(output: Any, on: torch.Tensor) -> Any:
+        def edit(output: Any, is_active: torch.Tensor) -> Any:
             path, x = get_at(output, self._part, name)
-            return set_at(output, path, torch.where(on, self._edit(x, name), x))
+            return set_at(output, path, torch.where(is_active, self._edit(x, name), x))
 
         return edit
 
     def _edit(self, x: torch.Tensor, name: str) -> torch.Tensor:
         if self._at is None:
             return self._operate(x, name, x)
-        selected = _select(x, self._at, name)
+        try:
+            selected = x[self._at]
+        except (IndexError, RuntimeError, TypeError) as error:
+            raise ProbeError(
+                f"at={_describe(self._at)} does not fit the output of '{name}', which is "
+                f"{shape_text(x)}: {error}"
+            ) from error
         result = x.clone()
         result[self._at] = self._operate(selected, name, x)
         return result
@@ -190,11 +191,9 @@ class Edit(BuiltIn, Probe):
             # A copy: an expanded tensor cannot be changed in place further on.
             return x.mean(dim=tuple(range(x.dim() - 1)), keepdim=True).expand_as(x).clone()
         if self._operation == "scale":
-            scaled: torch.Tensor = x * self._convert(value, x, name)
-            return scaled
+            return torch.mul(x, self._convert(value, x, name))
         if self._operation == "add":
-            added: torch.Tensor = x + self._coefficient * self._convert(value, x, name)
-            return added
+            return torch.add(x, self._coefficient * self._convert(value, x, name))
         if self._operation == "replace" and callable(value):
             new = _check_result(value(x.clone()), x, name)  # it may work in place
             return new if new.requires_grad or not x.requires_grad else _replace(x, new)
@@ -222,26 +221,21 @@ class Edit(BuiltIn, Probe):
 
 
 def _check_value(operation: Operation, value: Any, part: Part) -> Any:
-    is_number_or_tensor = isinstance(value, int | float | torch.Tensor) and not isinstance(
-        value, bool
-    )
+    is_valid = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+    expected = "a number or a tensor"
     if operation == "ablate":
         value = "zero" if value is None else value
         is_valid = isinstance(value, str) and value in ("zero", "mean")
         expected = "'zero' or 'mean'"
     elif operation == "replace":
-        is_valid, expected = (
-            is_number_or_tensor or callable(value),
-            "a tensor, a number or a function",
-        )
+        is_valid = is_valid or callable(value)
+        expected = "a tensor, a number or a function"
     elif operation == "patch":
         is_valid = isinstance(value, torch.Tensor | CapturedState)
         expected = "a captured state or a tensor"
         if isinstance(value, CapturedState):
             captured = get_at(value.output, part, f"the captured {value.module}")[1]
             value = captured if captured.is_inference() else value
-    else:
-        is_valid, expected = is_number_or_tensor, "a number or a tensor"
     if not is_valid:
         raise ConfigError(
             f"Edit: '{operation}' needs {expected} as its value, not {_describe(value)}."
@@ -287,16 +281,6 @@ def _check_result(new: Any, x: torch.Tensor, name: str) -> torch.Tensor:
     return new
 
 
-def _select(x: torch.Tensor, at: Any, name: str) -> torch.Tensor:
-    try:
-        return x[at]
-    except (IndexError, RuntimeError, TypeError) as error:
-        raise ProbeError(
-            f"at={_describe(at)} does not fit the output of '{name}', which is {shape_text(x)}: "
-            f"{error}"
-        ) from error
-
-
 def _describe(value: Any) -> Any:
     """Return a value for the run's manifest: a tensor as its shape and a hash."""
     if isinstance(value, CapturedState):
@@ -325,6 +309,6 @@ def _describe(value: Any) -> Any:
 
 def _hash(tensor: torch.Tensor) -> str:
     """Return a hash of the values. This waits for the device."""
-    raw = tensor.detach().cpu().contiguous().view(-1)
-    data = raw.view(torch.uint8) if raw.numel() else raw
-    return hashlib.sha256(bytes(data.untyped_storage()) if raw.numel() else b"").hexdigest()[:16]
+    data = tensor.detach().cpu().contiguous().view(-1)
+    values = bytes(data.view(torch.uint8).untyped_storage()) if data.numel() else b""
+    return hashlib.sha256(values).hexdigest()[:16]

@@ -6,7 +6,8 @@ may change later, get a check that runs when they are read: see `LazyState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from hookline.probes.nested_paths import parse_index
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
 
-__all__ = ["REDUCTIONS", "By", "TensorExtractor"]
+__all__ = ["REDUCTIONS", "By", "TensorExtractor", "call_user_function", "copy_tensor", "run_checks"]
 
 By = Literal["copy", "reference"]
 
@@ -29,25 +30,15 @@ REDUCTIONS: dict[str, Callable[[Tensor, _Dims], Tensor]] = {
     "sum": lambda x, dim: torch.sum(x, dim),
     "std": lambda x, dim: torch.std(_as_real(x), dim),
     "norm": lambda x, dim: torch.linalg.vector_norm(_as_real(x), dim=dim),
-    "max": lambda x, dim: torch.amax(x, _dims(dim)),
-    "min": lambda x, dim: torch.amin(x, _dims(dim)),
-    "abs_max": lambda x, dim: torch.amax(x.abs(), _dims(dim)),
+    "max": lambda x, dim: torch.amax(x, () if dim is None else dim),
+    "min": lambda x, dim: torch.amin(x, () if dim is None else dim),
+    "abs_max": lambda x, dim: torch.amax(x.abs(), () if dim is None else dim),
 }
 """The named reductions, each over some dimensions or all."""
 
 
 class TensorExtractor:
-    """Extracts tensors as the options of `Capture` say.
-
-    Args:
-        probe: The probe, for messages.
-        by: Whether to copy.
-        device: The device to keep tensors on.
-        dtype: The dtype of floating-point tensors.
-        select: An index, or a function.
-        reduce: The name of a reduction, or a function.
-        dim: The dimensions to reduce over; None for all.
-    """
+    """Extracts tensors as the options of `Capture` say; the probe is for messages."""
 
     def __init__(
         self,
@@ -65,7 +56,12 @@ class TensorExtractor:
         self._dtype = None if dtype is None else _parse_dtype(dtype)
         is_index = select is not None and not callable(select)
         self._select = parse_index(select, "select") if is_index else select
-        self._reduce = _check_reduction(reduce)
+        if isinstance(reduce, str) and reduce not in REDUCTIONS:
+            raise ConfigError(
+                f"Unknown reduction {reduce!r}.{nearest(reduce, REDUCTIONS)} Use "
+                f"{listed(REDUCTIONS)} or a function."
+            )
+        self._reduce = reduce
         self._dim = tuple(dim) if isinstance(dim, list) else dim
         if dim is not None and not isinstance(reduce, str):
             raise ConfigError("dim needs a named reduction, such as reduce='mean'.")
@@ -77,17 +73,14 @@ class TensorExtractor:
     def extract(self, value: Any, name: str, *, copy: bool = False) -> tuple[Any, Check | None]:
         """Return a value with the extracted tensors, and the check to run before reading it.
 
-        Args:
-            value: A module's arguments or output.
-            name: The module's name, for messages.
-            copy: Whether it has to be copied because its memory will be reused.
+        With `copy`, tensors are copied in any case, because their memory will be reused.
         """
         if self.copies_only:
-            return map_tensors(value, _copy), None
+            return map_tensors(value, copy_tensor), None
         by: By = "copy" if copy else self._by
         checks: list[Check] = []
         extracted = map_tensors(value, lambda t: self._extract_or_explain(t, name, by, checks))
-        return extracted, _combine(checks) if checks else None
+        return extracted, partial(run_checks, checks) if checks else None
 
     def _extract_or_explain(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
         try:
@@ -123,15 +116,29 @@ class TensorExtractor:
             return REDUCTIONS[operation](tensor, self._dim)
         if not callable(operation):
             return tensor[operation]
-        returned: list[Any] = []
-        observation = Observation(tensor, f"a tensor of '{name}'")
-        observation.carry(self._probe, lambda: returned.append(operation(tensor)), (), {})
-        if not isinstance(returned[0], Tensor):
-            raise TypeError(f"{option} returned a {type(returned[0]).__name__}, not a tensor")
-        return returned[0].detach()
+        returned = call_user_function(operation, tensor, f"a tensor of '{name}'", self._probe)
+        if not isinstance(returned, Tensor):
+            raise TypeError(f"{option} returned a {type(returned).__name__}, not a tensor")
+        return returned.detach()
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def call_user_function(
+    function: Callable[..., Any], tensor: Tensor, subject: str, probe: Hook | None = None
+) -> Any:
+    """Return what a function returns for a tensor, detached; raise if it changed the tensor.
+
+    `subject` is what the tensor is, for messages. They name the function, or the probe if given.
+    """
+    observation, returned = Observation(tensor, subject), list[Any]()
+    if probe is None:
+        probe = Hook()
+        probe.hookline_function = function
+    observation.carry(probe, lambda: returned.append(function(observation.activations)), (), {})
+    return returned[0]
+
+
+def copy_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy without a graph."""
     return tensor.detach().clone()
 
 
@@ -162,12 +169,10 @@ def _unchanged_check(tensor: Tensor, name: str) -> Check:
     return check
 
 
-def _combine(checks: list[Check]) -> Check:
-    def run_all() -> None:
-        for check in checks:
-            check()
-
-    return checks[0] if len(checks) == 1 else run_all
+def run_checks(checks: Iterable[Check]) -> None:
+    """Wait for what is still being copied; raise if a reference was changed."""
+    for check in checks:
+        check()
 
 
 def _shares_memory(tensor: Tensor, source: Tensor) -> bool:
@@ -185,13 +190,6 @@ def _as_real(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_default_dtype()) if is_integer else tensor
 
 
-def _dims(dim: _Dims) -> Any:
-    return () if dim is None else dim
-
-
-# -- options --------------------------------------------------------------------------------------
-
-
 def _parse_device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
@@ -207,12 +205,3 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ConfigError(f"dtype: torch has no dtype {dtype!r}.{nearest(dtype, names)}")
     return found
-
-
-def _check_reduction(reduce: Any) -> Any:
-    if isinstance(reduce, str) and reduce not in REDUCTIONS:
-        raise ConfigError(
-            f"Unknown reduction {reduce!r}.{nearest(reduce, REDUCTIONS)} Use {listed(REDUCTIONS)} "
-            "or a function."
-        )
-    return reduce

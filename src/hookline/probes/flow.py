@@ -15,8 +15,8 @@ from hookline.errors import ProbeError
 from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
+from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
-from hookline.probes.output_gradient import on_gradient
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.reading import read_tensors, widest_float
@@ -150,15 +150,9 @@ class GradientFlow(BuiltIn, Probe):
                 "hookline.probes.gradient_flow(model), which shows those of the parameters."
             )
         for tensor in tensors_in(call.output):
-            on_gradient(tensor, partial(self._on_gradient, call.name))
+            on_gradient(tensor, partial(self.call_guarded, self._add, call.name))
 
-    def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        attachment = self.attachment
-        if attachment is not None and attachment.enabled:
-            attachment.guard(self._add, (name, gradient))
-
-    def _add(self, name_and_gradient: tuple[str, Tensor]) -> None:
-        name, gradient = name_and_gradient
+    def _add(self, name: str, gradient: Tensor) -> None:
         if self._starts_over:
             self._starts_over, self._sums = False, {}
         sums = _sums([gradient])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hookline.dispatch import HookInfo
 from hookline.dispatch import HookManager as Dispatch
 from hookline.errors import ConfigError, NameTakenError, ProbeError, listed
 from hookline.probes.capture import Capture, bytes_of
@@ -100,7 +99,7 @@ class Probes:
     def _start(self) -> None:
         self._store = Store(*self._limits)
         self._registered: dict[str, ModuleProbe] = {}
-        self._hooks = Dispatch(on_change=lambda: self._sync.sync(on=True))
+        self._hooks = Dispatch(on_change=lambda: self._sync.sync(is_running=True))
         self._sync = ModuleProbeSync(self._hooks, self._registered)
         self._lock = threading.RLock()
         self._closed = False
@@ -312,13 +311,13 @@ class Probes:
         """Return id, kind, module, status and failures of each hook."""
         with self._lock:
             infos = {info.name: info for info in self._hooks.describe()}
-            return [self._describe(infos[hook_id]) for hook_id in self._registered]
-
-    def _describe(self, info: HookInfo) -> ProbeInfo:
-        entry = self._registered[info.name]
-        counts = entry.probe.counts if isinstance(entry.probe, Capture) else None
-        module, failures = type(entry.module).__name__, (info.failures, info.last_error)
-        return ProbeInfo(info.name, entry.kind, module, info.status, *failures, counts)
+            described: list[ProbeInfo] = []
+            for hook_id, entry in self._registered.items():
+                info, module = infos[hook_id], type(entry.module).__name__
+                counts = entry.probe.counts if isinstance(entry.probe, Capture) else None
+                state = (info.status, info.failures, info.last_error)
+                described.append(ProbeInfo(hook_id, entry.kind, module, *state, counts))
+            return described
 
     @property
     def nbytes(self) -> int:
@@ -354,7 +353,6 @@ HookManager = Probes
 
 
 def _check_limit(name: str, value: Any, types: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, types) or isinstance(value, bool) or value <= 0:
+    is_valid = isinstance(value, types) and not isinstance(value, bool) and value > 0
+    if value is not None and not is_valid:
         raise ConfigError(f"{name} is a number above 0, or None, not {value!r}.")

@@ -28,7 +28,7 @@ _RECEIVERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 def register_receiver(receiver: Any) -> torch.Tensor:
     """Have `receiver.after_compiled` called by the operator; return the number to give it."""
     _RECEIVERS[id(receiver)] = receiver
-    return compiled.as_site(id(receiver))
+    return torch.tensor(id(receiver), dtype=torch.int64, device="cpu")
 
 
 def unregister_receiver(receiver: Any) -> None:
@@ -74,7 +74,7 @@ class ModuleCallback(_NotCopied):
         self._wants_input = probe.wants_input
         self._wants_before = probe.wants_before
         self._edit = probe.compiled_edit(site.name)
-        self._is_on = site.attachment.flag
+        self._is_active = site.attachment.flag
 
     def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
         """Pass a call on to the site, or be traced."""
@@ -86,7 +86,7 @@ class ModuleCallback(_NotCopied):
         if is_compiling():
             return self._trace_before(args, kwargs) if self._before else self._trace_after(output)
         site = self._site
-        if not site.on:  # hooks that were compiled stay registered
+        if not site.enabled:  # hooks that were compiled stay registered
             return None
         if self._before:
             return site.before(args, kwargs) if self._wants_before else None
@@ -105,7 +105,8 @@ class ModuleCallback(_NotCopied):
             return None
         compiled.observe([], self._number)
         # Without a tensor in the output the edit raises its own error.
-        return self._edit(output, self._is_on.to(tensors[0].device) if tensors else self._is_on)
+        flag = self._is_active.to(tensors[0].device) if tensors else self._is_active
+        return self._edit(output, flag)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """Handle the operator before a module having run."""
@@ -115,8 +116,7 @@ class ModuleCallback(_NotCopied):
 class ForwardCallback(_NotCopied):
     """The hook at the start or the end of the model's outermost call.
 
-    Args:
-        call: Called with whether gradients are enabled; None in eager models, where one can look.
+    `call` is called with whether gradients are enabled; None in eager models, where one can look.
     """
 
     def __init__(self, call: Callable[[bool | None], None]) -> None:

@@ -25,18 +25,8 @@ __all__ = ["Which", "aliases", "check_model", "clean_name", "clean_names", "sele
 
 Predicate: TypeAlias = Callable[[str, nn.Module], object]
 
-Which: TypeAlias = (
-    str
-    | re.Pattern[str]
-    | type
-    | UnionType
-    | nn.Module
-    | Predicate
-    | list[Any]
-    | tuple[Any, ...]
-    | set[Any]
-    | frozenset[Any]
-)
+Several: TypeAlias = list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
+Which: TypeAlias = str | re.Pattern[str] | type | UnionType | nn.Module | Predicate | Several
 """What `select` takes."""
 
 

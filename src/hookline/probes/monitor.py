@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any
@@ -12,13 +12,13 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
-from hookline.hook import Hook, Rank
+from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
+from hookline.probes.extractor import call_user_function
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.observation import Observation
 from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
 from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
@@ -102,6 +102,10 @@ class Monitor(BuiltIn, Probe):
     hookline_rank = Rank.MONITOR
     probe_name = "monitor"
     wants_input = False
+    _results = (
+        *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
+        *("_step", "_forward", "_backward"),
+    )
 
     def __init__(
         self,
@@ -129,12 +133,11 @@ class Monitor(BuiltIn, Probe):
         self._check_options()
         wanted = set(self.metrics)
         self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
-        self._needs_bounds = "saturation" in wanted
         self._times_forward = "forward_time_ms" in wanted
         self._times_backward = "backward_time_ms" in wanted
         self._measures_memory = "memory" in wanted
         self.wants_before = self._times_forward or self._times_backward or self._measures_memory
-        self._reset()
+        self._reset_results()
 
     def _check_options(self) -> None:
         for name in self.metrics:
@@ -153,7 +156,7 @@ class Monitor(BuiltIn, Probe):
         if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
             raise ConfigError(f"Monitor: bounds must go from low to high, not {self.bounds}.")
 
-    def _reset(self) -> None:
+    def _reset_results(self) -> None:
         self._lock = Lock()
         self._discard()
 
@@ -175,10 +178,8 @@ class Monitor(BuiltIn, Probe):
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
 
-    # -- calls ------------------------------------------------------------------------------------
-
     def before(self, call: Call) -> None:
-        """Note the time and memory before a module runs; called only if these are measured."""
+        """Read the time and memory before a module runs; called only if these are measured."""
         device = _device_of(call)
         start = call.saved = _Start()
         if self._measures_memory:
@@ -190,9 +191,15 @@ class Monitor(BuiltIn, Probe):
 
     def after(self, call: Call) -> None:
         """Measure the output of a module, without waiting for the device."""
-        self._start_step(call.step)
+        with self._lock:
+            if self._measured and call.step != self._step:
+                self._discard()  # of a step without a report: the monitor was disabled
+            self._measured, self._step = True, call.step
         output = call.output
-        tensors = [output] if isinstance(output, Tensor) else _distinct(tensors_in(output))
+        if isinstance(output, Tensor):
+            tensors = [output]
+        else:  # it may contain the same one in several places
+            tensors = list({id(tensor): tensor for tensor in tensors_in(output)}.values())
         if not self.wants_before:
             self._measure(call, tensors)
             return
@@ -206,12 +213,6 @@ class Monitor(BuiltIn, Probe):
                 if outer.saved is not None and outer.saved.span is not None:
                     outer.saved.span.pause(begin, end)
 
-    def _start_step(self, step: int | None) -> None:
-        with self._lock:
-            if self._measured and step != self._step:
-                self._discard()  # of a step without a report: the monitor was disabled
-            self._measured, self._step = True, step
-
     def _measure_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Measure the time and memory of a call; in compiled models only the output's size."""
         start: _Start | None = call.saved
@@ -223,7 +224,10 @@ class Monitor(BuiltIn, Probe):
         if self._measures_memory:
             before = None if start is None else start.memory
             now = None if before is None or not tensors else _allocated(tensors[0].device)
-            size = _size(tensors) if before is None or now is None else now - before
+            if before is None or now is None:
+                size = sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
+            else:
+                size = now - before
             with self._lock:
                 self._memory[call.name] = max(self._memory.get(call.name, 0), size)
 
@@ -249,19 +253,16 @@ class Monitor(BuiltIn, Probe):
                 self._call_functions(name, tensor)
 
     def _bounds_of(self, module: nn.Module | None) -> Bounds:
-        if not self._needs_bounds:
+        if "saturation" not in self.metrics:
             return None
         return self.bounds if self.bounds is not None else _known_bounds(module)
 
     def _call_functions(self, module: str, tensor: Tensor) -> None:
-        """Add what the custom metrics return for a tensor."""
         for name, function in self.functions.items():
-            returned = _call_function(function, tensor, f"the output of '{module}'")
+            returned = call_user_function(function, tensor, f"the output of '{module}'")
             value = _one_number(returned, name, module)
             with self._lock:
                 self._custom.setdefault((module, name), _Mean()).add(value)
-
-    # -- reports ----------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -296,7 +297,7 @@ class Monitor(BuiltIn, Probe):
             custom, self._custom = self._custom, {}
             memory, self._memory = self._memory, {}
         living = [count for several, _ in alive.values() for count in several]
-        averages = [one.total / one.calls for one in custom.values()]
+        averages = [mean.total / mean.calls for mean in custom.values()]
         unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
         read = iter(read_tensors(unread))
 
@@ -337,32 +338,13 @@ class Monitor(BuiltIn, Probe):
             if found.get(name)
         }
 
-    # -- copies -----------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy the options: a copy has measured nothing."""
-        return {
-            name: value for name, value in super().__getstate__().items() if name not in _OWN_STATE
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
-
-
-_OWN_STATE = (
-    *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
-    *("_step", "_forward", "_backward"),
-)
-"""The attributes that a copy does not get."""
-
-
+@dataclass(slots=True)
 class _Mean:
     """A running mean."""
 
-    def __init__(self) -> None:
-        self.total: Any = 0.0
-        self.calls = 0
+    total: Any = 0.0
+    calls: int = 0
 
     def add(self, value: Any) -> None:
         """Add a number or a tensor; the sum keeps no view of the tensor."""
@@ -396,15 +378,6 @@ def _allocated(device: torch.device | None) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
-
-
-def _distinct(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Return each tensor once: an output may contain the same one in several places."""
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
 def _measurable(tensor: Tensor) -> Tensor | None:
     """Return what is measured of a tensor: this rank's part; None if it is not floating-point."""
     if not tensor.is_floating_point():
@@ -426,15 +399,6 @@ def _known_bounds(module: nn.Module | None) -> Bounds:
     if isinstance(module, nn.Sigmoid | nn.Hardsigmoid):
         return 0.0, 1.0
     return None
-
-
-def _call_function(function: Callable[..., Any], tensor: Tensor, subject: str) -> Any:
-    """Return what a custom metric returns for a tensor, which it must not change."""
-    observation, returned = Observation(tensor, subject), list[Any]()
-    hook = Hook()
-    hook.hookline_function = function  # its name in messages
-    observation.carry(hook, lambda: returned.append(function(observation.activations)), (), {})
-    return returned[0]
 
 
 def _one_number(value: Any, name: str, module: str) -> Any:

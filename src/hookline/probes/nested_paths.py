@@ -18,17 +18,11 @@ from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 __all__ = ["Part", "get_at", "parse_index", "set_at"]
 
 Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
-"""The path to a tensor: a position, a key or an attribute, or several, from the outside in."""
+"""The path to a tensor: a position, a key or an attribute, or several; None for the first."""
 
 
 def get_at(output: Any, part: Part, name: str) -> tuple[tuple[Any, ...], torch.Tensor]:
-    """Return the path to a tensor, and the tensor.
-
-    Args:
-        output: What a module returned.
-        part: The path to the tensor; None for the first.
-        name: The module's name, for messages.
-    """
+    """Return the path to a tensor in what a module returned, and the tensor."""
     if part is None:
         path = _find_first(output)
         if path is None:
@@ -96,9 +90,10 @@ def _get_item(value: Any, key: Any, name: str) -> Any:
             return getattr(value, key)
     elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
         return getattr(value, key)
+    items = f" with {list(value)}" if isinstance(value, Mapping) else ""
+    items = f" of {len(value)}" if isinstance(value, tuple | list) else items
     raise ProbeError(
-        f"The output of '{name}' has no part {key!r}: it is a "
-        f"{type(value).__name__}{_describe_items(value)}."
+        f"The output of '{name}' has no part {key!r}: it is a {type(value).__name__}{items}."
     )
 
 
@@ -106,23 +101,10 @@ def _fields(value: Any) -> tuple[str, ...]:
     return tuple(getattr(value, "_fields", ()))
 
 
-def _describe_items(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f" of {len(value)}"
-    if isinstance(value, Mapping):
-        return f" with {list(value)}"
-    return ""
-
-
 def parse_index(index: Any, option: str) -> Any:
     """Return an index into a tensor, also from text: `":, -1"` in a config file is `x[:, -1]`.
 
-    Args:
-        index: What a user gave.
-        option: The option's name, for messages.
-
-    Raises:
-        ConfigError: It is not an index.
+    `option` is the option's name, for the `ConfigError` that is raised if it is not an index.
     """
     if isinstance(index, str):
         parts = (part.strip() for part in index.strip("[] ").split(","))

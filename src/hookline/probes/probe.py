@@ -1,21 +1,26 @@
-"""Probe: the base of what captures, measures, checks or edits the inputs and outputs of modules."""
+"""Probe: the base of what captures, measures, checks or edits the inputs and outputs of modules.
+
+Outside of training, where there are no steps to count, a `ForwardSchedule` counts forwards.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, ClassVar
 
 import torch
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
-from hookline.probes.attachment import Attachment
+from hookline.probes.attachment import Attachment, call_directly
 from hookline.probes.call import Call
-from hookline.probes.forward_schedule import ForwardSchedule
 from hookline.probes.module_selection import Which, select
+from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.taps import check_taps
 
-__all__ = ["Probe"]
+__all__ = ["ForwardSchedule", "Probe"]
 
 
 class Probe(Hook):
@@ -39,7 +44,7 @@ class Probe(Hook):
     """The permission to edit. `Edit` takes it as an option; other subclasses set it."""
 
     wants_before: bool = False
-    """Whether `before(call)` is called, too."""
+    """Whether `before(call)` is called, too. True for a class that implements it."""
 
     wants_input: bool = True
     """Whether it reads `call.args` or `call.kwargs`; this has a cost in a compiled model."""
@@ -51,9 +56,17 @@ class Probe(Hook):
     taps: Sequence[str] = ()
     attachment: Attachment | None = None
     probe_name: str = "probe"
+    wants_forward_start = False
+    wants_forward_end = False
+    _results: ClassVar[tuple[str, ...]] = ()
+    """The attributes that a copy does not get, but sets anew with `_reset_results`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for method in ("before", "forward_start", "forward_end"):
+            is_implemented = getattr(cls, method) is not getattr(Probe, method)
+            if is_implemented and f"wants_{method}" not in vars(cls):
+                setattr(cls, f"wants_{method}", True)
         if cls.edits:  # training depends on it
             cls.critical = cls.intervenes = True
 
@@ -76,17 +89,7 @@ class Probe(Hook):
         """Called when the model's outermost call has ended without an error."""
 
     @property
-    def wants_forward_start(self) -> bool:
-        """Whether the class implements `forward_start`."""
-        return type(self).forward_start is not Probe.forward_start
-
-    @property
-    def wants_forward_end(self) -> bool:
-        """Whether the class implements `forward_end`."""
-        return type(self).forward_end is not Probe.forward_end
-
-    @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether an enabled edit is applied; call `attachment.refresh()` after a change."""
         return True
 
@@ -126,8 +129,8 @@ class Probe(Hook):
             sites = self.choose(model)
             self.attachment = Attachment(self, sites, model, context, guard, self.taps)
         if every is not None:
-            self.attachment.guard = ForwardSchedule(self, every)
-        self.attachment.on()
+            self.attachment.guard = ForwardSchedule(self, every, call_directly)
+        self.attachment.enable()
         return self.attachment
 
     def check_permission(self) -> None:
@@ -154,6 +157,84 @@ class Probe(Hook):
             self.attachment.close()
             self.attachment = None
 
+    def call_guarded(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function of the probe that is not called by the attachment, if it is enabled."""
+        if self.attachment is not None and self.attachment.enabled:
+            self.attachment.guard(function, *args)
+
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the probe without its model."""
-        return {name: value for name, value in self.__dict__.items() if name != "attachment"}
+        """Copy the options: a copy is on no model and has no results."""
+        own = ("attachment", *self._results)
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset_results()
+
+    def _reset_results(self) -> None:
+        """Set the attributes of `_results` as a new probe has them."""
+
+
+class ForwardSchedule:
+    """Calls a probe in the forwards N, 2N, 3N … of the model; the `guard` of an attachment.
+
+    A forward is due or not as a whole, with all calls of all modules in it. Where the model's own
+    call is not seen (`model.forward(x)`, a submodule called directly), each call of a module counts
+    as a forward. `guard` calls the probe when it is due.
+    """
+
+    def __init__(self, probe: Probe, every: int, guard: Callable[..., Any]) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(f"every is {every!r}; expected a whole number of at least 1.")
+        self._probe = probe
+        self._every = every
+        self._guard = guard
+        self._state = _ThreadState()
+        self._direct_calls: dict[str, count[int]] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the probe with these arguments, if it is due."""
+        is_after = function == self._probe.after
+        if is_after or function == self._probe.before:
+            due = self._is_due(args[0], is_after=is_after)
+        elif args:
+            due = True  # a gradient of a call that was due
+        else:  # the start or end of a forward
+            forward_due = self._is_forward_due()
+            due = self._state.last if forward_due is None else forward_due
+        return self._guard(function, *args) if due else None
+
+    def _is_due(self, call: Call, *, is_after: bool) -> bool:
+        # Reentrant checkpointing runs a segment without gradients first, and again in backward.
+        key = self, call.name
+        if call.recomputed:
+            return not is_after or recall_call(key) is not False
+        due = self._is_forward_due()
+        if due is None:
+            due = self._is_direct_call_due(call, is_after=is_after)
+        if is_after and self._probe.wants_recomputed and not torch.is_grad_enabled():
+            remember_call(key, due)
+        return due
+
+    def _is_forward_due(self) -> bool | None:
+        """Return whether the forward in progress is due, or None if there is none."""
+        attachment = self._probe.attachment
+        number = None if attachment is None else attachment.forward_number
+        return None if number is None else number % self._every == 0
+
+    def _is_direct_call_due(self, call: Call, *, is_after: bool) -> bool:
+        state = self._state
+        seen_before = is_after and self._probe.wants_before and call.module is not None
+        if not seen_before or call.name not in state.due:
+            number = next(self._direct_calls.setdefault(call.name, count(1)))
+            state.due[call.name] = number % self._every == 0
+        state.last = state.due[call.name]
+        return state.last
+
+
+class _ThreadState(threading.local):
+    """The calls outside of a forward of the model that run in this thread."""
+
+    def __init__(self) -> None:
+        self.due: dict[str, bool] = {}  # by the module's name
+        self.last = True

@@ -51,8 +51,8 @@ def probe(
     defaults: dict[str, Any] = {"input": False, "kwargs": False}
     if "store" not in options:
         defaults["memory_limit_mb"] = None
-    tap_names = (taps,) if isinstance(taps, str) else tuple(taps)
-    capture = Capture(which, **{**defaults, **options}, taps=tap_names)
+    taps = taps if isinstance(taps, str) else tuple(taps)
+    capture = Capture(which, **{**defaults, **options}, taps=taps)
     capture.attach(model, name="probe", every=None if every == 1 else every)
     return ProbeResults(capture)
 
@@ -97,12 +97,12 @@ class ProbeResults(Mapping[str, Calls]):
     def enable(self) -> None:
         """Resume capturing."""
         if self.capture.attachment is not None:
-            self.capture.attachment.on()
+            self.capture.attachment.enable()
 
     def disable(self) -> None:
         """Pause capturing."""
         if self.capture.attachment is not None:
-            self.capture.attachment.off()
+            self.capture.attachment.disable()
 
     def clear(self) -> None:
         """Free the captured states."""

@@ -37,13 +37,8 @@ def is_recomputing() -> bool:
 def recomputes(modules: Container[int]) -> bool | None:
     """Return whether the recomputation that runs now belongs to the model with these modules.
 
-    PyTorch does not say, so this looks for modules among the local variables on the Python stack.
-
-    Args:
-        modules: The `id` of each of the model's modules.
-
-    Returns:
-        None if there is no module on the stack at all.
+    PyTorch does not say, so this looks for modules, by `id`, among the local variables on the
+    Python stack, and returns None if there are none at all.
     """
     frame: FrameType | None = sys._getframe(1)
     found: bool | None = None

@@ -19,8 +19,15 @@ from typing import Any, Literal, get_args, overload
 
 from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.probes.captured_state import CONTENTS, CapturedState
-from hookline.probes.probe_states import Counts, ProbeStates, StorageCounter, StoredState
-from hookline.probes.spilled_state import SpilledState, SpillError, write_state
+from hookline.probes.stored_state import (
+    Counts,
+    ProbeStates,
+    SpilledState,
+    SpillError,
+    StorageCounter,
+    StoredState,
+    write_state,
+)
 from hookline.tensors.memory import storages
 
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
@@ -94,19 +101,19 @@ class Store:
     # -- adding
 
     def add(self, probe: str, state: CapturedState) -> int:
-        """Keep a state and make room for it.
-
-        Returns:
-            The key to give to `add_fields`, also if the state was dropped.
-        """
+        """Keep a state, make room for it, and return its key, also if it was dropped."""
         state_storages = storages(state.contents())
         nbytes = 0
-        for size, _ in state_storages.values():
+        for size, _ in state_storages.values():  # faster than `sum`, at each capture
             nbytes += size
         with self._lock:
             if self._closed:
                 raise HooklineError("This store of captured states is closed. Create a new one.")
-            states = self._probes.get(probe) or self._add_probe(probe)
+            states = self._probes.get(probe)
+            if states is None:
+                # A generator for each: what other probes capture does not change its sample.
+                generator = random.Random(f"{self.seed} {probe}")
+                states = self._probes[probe] = ProbeStates(probe, generator)
             states.captured += 1
             stored = StoredState(next(self._keys), state, state_storages, nbytes)
             if (self._makes_room and nbytes <= self._limit) or self._fits(states, stored):
@@ -118,14 +125,10 @@ class Store:
             return stored.key
 
     def add_fields(self, key: int, **contents: Any) -> bool:
-        """Add contents that came later to a state, such as its gradient, within the limits.
+        """Add contents to a state that `add` returned the key of, within the limits.
 
-        Args:
-            key: What `add` returned.
-            contents: `input`, `kwargs`, `output` or `gradient`.
-
-        Returns:
-            Whether the state is still there and has them now.
+        Return whether the state is still there and has them now: `input`, `kwargs`, `output` or
+        `gradient`, which is only known after backward.
         """
         if unknown := [name for name in contents if name not in CONTENTS]:
             raise TypeError(f"Cannot add {listed(unknown)} to a state, only {listed(CONTENTS)}.")
@@ -133,8 +136,10 @@ class Store:
             states = self._oldest.get(key)
             if states is not None:
                 return self._add_in_memory(states, states.memory[key], contents)
-            states = next((one for one in self._probes.values() if key in one.disk), None)
-            return states is not None and self._add_on_disk(states, states.disk[key], contents)
+            for states in self._probes.values():
+                if key in states.disk:
+                    return self._add_on_disk(states, states.disk[key], contents)
+            return False
 
     # -- reading
 
@@ -165,7 +170,7 @@ class Store:
         """Return a probe's state, or states, by index; no others are read from disk."""
         with self._lock:
             found = self._stored(probe, module)[index]
-            return [one.read() for one in found] if isinstance(found, list) else found.read()
+            return [stored.read() for stored in found] if isinstance(found, list) else found.read()
 
     def metadata(self, probe: str, module: str | None = None) -> list[CapturedState]:
         """Return a probe's states without reading from disk: those have shapes for tensors."""
@@ -178,8 +183,8 @@ class Store:
             return []
         states = self._probes[probe]
         stored = (*states.memory.values(), *states.disk.values())
-        found = [one for one in stored if module is None or one.metadata.module == module]
-        return sorted(found, key=lambda one: one.key)
+        found = [entry for entry in stored if module is None or entry.metadata.module == module]
+        return sorted(found, key=lambda entry: entry.key)
 
     def counts(self, probe: str | None = None) -> Counts:
         """Return how many states of a probe, or of all together, there were and where they are."""
@@ -200,7 +205,7 @@ class Store:
     def clear(self, probe: str | None = None) -> None:
         """Free a probe's states, or all; the counts are kept. A sample starts over."""
         with self._lock:
-            for states in self._choose(probe):
+            for states in [s for name, s in self._probes.items() if probe in (None, name)]:
                 states.cleared += len(states.memory) + len(states.disk)
                 for stored in list(states.memory.values()):
                     self._free(states, stored)
@@ -234,16 +239,6 @@ class Store:
         return f"<Store of {len(self._probes)} probes, {self.nbytes} bytes, {counts}>"
 
     # -- within the limits
-
-    def _add_probe(self, probe: str) -> ProbeStates:
-        # A generator for each: what other probes capture does not change its sample.
-        states = self._probes[probe] = ProbeStates(probe, random.Random(f"{self.seed} {probe}"))
-        return states
-
-    def _choose(self, probe: str | None) -> list[ProbeStates]:
-        if probe is None:
-            return list(self._probes.values())
-        return [self._probes[probe]] if probe in self._probes else []
 
     def _fits(self, states: ProbeStates, stored: StoredState) -> bool:
         """Return whether to keep a new state in memory; if not, it was spilled or dropped."""
@@ -292,7 +287,7 @@ class Store:
         self._storages.release(stored.storages)
 
     def _enforce_max_states(self, states: ProbeStates, max_states: int) -> None:
-        """Hold the limit on the number of states, every `cleanup_interval` captures."""
+        """Enforce the limit on the number of states, every `cleanup_interval` captures."""
         states.since_cleanup += 1
         if states.since_cleanup >= self.cleanup_interval:
             states.since_cleanup = 0
@@ -300,10 +295,10 @@ class Store:
                 self._evict(states)
 
     def _make_room(self) -> None:
-        """Hold the limit on bytes. States that share memory free it with the last of them."""
+        """Enforce the limit on bytes. States that share memory free it with the last of them."""
         while self._storages.nbytes > self._limit:
             if self.policy == "sample":
-                self._evict(max(self._probes.values(), key=lambda one: one.nbytes))
+                self._evict(max(self._probes.values(), key=lambda states: states.nbytes))
             else:
                 self._evict(next(iter(self._oldest.values())))
 
@@ -380,7 +375,7 @@ class Store:
 
     def _remove_file(self, stored: StoredState) -> None:
         if isinstance(stored.state, SpilledState) and os.getpid() == self._process:
-            stored.state.remove()  # in a forked worker the file is its parent's
+            stored.state.path.unlink(missing_ok=True)  # a forked worker's parent still needs it
 
     def _warn(self, states: ProbeStates, problem: str) -> None:
         if not states.warned:
@@ -426,11 +421,9 @@ def _remove(folder: Path | None, process: int) -> None:
 def _check(
     max_states: Any, memory_limit: Any, policy: Any, cleanup_interval: Any, folder: Any
 ) -> None:
-    for name, value, optional in (
-        ("max_states", max_states, True),
-        ("memory_limit", memory_limit, True),
-        ("cleanup_interval", cleanup_interval, False),
-    ):
+    limits = {"max_states": max_states, "memory_limit": memory_limit}
+    for name, value in (*limits.items(), ("cleanup_interval", cleanup_interval)):
+        optional = name in limits
         if value is None and optional:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -14,16 +14,10 @@ from typing import Any
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import (
-    HookFailedError,
-    NotSuppliedError,
-    RegistrationError,
-    listed,
-)
+from hookline.errors import HookFailedError, NotSuppliedError, RegistrationError, listed
 from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture
-from hookline.probes.forward_schedule import ForwardSchedule
-from hookline.probes.probe import Probe
+from hookline.probes.probe import ForwardSchedule, Probe
 
 __all__ = ["ModuleProbe", "ModuleProbeSync", "ProbeSync"]
 
@@ -33,11 +27,8 @@ log = logging.getLogger("hookline")
 class ProbeSync:
     """Keeps the probes among a manager's hooks attached to a model while they are enabled.
 
-    Args:
-        hooks: the manager.
-        model: the model.
-        context: has `step`, `epoch`, `step_in_progress` and `evaluating`. Probes that only observe
-            see training, not evaluation.
+    `context` has `step`, `epoch`, `step_in_progress` and `evaluating`. Probes that only observe see
+    training, not evaluation.
     """
 
     def __init__(self, hooks: HookManager, model: Any, context: Any) -> None:
@@ -49,11 +40,11 @@ class ProbeSync:
         self.waiting = False
         """Whether an edit waits for the end of the step to be attached or detached."""
 
-    def sync(self, *, on: bool, within_step: bool = False) -> None:
+    def sync(self, *, is_running: bool, within_step: bool = False) -> None:
         """Attach and detach probes as they are registered and toggled now.
 
         Args:
-            on: whether the loop runs; before that, probes are only checked.
+            is_running: whether the loop runs; before that, probes are only checked.
             within_step: whether a backward may follow. Then edits wait for the end of the step,
                 because forward and backward must see the same edits.
         """
@@ -67,23 +58,24 @@ class ProbeSync:
         self.waiting = False
         for name, probe in list(self._attached.items()):
             is_registered = name in probes and probes[name][0] is probe
-            if not is_registered and not self._must_wait(probe, within_step, on=False):
+            if not is_registered and not self._must_wait(probe, within_step, enabled=False):
                 del self._attached[name]
                 probe.detach()
         for name, (probe, active) in probes.items():
-            if self._must_wait(probe, within_step, on=active and on):
-                self._check_modules(probe)
-            elif active and on:
+            enabled = active and is_running
+            if self._must_wait(probe, within_step, enabled=enabled):
+                probe.choose(self._model)  # raises if the model does not have its modules
+            elif enabled:
                 self._attached[name] = probe
                 self._attach(name, probe)
             elif probe.attachment is not None:
-                probe.attachment.off()
+                probe.attachment.disable()
             else:
-                self._check_modules(probe)
+                probe.choose(self._model)  # raises if the model does not have its modules
 
-    def _must_wait(self, probe: Probe, within_step: bool, *, on: bool) -> bool:
-        is_on = probe.attachment is not None and probe.attachment.enabled
-        must_wait = within_step and probe.edits and on != is_on
+    def _must_wait(self, probe: Probe, within_step: bool, *, enabled: bool) -> bool:
+        is_enabled = probe.attachment is not None and probe.attachment.enabled
+        must_wait = within_step and probe.edits and enabled != is_enabled
         self.waiting |= must_wait
         return must_wait
 
@@ -97,10 +89,6 @@ class ProbeSync:
                 f"enable_hook('{name}') and disable_hook('{name}') instead."
             )
 
-    def _check_modules(self, probe: Probe) -> None:
-        """Raise if the model does not have the probe's modules, before it is attached."""
-        probe.choose(self._model)
-
     def _attach(self, name: str, probe: Probe) -> None:
         guard = None
         if probe.attachment is None:
@@ -113,7 +101,7 @@ class ProbeSync:
         unchecked, self._unchecked = self._unchecked, []
         for probe in unchecked:
             if probe.attachment is not None and probe.attachment.enabled:
-                probe.attachment.end_step()
+                probe.attachment.uncalled_modules.warn_after_step()
 
     def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
         """Return the function that calls the probe's methods; observers only when they are due."""
@@ -124,7 +112,7 @@ class ProbeSync:
 
         def guard(function: Callable[..., Any], *args: Any) -> Any:
             attachment = probe.attachment
-            if context.evaluating or (attachment is not None and not attachment.trains):
+            if context.evaluating or (attachment is not None and not attachment.is_training):
                 return None
             if is_due is not None:
                 try:
@@ -174,12 +162,7 @@ class ModuleProbe:
 
 
 class ModuleProbeSync(ProbeSync):
-    """Keeps probes attached to modules of their own; each call of a module is a forward.
-
-    Args:
-        hooks: the manager.
-        registered: the probes that are registered now, by name.
-    """
+    """Keeps probes attached to modules of their own; each call of a module is a forward."""
 
     def __init__(self, hooks: HookManager, registered: Mapping[str, ModuleProbe]) -> None:
         super().__init__(hooks, None, None)
@@ -192,7 +175,7 @@ class ModuleProbeSync(ProbeSync):
         if probe.attachment is None:
             module, guard = self._registered[name].module, self._make_guard(name, probe)
             probe.attachment = Attachment(probe, {name: module}, guard=guard)
-        probe.attachment.on()
+        probe.attachment.enable()
 
     def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
         guarded, entry = self._hooks.guard(name), self._registered[name]
@@ -216,8 +199,8 @@ class ModuleProbeSync(ProbeSync):
         uncalled = {
             name: attachment
             for name, entry in self._registered.items()
-            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.silent
+            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
         }
         for attachment in list(uncalled.values())[:1]:
-            cause = attachment.likely_cause(list(uncalled))
+            cause = attachment.uncalled_modules.explain(list(uncalled))
             log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)

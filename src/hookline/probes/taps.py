@@ -51,49 +51,38 @@ def tap(x: T, name: str) -> T:
 
 
 class Taps:
-    """The named values that one attachment sees in its model.
-
-    Args:
-        attachment: The attachment.
-        patterns: Names, or globs as for modules: `*` stands for one part of a name, `**` for any
-            number of parts.
-        make: Creates the site of a name.
-    """
+    """The named values that one attachment sees in its model: names, or globs as for modules."""
 
     def __init__(
-        self, attachment: Attachment, patterns: Iterable[str], make: Callable[[str], Site]
+        self, attachment: Attachment, patterns: Iterable[str], make_site: Callable[[str], Site]
     ) -> None:
         self.attachment = attachment
-        self.patterns = check_taps(patterns)
-        self.on = False
+        self.patterns = tuple(patterns)
+        self.enabled = False
         self.seen: set[str] = set()  # all names that occurred
-        self._make = make
+        self._make_site = make_site
         self._sites: dict[str, Site | None] = {}
         self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
         self._modules: set[int] | None = None
 
-    # -- enabling and disabling -------------------------------------------------------------------
-
     def attach(self) -> None:
         """See named values from now on."""
-        self._switch(on=True)
+        self._set_enabled(True)
         _register(self)
 
-    def detach(self, *, for_good: bool = False) -> None:
+    def detach(self, *, permanently: bool = False) -> None:
         """See nothing. What was compiled keeps its operators, so it stays registered."""
-        self._switch(on=False)
-        if for_good or not any(site.compiled for site in self._matched()):
+        self._set_enabled(False)
+        if permanently or not any(site.compiled for site in self._matched()):
             _unregister(self, id(self))
             self.leave()
             for site in self._matched():
                 site.detach()
 
-    def _switch(self, *, on: bool) -> None:
-        self.on = on
+    def _set_enabled(self, enabled: bool) -> None:
+        self.enabled = enabled
         for site in self._matched():
-            site.on = on
-
-    # -- the outermost call of the model ----------------------------------------------------------
+            site.enabled = enabled
 
     def enter(self) -> None:
         """Note that the model's forward begins in this thread."""
@@ -108,29 +97,21 @@ class Taps:
         getattr(_INSIDE, "now", set[Taps]()).discard(self)
         _note_editing(self, inside=False)
 
-    # -- matching ---------------------------------------------------------------------------------
-
     def site(self, name: str) -> Site | None:
         """Return the site of a name, if a pattern matches it."""
         if name not in self._sites:
             wanted = any(_matches(pattern, name) for pattern in self.patterns)
-            site = self._make(name) if wanted else None
+            site = self._make_site(name) if wanted else None
             if site is not None:
-                site.on = self.on
+                site.enabled = self.enabled
             self._sites[name] = site
         return self._sites[name]
 
     def find(self, name: str, inside: bool, recomputed: bool) -> Site | None:
-        """Return the site of a name that occurs now, if this attachment sees it.
-
-        Args:
-            name: The name.
-            inside: Whether it occurs within a call of the attachment's model.
-            recomputed: Whether it occurs in a recomputation.
-        """
+        """Return the site of a name that occurs now, `inside` a call of the model or not."""
         if inside and not recomputed:
             self.seen.add(name)
-        site = self.site(name) if self.on else None
+        site = self.site(name) if self.enabled else None
         if site is None:
             return None
         if recomputed:
@@ -140,16 +121,16 @@ class Taps:
         return site if inside else None
 
     @property
-    def silent(self) -> list[str]:
+    def unmatched(self) -> list[str]:
         """The patterns that no name has matched."""
-        fired = [site.name for site in self._matched() if site.fired]
-        return [p for p in self.patterns if not any(_matches(p, name) for name in fired)]
+        matched = [site.name for site in self._matched() if site.was_called]
+        return [p for p in self.patterns if not any(_matches(p, name) for name in matched)]
 
     def hint(self) -> str:
         """Return a sentence on the names that did occur."""
         if not self.seen:
             return "No hookline.tap was reached."
-        suggestions = "".join(nearest(pattern, self.seen) for pattern in self.silent)
+        suggestions = "".join(nearest(pattern, self.seen) for pattern in self.unmatched)
         return f"The names there are {listed(sorted(self.seen))}.{suggestions}"
 
     def _matched(self) -> list[Site]:
@@ -164,10 +145,11 @@ class Taps:
             self._modules = {id(module) for module in root.modules()}
         ours = recomputes(self._modules)
         if ours is None:  # a function without any module was checkpointed
-            ours = site.fired
-            others = [
-                taps for taps in _live_taps() if taps is not self and taps._has_seen(site.name)
-            ]
+            ours = site.was_called
+            others = any(
+                taps is not self and site.name in taps.seen and taps.attachment.root is not None
+                for taps in _live_taps()
+            )
             if ours and probe.edits and (others or site.name in self._elsewhere):
                 raise ProbeError(
                     f"'{site.name}' is named in several models, and activation checkpointing "
@@ -175,9 +157,6 @@ class Taps:
                     "Checkpoint a module instead, or give each tap its own name."
                 )
         return ours
-
-    def _has_seen(self, name: str) -> bool:
-        return name in self.seen and self.attachment.root is not None
 
 
 def check_taps(names: Iterable[str]) -> tuple[str, ...]:
@@ -187,9 +166,6 @@ def check_taps(names: Iterable[str]) -> tuple[str, ...]:
         if not (isinstance(name, str) and name):
             raise ConfigError(f"taps must be names or globs, not {name!r}.")
     return names
-
-
-# -- in eager models ------------------------------------------------------------------------------
 
 
 def _notify(x: T, name: str) -> T:
@@ -255,9 +231,6 @@ def _notify_compiled(number: int, tensors: list[torch.Tensor], gradients: int) -
 
 
 compiled.listeners.append(_notify_compiled)
-
-
-# -- registering ----------------------------------------------------------------------------------
 
 
 def _live_taps() -> Iterator[Taps]:

@@ -19,7 +19,6 @@ __all__ = ["UncalledModules"]
 
 log = logging.getLogger("hookline")
 
-_CACHE_ENTRIES = "_debug_get_cache_entry_list"
 _WARNED: WeakSet[torch.nn.Module] = WeakSet()
 """Models whose calls were not seen, as a warning has said: perhaps they were never called."""
 
@@ -31,10 +30,10 @@ class UncalledModules:
         self._attachment = attachment
         self._warned = False
 
-    def modules(self) -> list[str]:
+    def names(self) -> list[str]:
         """Return the names of the modules."""
         sites = self._attachment.sites.values()
-        uncalled = [site for site in sites if not site.fired]
+        uncalled = [site for site in sites if not site.was_called]
         # A ModuleList has no forward and is never called: it was selected along with others.
         callable_ = [site for site in uncalled if _has_forward(site.module)]
         return [site.name for site in (uncalled if len(uncalled) == len(sites) else callable_)]
@@ -44,32 +43,32 @@ class UncalledModules:
         if self._warned:
             return
         self._warned = True
-        uncalled, taps = self.modules(), self._attachment.taps
+        uncalled, taps = self.names(), self._attachment.taps
         if uncalled:
             log.warning(
                 "The probe '%s' saw no call of %s in the model's first forward. %s",
                 self._attachment.probe.probe_name,
                 listed(uncalled),
-                self.likely_cause(uncalled),
+                self.explain(uncalled),
             )
-        if taps is not None and taps.silent:
+        if taps is not None and taps.unmatched:
             log.warning(
                 "The probe '%s' saw no value named %s in the model's first forward. %s",
                 self._attachment.probe.probe_name,
-                listed(taps.silent),
+                listed(taps.unmatched),
                 taps.hint(),
             )
 
     def warn_after_step(self) -> None:
         """Warn at the end of a step of training in which the model's own call was not seen."""
-        self._warn_model_not_called(self._attachment.silent)
+        self._warn_model_not_called(self._attachment.uncalled)
 
     def warn_on_close(self) -> None:
         """Warn when the attachment is closed outside of training."""
         attachment, root = self._attachment, self._attachment.root
         outside = attachment.enabled and attachment.context is None
         if outside and root is not None and root not in _WARNED:
-            self._warn_model_not_called(self.modules())
+            self._warn_model_not_called(self.names())
 
     def _warn_model_not_called(self, uncalled: list[str]) -> None:
         if self._warned or not uncalled:
@@ -81,16 +80,11 @@ class UncalledModules:
             "The probe '%s' saw neither %s nor a call of the model itself. %s",
             self._attachment.probe.probe_name,
             listed(uncalled),
-            self.likely_cause(uncalled, model_called=False),
+            self.explain(uncalled, model_called=False),
         )
 
-    def likely_cause(self, uncalled: list[str], *, model_called: bool = True) -> str:
-        """Return a sentence on why no call of some modules was seen.
-
-        Args:
-            uncalled: Their names.
-            model_called: Whether a call of the model itself was seen.
-        """
+    def explain(self, uncalled: list[str], *, model_called: bool = True) -> str:
+        """Return a sentence on the likely reason why no call of these modules was seen."""
         root = self._attachment.root
         if root is not None and (
             _is_compiled(root)
@@ -134,10 +128,8 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 def _has_compiled_code(module: torch.nn.Module) -> bool:
     """Return whether Dynamo has compiled a module's forward, for it or another of its class."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    entries = getattr(dynamo, _CACHE_ENTRIES, None)
     code = getattr(module.forward, "__code__", None)
-    return entries is not None and code is not None and bool(entries(code))
+    return code is not None and _has_cache_entries(code)
 
 
 def _may_be_compiled_by_wrapping(module: torch.nn.Module) -> bool:
@@ -146,8 +138,14 @@ def _may_be_compiled_by_wrapping(module: torch.nn.Module) -> bool:
     Dynamo compiles a frame that it puts around these, which all of them share.
     """
     wrap = getattr(sys.modules.get("torch._dynamo.external_utils"), "wrap_inline", None)
-    entries = getattr(sys.modules.get("torch._dynamo.eval_frame"), _CACHE_ENTRIES, None)
     origin = getattr(type(module).forward, "__module__", None) or ""
-    if wrap is None or entries is None or not origin.startswith("torch."):
+    if wrap is None or not origin.startswith("torch."):
         return False
-    return any(entries(inner) for inner in wrap.__code__.co_consts if isinstance(inner, CodeType))
+    inner = [code for code in wrap.__code__.co_consts if isinstance(code, CodeType)]
+    return any(_has_cache_entries(code) for code in inner)
+
+
+def _has_cache_entries(code: CodeType) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    get_entries = getattr(dynamo, "_debug_get_cache_entry_list", None)
+    return get_entries is not None and bool(get_entries(code))

@@ -1,12 +1,17 @@
-"""A captured state on disk: its tensors in a safetensors file, everything else in memory.
+"""A stored state, in memory or on disk, and what the store knows of each probe.
 
-Tensors are read back on their device, with their dtype, bit for bit. Views, and tensors that shared
-memory, become tensors of their own, without the graph that made them.
+A state on disk has its tensors in a safetensors file and everything else in memory. Tensors are
+read back on their device, with their dtype, bit for bit. Views, and tensors that shared memory,
+become tensors of their own, without the graph that made them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +25,7 @@ from hookline.probes.captured_state import CONTENTS, CapturedState, shape_text
 from hookline.tensors.memory import unshared
 from hookline.tensors.nested import map_tensors
 
-__all__ = ["SpillError", "SpilledState", "write_state"]
+__all__ = ["Counts", "ProbeStates", "SpillError", "StorageCounter", "StoredState", "write_state"]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NATIVE = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
@@ -63,9 +68,95 @@ class SpilledState(NamedTuple):
                 f"{error}. Nothing else may change or remove files in that folder."
             ) from error
 
-    def remove(self) -> None:
-        """Remove the file."""
-        self.path.unlink(missing_ok=True)
+
+class Counts(NamedTuple):
+    """How many states a probe has captured, and where they are: `captured` is the sum."""
+
+    captured: int = 0
+    kept: int = 0
+    """In memory now."""
+    spilled: int = 0
+    """On disk now."""
+    dropped: int = 0
+    """Did not fit."""
+    cleared: int = 0
+    """Removed by `clear`."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredState:
+    """One state, in memory or on disk."""
+
+    key: int
+    state: CapturedState | SpilledState
+    storages: dict[Any, tuple[int, Any]]  # keeps the memory alive until it is released
+    nbytes: int
+    rank: float = 0.0  # random; a sample keeps the lowest
+
+    @property
+    def metadata(self) -> CapturedState:
+        """The state; if it is on disk, with placeholders instead of tensors."""
+        return self.state.metadata if isinstance(self.state, SpilledState) else self.state
+
+    def read(self) -> CapturedState:
+        """Return the state, from disk if it is there."""
+        return self.state.read() if isinstance(self.state, SpilledState) else self.state
+
+
+@dataclass(slots=True, eq=False)
+class ProbeStates:
+    """The states of one probe, oldest first."""
+
+    probe: str
+    random: random.Random
+    memory: OrderedDict[int, StoredState] = field(default_factory=OrderedDict[int, StoredState])
+    disk: dict[int, StoredState] = field(default_factory=dict[int, StoredState])
+    highest: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])  # a heap
+    below: float = math.inf  # a sample takes only ranks below this
+    nbytes: int = 0  # of each state by itself
+    since_cleanup: int = 0
+    captured: int = 0
+    dropped: int = 0
+    cleared: int = 0
+    warned: bool = False
+
+    def counts(self) -> Counts:
+        """Return how many states there were, and where they are."""
+        return Counts(self.captured, len(self.memory), len(self.disk), self.dropped, self.cleared)
+
+
+class StorageCounter:
+    """Counts the bytes that states keep alive, each storage once, however many states share it.
+
+    The caller of `hold` has to keep the storages alive until it calls `release`. Otherwise their
+    address might be reused and be taken for the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._holders: dict[Any, int] = {}  # the number of states, by storage
+
+    def hold(self, storages: Mapping[Any, tuple[int, Any]]) -> None:
+        """Count the storages of a state, as `hookline.tensors.memory.storages` returns them."""
+        for key, (size, _) in storages.items():
+            holders = self._holders.get(key, 0)
+            self._holders[key] = holders + 1
+            if not holders:
+                self.nbytes += size
+
+    def release(self, storages: Mapping[Any, tuple[int, Any]]) -> None:
+        """Undo one `hold`."""
+        for key, (size, _) in storages.items():
+            holders = self._holders[key] - 1
+            if holders:
+                self._holders[key] = holders
+            else:
+                del self._holders[key]
+                self.nbytes -= size
+
+    def count_new(self, storages: Mapping[Any, tuple[int, Any]]) -> int:
+        """Return how many bytes `hold` would add."""
+        return sum(size for key, (size, _) in storages.items() if key not in self._holders)
 
 
 def write_state(state: CapturedState, path: Path) -> SpilledState:
