@@ -19,14 +19,7 @@ class RequiresMetrics:
 
 
 def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any = None) -> float:
-    """Return a metric as a number; this waits for the device it is on.
-
-    Args:
-        metrics: The available metrics.
-        name: The metric's name.
-        hook: The hook's class name, for the error.
-        trainer: The trainer, or the session of a bare loop.
-    """
+    """Return a metric as a number; this waits for the device. `hook` is named in errors."""
     require_metric(metrics, name, hook, trainer)
     value = metrics[name]
     try:

@@ -25,16 +25,12 @@ def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tenso
     Both are NaN if one value is. A sharded tensor is measured on this rank only. Returns None for
     integers, empty and meta tensors, and layouts other than strided and COO.
 
-    Args:
-        tensor: The tensor.
-        beside_nan: If there is a NaN, return the largest magnitude of the other values in place of
-            the second NaN. This takes two more passes on an accelerator, where it cannot be known
-            without waiting whether there is one.
+    With `beside_nan`, if there is a NaN, the second value is the largest magnitude of the others.
+    On an accelerator this takes two more passes, because looking for a NaN first would wait.
     """
     tensor = stored_values(tensor)
-    if tensor.layout is not torch.strided or not tensor.is_floating_point():
-        return None
-    if not tensor.numel() or tensor.is_meta:
+    is_measurable = tensor.layout is torch.strided and tensor.is_floating_point()
+    if not is_measurable or not tensor.numel() or tensor.is_meta:
         return None
     if tensor.element_size() == 1:  # few operations support 8-bit floats
         tensor = tensor.to(torch.bfloat16)
@@ -51,7 +47,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     It computes norms, for all tensors in one call. A norm can overflow where no value does, so if
     one is not finite the values are checked themselves.
     """
-    values = [values for values in map(stored_values, tensors) if _can_be_nonfinite(values)]
+    stored = map(stored_values, tensors)
+    values = [values for values in stored if values.numel() and values.is_floating_point()]
     if not values:
         return True
     norms = torch._foreach_norm(values)  # pyright: ignore[reportPrivateImportUsage]
@@ -70,10 +67,6 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
             nans, infinite = values.isnan().sum(), values.isinf().sum()
             return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()})"
     return None
-
-
-def _can_be_nonfinite(values: Tensor) -> bool:
-    return bool(values.numel()) and values.is_floating_point()
 
 
 def _are_nonfinite(tensors: list[Tensor]) -> list[bool]:

@@ -16,11 +16,7 @@ _STRIDED = torch.strided
 
 
 def storages(values: Iterable[Any]) -> dict[Any, tuple[int, Any]]:
-    """Return the storages that the tensors in values keep alive.
-
-    Returns:
-        By the storage's address and size, its number of bytes and the storage.
-    """
+    """Return the storages that the tensors in values keep alive, with their sizes in bytes."""
     found: dict[Any, tuple[int, Any]] = {}
     for value in values:
         if value is None:

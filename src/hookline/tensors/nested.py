@@ -43,9 +43,7 @@ class NotCopied:
     """Stands in for an object with tensors that cannot be copied, such as one with a `__del__`.
 
     Keeping the object itself would keep the graph alive, and what the model may still change.
-
-    Args:
-        kind: The object's class.
+    `kind` is its class.
     """
 
     kind: str
@@ -54,6 +52,17 @@ class NotCopied:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value; each collection and object is visited once."""
     return _leaves(value, Tensor)
+
+
+def _leaves(value: Any, leaf: type) -> Iterator[Any]:
+    pending, seen = [value], dict[int, Any]()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, leaf):
+            yield value
+        elif type(value) not in _ATOMS and id(value) not in seen:
+            seen[id(value)] = value  # kept alive, because an id is unique only while it lives
+            pending.extend(reversed(_parts(value)))
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -72,17 +81,6 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             else:
                 parts = [(f"{name}.{key}", part) for key, part in _attributes(value).items()]
             pending.extend(reversed(parts))
-
-
-def _leaves(value: Any, leaf: type) -> Iterator[Any]:
-    pending, seen = [value], dict[int, Any]()
-    while pending:
-        value = pending.pop()
-        if isinstance(value, leaf):
-            yield value
-        elif type(value) not in _ATOMS and id(value) not in seen:
-            seen[id(value)] = value  # kept alive, because an id is unique only while it lives
-            pending.extend(reversed(_parts(value)))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -108,15 +106,10 @@ def map_tensors(
     that cannot be copied becomes a `NotCopied`. The value is never changed. Containers that the
     model may fill later, such as a list or a cache, are copied even if they hold no tensors.
 
-    Args:
-        value: What a module takes or returns.
-        f: Called once for each tensor, even if it occurs in several places.
-        memo: The replacements so far; pass the same one to map several values as one.
-        leaf: The type to replace, if not tensors.
-        depth: The nesting depth of the value; what is too deep becomes a `NotCopied`.
+    `f` is called once for each tensor, even if it occurs in several places. Pass the same `memo` to
+    map several values as one, and `leaf` to replace objects of another type.
     """
-    if memo is None:
-        memo = {}
+    memo = {} if memo is None else memo
     if isinstance(value, leaf):
         if id(value) not in memo:
             memo[id(value)] = (value, f(value))  # keeps the tensor, and so its id
@@ -151,11 +144,7 @@ def map_tensors(
 
 
 def _map_object(
-    value: Any,
-    f: Callable[[Any], Any],
-    memo: dict[int, tuple[Any, Any]],
-    leaf: type,
-    depth: int,
+    value: Any, f: Callable[[Any], Any], memo: dict[int, Any], leaf: type, depth: int
 ) -> None:
     """Copy an object into the memo, before its attributes, which may refer back to it."""
     attributes = _attributes(value)
@@ -262,9 +251,7 @@ def _slots(kind: type) -> dict[str, Any]:
 def _new_instance(value: Any) -> Any:
     """Return an object of the same class without its attributes; None if that is impossible."""
     kind = type(value)
-    if hasattr(
-        kind, "__del__"
-    ):  # it would also run for the copy, and free the original's resources
+    if hasattr(kind, "__del__"):  # it would also run for the copy, and free what both use
         return None
     try:
         return object.__new__(kind)

@@ -27,12 +27,7 @@ _MT19937_BYTES = 625 * 4  # its 624 words and the position
 
 
 class Observation:
-    """A value that observers get.
-
-    Args:
-        value: The value; observers get the tensors in it detached.
-        description: What it is, for messages.
-    """
+    """A value that observers get with detached tensors. `description` is for messages."""
 
     def __init__(self, value: Any, description: str) -> None:
         self._value = value

@@ -29,10 +29,8 @@ _ONLY_IN_REGEX = re.compile(r"[\^$\\()|+{]")
 def named_parameters(model: torch.nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
     """Return the names of the parameters that a pattern matches, by the parameter's `id`.
 
-    Without patterns, return all parameters. A tied parameter has its first name.
-
-    Raises:
-        ConfigError: A pattern matches no name.
+    Without patterns, return all parameters. A tied parameter has its first name. Raise
+    `ConfigError` if a pattern matches no name.
     """
     names = {key: first for key, (first, *_) in _names_by_id(model).items()}
     chosen = match_parameters(model, patterns) if patterns else None
@@ -44,14 +42,8 @@ def match_parameters(
 ) -> set[str]:
     """Return the names of the parameters that a pattern matches; of a tied one, the first name.
 
-    Args:
-        model: the model.
-        patterns: parts of names, globs or regular expressions. Any name of a tied parameter may
-            match.
-        others: names of parameters that are not the model's.
-
-    Raises:
-        ConfigError: A pattern matches no name.
+    Any name of a tied parameter may match. `others` are names of parameters outside of the model.
+    Raise `ConfigError` if a pattern matches no name.
     """
     first_names = {name: names[0] for names in _names_by_id(model).values() for name in names}
     for name in others:
@@ -77,11 +69,7 @@ def _names_by_id(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that one of the patterns matches, in their order.
-
-    Raises:
-        ConfigError: A pattern matches no name.
-    """
+    """Return the names that a pattern matches, in their order; raise if a pattern matches none."""
     chosen: set[str] = set()
     for pattern in patterns:
         found = _match(pattern, names)

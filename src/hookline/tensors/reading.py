@@ -62,10 +62,8 @@ def _read_into(
 
 def _join(tensors: list[Tensor], *, scalars: bool) -> Tensor:
     """Join tensors of one type into a vector of a floating-point type that holds them exactly."""
-    if scalars:
-        joined = torch.stack(tensors).detach()
-    else:
-        joined = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    joined = torch.stack(tensors) if scalars else torch.cat([t.reshape(-1) for t in tensors])
+    joined = joined.detach()
     if joined.is_floating_point():
         return joined if joined.dtype == torch.float64 else joined.float()
     return joined.to(widest_float(joined.device))

@@ -41,12 +41,9 @@ class _RunningTensors:
 class Histograms(_RunningTensors):
     """Histograms with the same bins for all tensors, so that counts can be added exactly.
 
-    Each doubling of the magnitude, from 2**-20 to 2**20, is divided into bins, for each sign.
+    Each doubling of the magnitude, from 2**-20 to 2**20, is divided into `bins`, for each sign.
     Smaller values are in the bin around zero, larger ones in the outermost bins. Values that are
     not finite are not counted.
-
-    Args:
-        bins: The number of bins per doubling.
     """
 
     def __init__(self, bins: int) -> None:
@@ -99,13 +96,9 @@ class ActiveUnits(_RunningTensors):
     """
 
     def add(self, name: str, position: int, tensor: Tensor, dimension: int) -> None:
-        """Add one tensor of a module's output, without waiting for the device.
+        """Add the tensor at a position of a module's output, without waiting for the device.
 
-        Args:
-            name: The module's name.
-            position: Which tensor of the output it is.
-            tensor: The tensor.
-            dimension: The dimension that counts units.
+        `dimension` is the one that counts units.
         """
         if not tensor.ndim or not tensor.numel():
             return

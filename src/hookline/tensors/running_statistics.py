@@ -31,8 +31,7 @@ Bounds: TypeAlias = tuple[float, float] | None
 Row: TypeAlias = list[Any]
 """One entry per column: a number, or a tensor with one element on the device."""
 
-_COLUMNS = ("size", "finite", "mean", "squares", "low", "high", "nonzero", "saturated")
-_SIZE, _FINITE, _MEAN, _SQUARES, _LOW, _HIGH, _NONZERO, _SATURATED = range(len(_COLUMNS))
+_SIZE, _FINITE, _MEAN, _SQUARES, _LOW, _HIGH, _NONZERO, _SATURATED = range(8)  # columns
 
 _PIECE = 1 << 17  # elements measured at once on the CPU
 _MAX_ROWS = 4096  # kept before they are merged
@@ -265,12 +264,12 @@ def _table(rows: list[Row], device: torch.device) -> Tensor:
     if not isinstance(rows[0][_FINITE], Tensor):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
     dtype = widest_float(device)
-    columns: list[Tensor] = []
-    for values in zip(*rows, strict=True):
-        if isinstance(values[0], Tensor):
-            columns.append(torch.stack(values).to(dtype))
-        else:
-            columns.append(_to_device(values, dtype, device))
+    columns = [
+        torch.stack(values).to(dtype)
+        if isinstance(values[0], Tensor)
+        else _to_device(values, dtype, device)
+        for values in zip(*rows, strict=True)
+    ]
     return torch.stack(columns, dim=1)
 
 
@@ -286,9 +285,10 @@ def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
     """Merge the rows with the same id into one."""
 
     def add(column: Tensor) -> Tensor:
-        return torch.zeros(modules, dtype=table.dtype, device=table.device).index_add(
-            0, ids, column
-        )
+        return column.new_zeros(modules).index_add(0, ids, column)
+
+    def extreme(column: Tensor, reduction: str, initial: float) -> Tensor:
+        return column.new_full((modules,), initial).scatter_reduce(0, ids, column, reduction)
 
     size, finite, mean, squares, low, high, nonzero, saturated = table.unbind(1)
     mean = torch.where(finite > 0, mean, 0)  # without values it is NaN
@@ -302,8 +302,8 @@ def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
             all_finite,
             all_mean,
             add(squares + finite * distance.square()),
-            _extreme(low, ids, modules, "amin", math.inf),
-            _extreme(high, ids, modules, "amax", -math.inf),
+            extreme(low, "amin", math.inf),
+            extreme(high, "amax", -math.inf),
             add(nonzero),
             add(saturated),
         ],
@@ -311,20 +311,9 @@ def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
     )
 
 
-def _extreme(column: Tensor, ids: Tensor, modules: int, reduction: str, initial: float) -> Tensor:
-    start = torch.full((modules,), initial, dtype=column.dtype, device=column.device)
-    return start.scatter_reduce(0, ids, column, reduction)
-
-
 def _totals(row: Sequence[float]) -> Totals:
-    finite = int(row[_FINITE])
-    return Totals(
-        size=int(row[_SIZE]),
-        finite=finite,
-        mean=row[_MEAN] if finite else math.nan,
-        squares=row[_SQUARES],
-        low=row[_LOW] if finite else math.nan,
-        high=row[_HIGH] if finite else math.nan,
-        nonzero=int(row[_NONZERO]),
-        saturated=int(row[_SATURATED]),
-    )
+    size, finite, mean, squares, low, high, nonzero, saturated = row
+    if not finite:
+        mean = low = high = math.nan
+    counts = {"nonzero": int(nonzero), "saturated": int(saturated)}
+    return Totals(int(size), int(finite), mean, squares, low, high, **counts)

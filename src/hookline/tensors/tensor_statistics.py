@@ -34,36 +34,25 @@ Measure = Callable[[Tensor], list[Tensor]]
 
 @dataclass
 class Moments:
-    """Moments of the finite values, one row per tensor.
+    """Moments of the finite values, one row per tensor."""
 
-    Attributes:
-        finite: The number of finite values.
-        mean: The mean.
-        std: The standard deviation of the population.
-        largest: The largest magnitude.
-        zeros: The number of zeros.
-    """
-
-    finite: Tensor
+    finite: Tensor  # the number of finite values
     mean: Tensor
-    std: Tensor
-    largest: Tensor
-    zeros: Tensor
+    std: Tensor  # of the population
+    largest: Tensor  # the largest magnitude
+    zeros: Tensor  # the number of zeros
 
 
 class TensorStatistics:
     """Measures several tensors, and reduces the results over the ranks that share them.
 
-    Args:
-        tensors: Gradients or weights; dense, sparse or sharded, of any floating-point type.
-
-    Attributes:
-        local: The dense values of each tensor that this rank holds.
+    The tensors may be dense, sparse or sharded, and of any floating-point type.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self.local = list(tensors)
+        """The dense values of each tensor that this rank holds."""
         self._groups: dict[tuple[Any, ...], list[int]] = {}  # rows by process groups
         self._unstored: list[int] = []
         for row, tensor in enumerate(self.local):
@@ -113,10 +102,8 @@ class TensorStatistics:
         mean = sums / counted
         # A second pass: the mean square less the square of the mean would be noise where the mean
         # is much larger than the deviation.
-        deviations = [
-            _by_piece(tensor, partial(_deviation, mean[row]))
-            for row, tensor in enumerate(self.local)
-        ]
+        pairs = zip(self.local, mean, strict=True)
+        deviations = [_by_piece(tensor, partial(_deviation, center)) for tensor, center in pairs]
         squares = self._reduce(_columns(deviations, self.home)[0] + unstored * mean.square())
         return Moments(finite, mean, (squares / counted).sqrt(), largest, finite - nonzero)
 
@@ -159,11 +146,10 @@ class TensorStatistics:
         """Turn sums (or largest values) over this rank's values into those over all ranks."""
         for groups, numbers in self._groups.items():
             part = rows if len(numbers) == len(rows) else rows[numbers]
+            operations = torch.distributed.ReduceOp
+            operation = operations.MAX if largest else operations.SUM
             for group in groups:
-                operation = torch.distributed.ReduceOp
-                torch.distributed.all_reduce(
-                    part, operation.MAX if largest else operation.SUM, group=group
-                )
+                torch.distributed.all_reduce(part, operation, group=group)
             if part is not rows:
                 rows[numbers] = part
         return rows
@@ -199,21 +185,22 @@ def _real_numel(tensor: Tensor) -> int:
 def _norms(tensors: list[Tensor], home: torch.device) -> Tensor:
     dtype = tensors[0].dtype
     if all(tensor.dtype is dtype and tensor.device == home for tensor in tensors):
-        return torch.stack(_same_type_norms(tensors))
+        return _same_type_norms(tensors)
     by_type: dict[tuple[Any, Any], list[int]] = {}
     for row, tensor in enumerate(tensors):
         by_type.setdefault((tensor.device, tensor.dtype), []).append(row)
     norms: list[Any] = [None] * len(tensors)  # foreach is one kernel only within a type
     for rows in by_type.values():
-        same_type = torch.stack(_same_type_norms([tensors[row] for row in rows]))
-        for row, norm in zip(rows, same_type.to(home, widest_float(home)).unbind(), strict=True):
+        same_type = _same_type_norms([tensors[row] for row in rows]).to(home, widest_float(home))
+        for row, norm in zip(rows, same_type.unbind(), strict=True):
             norms[row] = norm
     return torch.stack(norms)
 
 
-def _same_type_norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _same_type_norms(tensors: list[Tensor]) -> Tensor:
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
+    foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(foreach_norm(tensors, 2, dtype))
 
 
 # -- piece by piece -------------------------------------------------------------------------------
@@ -224,14 +211,11 @@ def _by_piece(tensor: Tensor, measure: Measure, largest_at: int | None = None) -
     found = [measure(_at_least_float32(piece)) for piece in _pieces(tensor)]
     if len(found) == 1:
         return found[0]
+    columns = [torch.stack(column) for column in zip(*found, strict=True)]
     return [
-        torch.stack(column).amax() if number == largest_at else _sum(column)
-        for number, column in enumerate(zip(*found, strict=True))
+        column.amax() if number == largest_at else column.to(widest_float(column.device)).sum()
+        for number, column in enumerate(columns)
     ]
-
-
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).to(widest_float(values[0].device)).sum()
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -244,11 +228,9 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _columns(rows: list[list[Tensor]], home: torch.device) -> list[Tensor]:
+    columns = zip(*rows, strict=True)
     dtype = widest_float(home)
-    return [
-        torch.stack([value.to(home, dtype) for value in column])
-        for column in zip(*rows, strict=True)
-    ]
+    return [torch.stack([value.to(home, dtype) for value in column]) for column in columns]
 
 
 def _first_pass(values: Tensor) -> list[Tensor]:
@@ -257,12 +239,8 @@ def _first_pass(values: Tensor) -> list[Tensor]:
         return [values.new_zeros(())] * 4
     clean = values.nan_to_num(0, 0, 0)
     low, high = clean.aminmax()
-    return [
-        clean.sum(),
-        torch.maximum(high, -low),
-        clean.count_nonzero(),
-        (clean == values).sum(),
-    ]
+    largest = torch.maximum(high, -low)
+    return [clean.sum(), largest, clean.count_nonzero(), (clean == values).sum()]
 
 
 def _deviation(mean: Tensor, values: Tensor) -> list[Tensor]:

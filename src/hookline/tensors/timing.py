@@ -125,13 +125,7 @@ class BackwardTimes(Times):
     """The total backward time of each module."""
 
     def watch(self, name: str, outputs: Iterable[Tensor], since: int) -> None:
-        """Time the backward of the autograd nodes that a call has created.
-
-        Args:
-            name: The module's name.
-            outputs: What it returned.
-            since: `graph_position()` before it ran.
-        """
+        """Time the backward of the nodes that a call has created since a `graph_position`."""
         roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
         first = [node for node in dict.fromkeys(roots) if _is_inside(node, since)]
         if not first:
@@ -148,9 +142,7 @@ class _BackwardTimer:
     """Times the backward of one call. Only the graph references it, so both are freed together."""
 
     def __init__(self, times: BackwardTimes, name: str, device: torch.device) -> None:
-        self._times = times
-        self._name = name
-        self._device = device
+        self._times, self._name, self._device = times, name, device
         self._task: int | None = None
         self._span: Span | None = None
 

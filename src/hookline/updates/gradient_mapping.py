@@ -73,15 +73,14 @@ class StandaloneGradients(GradientMapping):
 def check_like(name: str, gradient: Any, expected: Any) -> None:
     """Raise if a gradient's shape, dtype or device is not the expected one's."""
     if not hasattr(gradient, "shape"):
-        raise TypeError(
-            f"The gradient of '{name}' is a {type(gradient).__name__}; expected a tensor."
-        )
+        kind = type(gradient).__name__
+        raise TypeError(f"The gradient of '{name}' is a {kind}; expected a tensor.")
     for attribute in ("shape", "dtype", "device"):
-        found, wanted = getattr(gradient, attribute, None), getattr(expected, attribute)
+        found: Any = getattr(gradient, attribute, None)
+        wanted = getattr(expected, attribute)
         if found != wanted:
-            shown, expected = (
-                list(value) if isinstance(value, tuple) else value for value in (found, wanted)
-            )
+            if attribute == "shape":
+                found, wanted = list(found), list(wanted)
             raise ValueError(
-                f"The gradient of '{name}' has {attribute} {shown}; expected {expected}."
+                f"The gradient of '{name}' has {attribute} {found}; expected {wanted}."
             )

@@ -40,9 +40,7 @@ class Noise(BuiltIn, UpdateHook):
         gamma: Annotated[float, Field(ge=0)] = 0.55,
         seed: int = 0,
     ) -> None:
-        self.eta = eta
-        self.gamma = gamma
-        self.seed = seed
+        self.eta, self.gamma, self.seed = eta, gamma, seed
         self._steps: dict[int, int] = {}  # of each optimizer
         self._generators: dict[str, torch.Generator] = {}
         self._saved: dict[str, torch.Tensor] = {}
@@ -54,20 +52,13 @@ class Noise(BuiltIn, UpdateHook):
         scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
         parts = [local(gradient) for gradient in require_dense(gradients, self)]
         sharded = any(is_sharded(gradient) for gradient in gradients.values())
-        noise = [
-            torch.randn(
-                part.shape,
-                generator=self._generator(part.device, sharded),
-                dtype=part.dtype,
-                device=part.device,
-            )
-            for part in parts
-        ]
+        noise = [self._sample(part, sharded) for part in parts]
         if parts:
             torch._foreach_add_(parts, noise, alpha=scale)
 
-    def _generator(self, device: torch.device, sharded: bool) -> torch.Generator:
-        """Return the generator of a device; for sharded gradients each rank has its own seed."""
+    def _sample(self, like: torch.Tensor, sharded: bool) -> torch.Tensor:
+        """Return normal noise; for sharded gradients each rank has its own seed."""
+        shape, dtype, device = like.shape, like.dtype, like.device
         generator = self._generators.get(str(device))
         if generator is None:
             generator = self._generators[str(device)] = torch.Generator(device)
@@ -75,7 +66,7 @@ class Noise(BuiltIn, UpdateHook):
             generator.manual_seed(self.seed + rank)
             if str(device) in self._saved:
                 generator.set_state(self._saved[str(device)])
-        return generator
+        return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step counters and the generators' states."""
@@ -111,8 +102,7 @@ class EMAFilter(BuiltIn, UpdateHook):
         alpha: Annotated[float, Field(ge=0, lt=1)] = 0.98,
         strength: Annotated[float, Field(ge=0)] = 2.0,
     ) -> None:
-        self.alpha = alpha
-        self.strength = strength
+        self.alpha, self.strength = alpha, strength
         self._averages: dict[str, torch.Tensor] = {}
 
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -127,7 +117,9 @@ class EMAFilter(BuiltIn, UpdateHook):
         if not tensors:
             return
         averages = [self._averages[name] for name in gradients]
-        torch._foreach_lerp_(averages, _replace_nonfinite(tensors, averages), 1.0 - self.alpha)
+        pairs = zip(tensors, averages, strict=True)
+        finite = [torch.where(tensor.isfinite(), tensor, average) for tensor, average in pairs]
+        torch._foreach_lerp_(averages, finite, 1.0 - self.alpha)
         torch._foreach_add_(tensors, averages, alpha=self.strength)
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,11 +129,3 @@ class EMAFilter(BuiltIn, UpdateHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the averages."""
         self._averages = {name: average.clone() for name, average in state["averages"].items()}
-
-
-def _replace_nonfinite(
-    tensors: list[torch.Tensor], others: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the tensors with the others' values where theirs are not finite, without waiting."""
-    pairs = zip(tensors, others, strict=True)
-    return [torch.where(tensor.isfinite(), tensor, other) for tensor, other in pairs]

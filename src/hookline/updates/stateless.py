@@ -169,9 +169,7 @@ class AGC(_PatternUpdate):
         eps: PositiveFloat = 1e-3,
         skip: list[str] | None = None,
     ) -> None:
-        self.clipping = clipping
-        self.eps = eps
-        self.skip = skip
+        self.clipping, self.eps, self.skip = clipping, eps, skip
 
     def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
         """Clip each unit."""

@@ -85,7 +85,11 @@ class DebugHook(BuiltIn):
             if self._structures.get(dataloader_name) != structure:
                 changed = "now " if dataloader_name in self._structures else ""
                 self._structures[dataloader_name] = structure
-                _log_or_print(f"A batch of '{dataloader_name}' is {changed}{structure}")
+                text = f"A batch of '{dataloader_name}' is {changed}{structure}"
+                if log.isEnabledFor(logging.INFO):
+                    log.info("%s", text)
+                else:  # it was requested, so show it if logging is not configured, too
+                    print(text, flush=True)
 
     def on_before_backward(self, trainer: Any, step: int, loss: torch.Tensor) -> None:
         """Check the loss before backward."""
@@ -149,7 +153,8 @@ class DebugHook(BuiltIn):
     def _act(self, trainer: Any, step: int, problem: str, *, skip: bool = False) -> None:
         """Warn, break or stop; `skip`: the current optimizer step must not be applied."""
         log.warning("Step %d: %s", step, problem)
-        if self._action == "break" and _has_terminal():
+        has_terminal = all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout))
+        if self._action == "break" and has_terminal:
             _break(trainer, trainer.model, self._batch, problem)
         elif self._action != "warn":
             if skip and hasattr(trainer, "skip_optimizer_step"):  # not every loop can
@@ -158,22 +163,8 @@ class DebugHook(BuiltIn):
 
 
 def _break(trainer: Any, model: torch.nn.Module, batch: Any, problem: str) -> None:
-    print(
-        f"{problem}\nAvailable: trainer, model, batch. `c` continues, `q` ends training.",
-        flush=True,
-    )
+    print(f"{problem}\nAvailable: trainer, model, batch. `c` continues, `q` ends training.")
     breakpoint()
-
-
-def _log_or_print(text: str) -> None:
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s", text)
-    else:  # it was asked for explicitly: show it without logging too
-        print(text, flush=True)
-
-
-def _has_terminal() -> bool:
-    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
 
 def _scales_loss(trainer: Any) -> bool:

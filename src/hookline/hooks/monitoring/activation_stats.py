@@ -38,9 +38,8 @@ class ActivationStats(BuiltIn, ForwardHook):
 
     def __call__(self, activations: Any, trainer: Any = None) -> None:
         """Log the statistics every N batches."""
-        due = self._batches % self.log_interval == 0
         self._batches += 1
-        if not due:
+        if (self._batches - 1) % self.log_interval:
             return
         for name, tensor in _named(activations):
             if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):

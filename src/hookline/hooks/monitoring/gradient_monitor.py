@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.hooks.monitoring.gradient_report import (
-    OptimizerGradients,
-    Report,
-    combine_layers,
-    histogram,
-    read_report,
-)
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
+from hookline.tensors.reading import read_tensors
+from hookline.tensors.tensor_statistics import TensorStatistics
 
 __all__ = ["GradientMonitor"]
 
@@ -27,6 +24,9 @@ log = logging.getLogger("hookline")
 
 Percentile = Annotated[float, Field(ge=0, le=100)]
 _MAX_NAMED = 8  # layers named in one warning
+
+Report = dict[str, dict[str, Any]]
+"""By measure, then by layer: a number, or a list of them."""
 
 
 class GradientMonitor(BuiltIn):
@@ -104,7 +104,7 @@ class GradientMonitor(BuiltIn):
                 "remove the hook."
             )
         self._names: dict[int, str] | None = None
-        self._measured: dict[int, OptimizerGradients] = {}
+        self._measured: dict[int, _OptimizerGradients] = {}
         self._vanishing_layers: set[str] = set()
         self._exploding_layers: set[str] = set()
 
@@ -122,7 +122,7 @@ class GradientMonitor(BuiltIn):
             return
         if self._names is None:  # the hook was added during training
             self._names = named_parameters(model, self.param_filter)
-        gradients = OptimizerGradients(optimizers[optimizer_idx], self._names)
+        gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names)
         if gradients.names:
             self._measured[optimizer_idx] = gradients
             self._measure(gradients)
@@ -141,17 +141,17 @@ class GradientMonitor(BuiltIn):
         """Read all measurements at once, and log them."""
         if not self._measured:
             return
-        report = read_report(list(self._measured.values()))
+        report = _read_report(list(self._measured.values()))
         self._measured.clear()
         for layer, measure, value in self._numbers(report):
             trainer.log(f"gradients/{layer}/{measure}", value)
         for layer, counts in report.get("counts", {}).items():
-            bins = histogram(counts, report["largest"][layer])
+            bins = _histogram(counts, report["largest"][layer])
             trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
         if self._needs_norms:
             self._warn(step, report["norm"])
 
-    def _measure(self, gradients: OptimizerGradients) -> None:
+    def _measure(self, gradients: _OptimizerGradients) -> None:
         statistics, columns = gradients.statistics, gradients.columns
         if self._needs_norms:
             columns["norm"] = statistics.norms()
@@ -168,7 +168,7 @@ class GradientMonitor(BuiltIn):
 
     def _numbers(self, report: Report) -> Iterator[tuple[str, str, float]]:
         """Yield what to log: layer, measure, value."""
-        total = combine_layers(report)
+        total = _combine_layers(report)
         if self.log_norm:
             for layer, norm in report["norm"].items():
                 yield layer, "norm", norm
@@ -221,3 +221,88 @@ def _warn_of_new(
         shown = ", ".join(f"'{name}' ({found[name]:.3g})" for name in new[:_MAX_NAMED])
         more = f" and {len(new) - _MAX_NAMED} more" if len(new) > _MAX_NAMED else ""
         log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)
+
+
+class _OptimizerGradients:
+    """The gradients of one optimizer in one step, and the columns that were measured of them.
+
+    A column has a row for each of `names`, the monitored parameters that have a gradient.
+    """
+
+    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        self.names: list[str] = []
+        self.columns: dict[str, Tensor] = {}
+        self.sizes: list[int] = []
+        self._parameters: list[Tensor] = []
+        self._before: TensorStatistics | None = None
+        gradients: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                gradient = None if name is None else parameter.grad
+                if name is not None and gradient is not None and parameter.requires_grad:
+                    self.names.append(name)
+                    self._parameters.append(parameter)
+                    gradients.append(gradient)
+        self.statistics = TensorStatistics(gradients)
+
+    def keep_weights(self) -> None:
+        """Copy the weights before the optimizer's step."""
+        copies = [parameter.detach().clone() for parameter in self._parameters]
+        self._before = TensorStatistics(copies)
+
+    @torch.no_grad()
+    def measure_update(self) -> None:
+        """Measure how the weights have changed, if they were copied."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self.columns["weight"] = before.norms()
+        after = TensorStatistics([parameter.detach() for parameter in self._parameters])
+        subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
+        subtract(before.local, after.local)  # in the copies
+        self.columns["change"] = before.norms()
+
+
+def _read_report(measured: Sequence[_OptimizerGradients]) -> Report:
+    """Return the measures of all optimizers, copied to the host with one transfer."""
+    columns = (column for gradients in measured for column in gradients.columns.values())
+    values = iter(read_tensors(columns))
+    report: Report = {}
+    for gradients in measured:
+        for measure in gradients.columns:
+            rows = zip(gradients.names, next(values), strict=True)
+            report.setdefault(measure, {}).update(rows)
+        if gradients.sizes and gradients.columns:
+            sizes = zip(gradients.names, gradients.sizes, strict=True)
+            report.setdefault("size", {}).update(sizes)
+    return report
+
+
+def _combine_layers(report: Report) -> dict[str, float]:
+    """Return the measures of all layers together, without percentiles and histograms."""
+    total: dict[str, float] = {
+        measure: math.hypot(*report[measure].values())
+        for measure in ("norm", "weight", "change")
+        if measure in report
+    }
+    if "finite" in report:
+        counts, means = report["finite"], report["mean"]
+        finite = sum(counts.values())
+        mean = math.fsum(means[name] * count for name, count in counts.items()) / max(finite, 1)
+        squares = math.fsum(
+            (report["std"][name] ** 2 + (means[name] - mean) ** 2) * count
+            for name, count in counts.items()
+        )
+        total |= {"finite": finite, "mean": mean, "std": math.sqrt(squares / max(finite, 1))}
+        total |= {measure: sum(report[measure].values()) for measure in ("zeros", "size")}
+        total["largest"] = max(report["largest"].values())
+    return total
+
+
+def _histogram(counts: Sequence[float], largest: float) -> dict[str, Any]:
+    """Return counts with the edges of their bins, from minus to plus the largest magnitude."""
+    largest = largest or 0.5  # if all values are zero the bins still need a width
+    width = 2 * largest / len(counts)
+    edges = [width * i - largest for i in range(len(counts))]
+    return {"counts": [int(count) for count in counts], "edges": [*edges, largest]}

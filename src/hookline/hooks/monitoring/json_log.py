@@ -51,13 +51,7 @@ class JSONLogHook(BuiltIn):
         self._write(trainer, "train_start", epoch=epoch, step=step)
 
     def on_train_batch_end(
-        self,
-        trainer: Any,
-        epoch: int,
-        batch_idx: int,
-        dataloader_name: str,
-        step: int,
-        loss: Any,
+        self, trainer: Any, epoch: int, batch_idx: int, dataloader_name: str, step: int, loss: Any
     ) -> None:
         """Write a line every N batches."""
         if not batch_idx % self._every:
@@ -99,15 +93,11 @@ class JSONLogHook(BuiltIn):
             return  # the failure to open was logged
         if self._file is None:  # the first event, possibly of a hook that was added later
             self._failed = True
-            self._file = self._open(getattr(trainer, "run", None))
+            run = getattr(trainer, "run", None)
+            path = self._requested_path or (run.path if run else Path()) / "log.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = JsonlFile(path)
             self._failed = False
         record = {"timestamp": utc_now(), "event": event}
         record.update((name, to_jsonable(value)) for name, value in fields.items())
         self._file.append([encode_line(record)])
-
-    def _open(self, run: Any) -> JsonlFile:
-        path = self._requested_path
-        if path is None:
-            path = Path("log.jsonl") if run is None else run.path / "log.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return JsonlFile(path)

@@ -48,22 +48,17 @@ class LoggingHook(BuiltIn):
         size = sum(parameter.numel() for parameter in model.parameters())
         folder = "" if run is None else f", in {run.path}"
         resumed = f" after step {step}" if step else ""
-        self._log(
-            "Training starts%s: %s with %s parameters%s",
-            resumed,
-            type(model).__name__,
-            f"{size:,}",
-            folder,
-        )
+        what = f"{type(model).__name__} with {size:,} parameters"
+        self._log("Training starts%s: %s%s", resumed, what, folder)
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the epoch's metrics."""
-        if self._is_enabled():
+        if log.isEnabledFor(self._level):  # reading metrics may wait for the device
             self._log("Epoch %d ends at step %d: %s", epoch, step, metrics_text(metrics))
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log the validation metrics."""
-        if self._is_enabled():
+        if log.isEnabledFor(self._level):
             self._log("Validation at step %d: %s", step, metrics_text(metrics))
 
     def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
@@ -85,14 +80,14 @@ class LoggingHook(BuiltIn):
             took = f" in {timedelta(seconds=int(time.monotonic() - self._started_at))}"
         self._log("Training ends: %s at step %d%s", status, step, took)
         self._started_at = None
-        self._remove_handler()
+        if self._own_handler is not None:
+            handler, level = self._own_handler
+            log.removeHandler(handler)
+            log.setLevel(level)
+            self._own_handler = None
 
     def _log(self, text: str, *args: Any) -> None:
         log.log(self._level, text, *args)
-
-    def _is_enabled(self) -> bool:
-        """Return whether records are shown at all; otherwise reading metrics would be a waste."""
-        return log.isEnabledFor(self._level)
 
     def _add_handler(self) -> None:
         """Show records on stderr until training ends, if logging is not configured."""
@@ -104,10 +99,3 @@ class LoggingHook(BuiltIn):
         log.addHandler(handler)
         if not log.isEnabledFor(self._level):
             log.setLevel(self._level)
-
-    def _remove_handler(self) -> None:
-        if self._own_handler is not None:
-            handler, level = self._own_handler
-            log.removeHandler(handler)
-            log.setLevel(level)
-            self._own_handler = None

@@ -57,7 +57,9 @@ class LRMonitor(BuiltIn):
         for i, group in enumerate(groups):
             suffix = f"{name}/group_{i}" if len(groups) > 1 else name
             for kind, value in self._values(group):
-                self._used[f"{kind}/{suffix}"] = _copy(value)
+                # Copied, because schedulers change tensors in place.
+                is_tensor = isinstance(value, torch.Tensor)
+                self._used[f"{kind}/{suffix}"] = value.detach().clone() if is_tensor else value
 
     def on_step_end(self, trainer: Any) -> None:
         """Log the settings of this step."""
@@ -89,8 +91,3 @@ def _name(optimizers: Sequence[Any], idx: int) -> str:
     kinds = [type(optimizer).__name__ for optimizer in optimizers[: idx + 1]]
     number = Counter(kinds)[kinds[-1]]
     return kinds[-1] if number == 1 else f"{kinds[-1]}_{number}"
-
-
-def _copy(value: Any) -> Any:
-    """Copy a tensor, because schedulers change it in place."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

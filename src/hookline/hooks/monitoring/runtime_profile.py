@@ -20,8 +20,6 @@ from hookline.tensors.timing import Mark, elapsed_ms, is_over, mark, timed_devic
 
 __all__ = ["RuntimeProfile"]
 
-PHASES = ("data", "forward", "backward", "optimizer")
-
 
 class RuntimeProfile(BuiltIn):
     """Logs the time per loader and phase, samples and tokens per second, and memory.
@@ -62,10 +60,8 @@ class RuntimeProfile(BuiltIn):
         self._idle_since: float | None = None
         self._throughput_since: float | None = None
         self._completes_step = False
-        self._times = _Times()
-        self._loaders: dict[str, _Times] = {}
-        self._seconds = 0.0
-        self._samples = self._tokens = 0
+        self._loader = ""
+        self._reset()
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
         """Start the clock."""
@@ -73,7 +69,6 @@ class RuntimeProfile(BuiltIn):
         self._clock = _PhaseClock(self._device)
         self._reported = self._step = step
         self._tokens_before = tokens_seen
-        self._loaders = {}
         self._reset()
         self._resume()
 
@@ -82,22 +77,19 @@ class RuntimeProfile(BuiltIn):
         if step != self._step:  # steps before were not measured, nor when loading began
             self._step, self._tokens_before = step, tokens_seen
             self._idle_since = self._throughput_since = None
-        times = self._loaders.get(dataloader_name)
-        if times is None:
-            times = self._loaders[dataloader_name] = _Times()
-        self._times = times
+        self._loader = dataloader_name
         if self._idle_since is not None:
-            times.add("data", elapsed_ms(self._idle_since, perf_counter()))
+            self._clock.add(dataloader_name, "data", elapsed_ms(self._idle_since, perf_counter()))
         self._completes_step = False
         self._clock.start()
 
     def on_before_backward(self) -> None:
         """End the forward phase."""
-        self._clock.lap(self._times, "forward")
+        self._clock.lap(self._loader, "forward")
 
     def on_after_backward(self) -> None:
         """End the backward phase."""
-        self._clock.lap(self._times, "backward")
+        self._clock.lap(self._loader, "backward")
 
     def on_before_optimizer_step(self) -> None:
         """Remember that this batch completes a step."""
@@ -106,7 +98,7 @@ class RuntimeProfile(BuiltIn):
     def on_train_batch_end(self, batch: Any, tokens_seen: int = 0) -> None:
         """End the optimizer phase, and count samples and tokens."""
         if self._completes_step:
-            self._clock.lap(self._times, "optimizer")
+            self._clock.lap(self._loader, "optimizer")
         now = perf_counter()
         if self._throughput_since is not None:
             self._samples += samples_in(batch)
@@ -137,41 +129,17 @@ class RuntimeProfile(BuiltIn):
         self._idle_since = self._throughput_since = perf_counter()
 
     def _reset(self) -> None:
-        for times in self._loaders.values():
-            times.clear()  # in place: phases still running on the device count for the next report
         self._seconds = 0.0
         self._samples = self._tokens = 0
 
     def _report(self) -> Iterator[tuple[str, float]]:
-        self._clock.settle()
-        for loader, times in self._loaders.items():
-            for phase, mean in times.means():
-                yield f"profile/train/dl_{loader}/time_{phase}_ms", mean
+        for loader, phase, mean in self._clock.take_means():
+            yield f"profile/train/dl_{loader}/time_{phase}_ms", mean
         if self._seconds:
             yield "profile/train/samples_per_second", self._samples / self._seconds
             if self._tokens:
                 yield "profile/train/tokens_per_second", self._tokens / self._seconds
         yield from _memory(self._device)
-
-
-class _Times:
-    """The total milliseconds of each phase, and how often it occurred."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.counts: dict[str, int] = dict.fromkeys(PHASES, 0)
-
-    def add(self, phase: str, milliseconds: float) -> None:
-        self.totals[phase] += milliseconds
-        self.counts[phase] += 1
-
-    def means(self) -> Iterator[tuple[str, float]]:
-        for phase in PHASES:
-            if self.counts[phase]:
-                yield phase, self.totals[phase] / self.counts[phase]
 
 
 class _PhaseClock:
@@ -180,36 +148,42 @@ class _PhaseClock:
     def __init__(self, device: torch.device) -> None:
         self._device = timed_device(device)
         self._last: Mark = 0.0
-        self._open: deque[tuple[_Times, str, Mark, Mark]] = deque()
+        self._open: deque[tuple[str, str, Mark, Mark]] = deque()
+        self._sums: dict[tuple[str, str], tuple[float, int]] = {}
 
     def start(self) -> None:
         """Begin the first phase."""
         self._last = mark(self._device)
 
-    def lap(self, times: _Times, phase: str) -> None:
+    def lap(self, loader: str, phase: str) -> None:
         """End a phase, and begin the next one."""
         now = mark(self._device)
-        self._open.append((times, phase, self._last, now))
-        self._last = now
         if self._device is None:
-            self.settle()
+            self.add(loader, phase, elapsed_ms(self._last, now))
+        else:
+            self._open.append((loader, phase, self._last, now))
+        self._last = now
 
-    def settle(self) -> None:
-        """Add the phases that the device has finished, without waiting for the others."""
+    def add(self, loader: str, phase: str, milliseconds: float) -> None:
+        """Add the duration of a phase."""
+        total, count = self._sums.get((loader, phase), (0.0, 0))
+        self._sums[loader, phase] = (total + milliseconds, count + 1)
+
+    def take_means(self) -> Iterator[tuple[str, str, float]]:
+        """Yield loader, phase and mean, and reset; unfinished phases count for the next report."""
         while self._open and is_over(self._open[0][3]):
-            times, phase, begin, end = self._open.popleft()
-            times.add(phase, elapsed_ms(begin, end))
-
-
-# -- memory ---------------------------------------------------------------------------------------
+            loader, phase, begin, end = self._open.popleft()
+            self.add(loader, phase, elapsed_ms(begin, end))
+        sums, self._sums = self._sums, {}
+        for (loader, phase), (total, count) in sums.items():
+            yield loader, phase, total / count
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:
     peak = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
     if peak is not None:
         yield "profile/memory_peak_mb", peak(device) / 1e6
-        return
-    if sys.platform.startswith("linux"):
+    elif sys.platform.startswith("linux"):
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[1])

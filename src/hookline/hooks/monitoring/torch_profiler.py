@@ -53,19 +53,14 @@ class TorchProfiler(BuiltIn):
         profile_memory: bool = False,
         with_stack: bool = False,
     ) -> None:
-        self.wait = wait
-        self.warmup = warmup
-        self.active = active
-        self.repeat = repeat
+        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
         self.folder = folder
         self.record_shapes = record_shapes
         self.profile_memory = profile_memory
         self.with_stack = with_stack
         self._profiler: Any = None
         self._trace_folder = Path()
-        self._step = 0
-        self._steps_left = 0
-        self._cycles_started = 0
+        self._step = self._steps_left = self._cycles_started = 0
 
     def on_train_start(self, trainer: Any, step: int) -> None:
         """Start the first cycle."""
@@ -115,16 +110,13 @@ class TorchProfiler(BuiltIn):
             profiler.stop()
 
     def _make_folder(self, trainer: Any) -> Path:
-        if self.folder is not None:
-            folder = Path(self.folder)
-        else:
-            run = getattr(trainer, "run", None)
-            if run is None:
-                raise ConfigError(
-                    "TorchProfiler has no folder to write to, because this training run has no run "
-                    "folder. Pass TorchProfiler(folder='…'), or set `runs` in the configuration."
-                )
-            folder = Path(run.path) / "profile"
+        run: Any = getattr(trainer, "run", None)
+        if self.folder is None and run is None:
+            raise ConfigError(
+                "TorchProfiler has no folder to write to, because this training run has no run "
+                "folder. Pass TorchProfiler(folder='…'), or set `runs` in the configuration."
+            )
+        folder = Path(run.path) / "profile" if self.folder is None else Path(self.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -84,21 +84,18 @@ class Heartbeat(BuiltIn):
             self._sender.close(WAIT_AT_END)
             self._sender = None
 
-    def _path_in_run(self, trainer: Any) -> Path | None:
-        if self._url is not None:
-            return None
-        run = getattr(trainer, "run", None)
-        if run is None:
-            raise ConfigError(
-                "Heartbeat has no file to write, because this training run has no run folder. Pass "
-                "path=… or url=…"
-            )
-        return Path(run.path) / "heartbeat.json"
-
     def _beat(self, trainer: Any) -> None:
         self._due = math.inf  # if there is no file to write, raise only once
         if self._path is None:  # the first heartbeat, possibly of a hook that was added later
-            self._path = self._requested_path or self._path_in_run(trainer)
+            self._path = self._requested_path
+            if self._path is None and self._url is None:
+                run = getattr(trainer, "run", None)
+                if run is None:
+                    raise ConfigError(
+                        "Heartbeat has no file to write, because this training run has no run "
+                        "folder. Pass path=… or url=…"
+                    )
+                self._path = Path(run.path) / "heartbeat.json"
         self._due = time.monotonic() + self._every
         self._write(trainer)
         if self._url is not None:

@@ -49,12 +49,8 @@ def checked_url(url: Any, option: str) -> str:
 class Sender:
     """Sends requests one after another, from a thread that runs while requests are pending.
 
-    Args:
-        what: What is sent, for messages: "notification".
-        timeout: Seconds to wait for the server in each attempt.
-        retries: How often to retry if the server fails or cannot be reached.
-        pause: Seconds before the first retry; the pause doubles for each further one.
-        max_pending: How many requests may be pending; beyond that the oldest is dropped.
+    Requests that fail are repeated after `pause` seconds, which double for each further attempt.
+    If more than `max_pending` are pending, the oldest is dropped. `what` names them in messages.
     """
 
     def __init__(
@@ -105,9 +101,8 @@ class Sender:
             problem = self._deliver(url, json)
             with self._changed:
                 self._sending = False
-                lost = (
-                    problem is not None and not self._closed.is_set()
-                )  # close() has counted it otherwise
+                # After close() it is counted already.
+                lost = problem is not None and not self._closed.is_set()
                 self.lost += lost
             if lost and not self._failing:  # once, until a request succeeds again
                 log.warning("A %s could not be sent: %s.", self._what, problem)
@@ -126,10 +121,7 @@ class Sender:
 
 def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, bool]:
     """Send a request; return the problem, if any, and whether a retry may help."""
-    from urllib.error import (
-        HTTPError,
-        URLError,
-    )  # imported here, because ssl takes a while to import
+    from urllib.error import HTTPError, URLError  # here, because ssl takes a while to import
     from urllib.request import Request, urlopen
 
     headers = {"User-Agent": "hookline"}
@@ -140,16 +132,14 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
             return None, False
     except HTTPError as error:
         error.close()
-        return f"the server responded with {error.code}", error.code >= 500 or error.code in (
-            408,
-            429,
-        )
+        can_retry = error.code >= 500 or error.code in (408, 429)
+        return f"the server responded with {error.code}", can_retry
     except Exception as error:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             return f"no response within {timeout:g} seconds", True
-        number = reason.errno if isinstance(reason, OSError) else None
-        # Other errors (name resolution, SSL) reuse the numbers of the operating system's errors.
-        is_os_error = type(reason).__module__ == "builtins" and number is not None
         kind = type(reason).__name__
-        return f"{kind}, {os.strerror(number)}" if is_os_error and number else kind, True
+        # Errors of other modules (name resolution, SSL) use `errno` for numbers of their own.
+        if isinstance(reason, OSError) and reason.errno and type(reason).__module__ == "builtins":
+            kind += f", {os.strerror(reason.errno)}"
+        return kind, True

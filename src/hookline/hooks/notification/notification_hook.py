@@ -81,11 +81,10 @@ class NotificationHook(BuiltIn):
         self._reported_exception = self._warned_missing = False
         # Unused events are turned off, so that a bare loop need not provide them.
         tracks_best = bool({"best_model", "training_end"} & self._notify_on)
-        is_validation_metric = monitor.startswith(("val/", "eval/"))
+        is_val_metric = monitor.startswith(("val/", "eval/"))
         needed = {
-            "on_epoch_end": tracks_best and not is_validation_metric,
-            "on_validation_end": (tracks_best and is_validation_metric)
-            or "validation" in notify_on,
+            "on_epoch_end": tracks_best and not is_val_metric,
+            "on_validation_end": "validation" in notify_on or (tracks_best and is_val_metric),
             "on_checkpoint_save": "checkpoint" in notify_on,
             "on_exception": "exception" in notify_on,
         }
@@ -147,24 +146,16 @@ class NotificationHook(BuiltIn):
         if self._monitor not in metrics:
             if "best_model" in self._notify_on and not self._warned_missing:
                 self._warned_missing = True
-                log.warning(
-                    "NotificationHook: the metric '%s' for the best model is missing. The metrics "
-                    "are: %s.",
-                    self._monitor,
-                    listed(metrics),
-                )
+                text = "NotificationHook: the metric '%s' for the best model is missing. "
+                log.warning(text + "The metrics are: %s.", self._monitor, listed(metrics))
             return
         value = float(metrics[self._monitor])
-        if math.isnan(value) or not self._is_better(value):
-            return
-        self._best = value, step
-        if "best_model" in self._notify_on:
-            self._send(f"New best model at step {step}: {self._monitor} {number_text(value)}.")
-
-    def _is_better(self, value: float) -> bool:
-        if self._best is None:
-            return True
-        return value < self._best[0] if self._mode == "min" else value > self._best[0]
+        best = None if self._best is None else self._best[0]
+        is_better = best is None or (value < best if self._mode == "min" else value > best)
+        if is_better and not math.isnan(value):
+            self._best = value, step
+            if "best_model" in self._notify_on:
+                self._send(f"New best model at step {step}: {self._monitor} {number_text(value)}.")
 
     def _send(self, text: str) -> None:
         if self._sender is None:

@@ -109,26 +109,17 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
     def _check(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         if not self.critical and self._monitor not in metrics:
             if not self._warned_missing:
-                log.warning(
-                    "EarlyStopping: the metric '%s' is missing; the check is skipped.",
-                    self._monitor,
-                )
+                text = "EarlyStopping: the metric '%s' is missing; the check is skipped."
+                log.warning(text, self._monitor)
             self._warned_missing = True
             return
         value = metric_value(metrics, self._monitor, "EarlyStopping", trainer)
         self._checked_at = step
         reason = self._evaluate(value)
         if self._verbose:
-            log.info(
-                "EarlyStopping: %s is %.6g at step %d; the best is %s, %d of %d checks without an "
-                "improvement.",
-                self._monitor,
-                value,
-                step,
-                _score_text(self.best_score),
-                self.wait_count,
-                self._patience,
-            )
+            counts = f"{self.wait_count} of {self._patience} checks without an improvement"
+            best = f"the best is {_score_text(self.best_score)}, {counts}"
+            log.info("EarlyStopping: %s is %.6g at step %d; %s.", self._monitor, value, step, best)
         if reason is not None:
             log.info("EarlyStopping stops training at step %d: %s", step, reason)
             trainer.stop(f"EarlyStopping: {reason}")
@@ -139,12 +130,12 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         if self._check_finite and not math.isfinite(value):
             return f"{name} is {value}."
         if self._stopping is not None and self._is_better(value, self._stopping):
-            self._improve(value)
+            self.best_score, self.wait_count = value, 0
             return f"{name} is {value:.6g}, which is better than {self._stopping:g}."
         if self._divergence is not None and self._is_better(self._divergence, value):
             return f"{name} is {value:.6g}, which is worse than {self._divergence:g}."
         if math.isfinite(value) and self._is_improvement(value):
-            self._improve(value)
+            self.best_score, self.wait_count = value, 0
             return None
         self.wait_count += 1
         if self.wait_count < self._patience:
@@ -154,9 +145,6 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             f"{name} has not improved{more} in {self.wait_count} checks. It is {value:.6g}, and "
             f"the best was {_score_text(self.best_score)} (mode '{self._mode}')."
         )
-
-    def _improve(self, value: float) -> None:
-        self.best_score, self.wait_count = value, 0
 
     def _is_improvement(self, value: float) -> bool:
         if self.best_score is None:
@@ -171,11 +159,8 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
-        return {
-            "best_score": self.best_score,
-            "wait_count": self.wait_count,
-            "checked_at": self._checked_at,
-        }
+        counters = {"wait_count": self.wait_count, "checked_at": self._checked_at}
+        return {"best_score": self.best_score, **counters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters."""

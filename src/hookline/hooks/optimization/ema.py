@@ -104,9 +104,7 @@ class EMA(BuiltIn):
     def on_before_optimizer_step(self) -> None:
         """Start averages of unfrozen parameters; check that the training weights are in place."""
         for name in [name for name, tensor in self._frozen.items() if tensor.requires_grad]:
-            self._start_average(
-                name, self._frozen.pop(name)
-            )  # unchanged so far, so it equals its average
+            self._start_average(name, self._frozen.pop(name))  # unchanged so far
         if self._training_weights is not None:
             log.warning(
                 "A validation did not end, and training continued with the averaged weights. The "
@@ -149,7 +147,9 @@ class EMA(BuiltIn):
 
     def averaged_state_dict(self) -> dict[str, Any]:
         """Return the model's `state_dict` with the average instead of the weights."""
-        model = self._attached_model()
+        model = self._model
+        if model is None:
+            raise TrainingError("There is no average yet, because training has not started.")
         state = dict(model.state_dict())
         cast: dict[str, Tensor] = {}  # tied parameters stay one tensor
         for name, first in _names(model, self._include_buffers).items():
@@ -166,8 +166,7 @@ class EMA(BuiltIn):
     def export(self, path: str | Path) -> Path:
         """Write the model with the averaged weights as safetensors, and return the path.
 
-        Args:
-            path: The file. It is replaced atomically.
+        An existing file is replaced atomically.
         """
         path = Path(path)
         state = {n: v for n, v in self.averaged_state_dict().items() if isinstance(v, Tensor)}
@@ -190,14 +189,11 @@ class EMA(BuiltIn):
                 "not have. Resume with the model of the run."
             )
         for name, tensor in known.items():
-            if (
-                name in self._averages
-                or tensor.requires_grad
-                or not isinstance(tensor, nn.Parameter)
-            ):
-                self._start_average(name, tensor)
-            else:
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if is_frozen and name not in self._averages:
                 self._frozen[name] = tensor
+            else:
+                self._start_average(name, tensor)
 
     @torch.no_grad()
     def _start_average(self, name: str, tensor: Tensor) -> None:
@@ -256,11 +252,6 @@ class EMA(BuiltIn):
             kept = (self._training_weights or {}).get(first)
             if kept is not None and prefix + name in state:
                 state[prefix + name] = kept
-
-    def _attached_model(self) -> nn.Module:
-        if self._model is None:
-            raise TrainingError("There is no average yet, because training has not started.")
-        return self._model
 
     # -- resuming ---------------------------------------------------------------------------------
 

@@ -92,9 +92,8 @@ class TimeLimit(BuiltIn):
         self._before = float(state["seconds"])
 
     def _seconds_so_far(self) -> float:
-        return self._before + (
-            0.0 if self._started_at is None else time.monotonic() - self._started_at
-        )
+        started = self._started_at
+        return self._before + (0.0 if started is None else time.monotonic() - started)
 
     def _stop(self, trainer: Any, *, save: bool) -> None:
         if self._stopped:
@@ -104,10 +103,8 @@ class TimeLimit(BuiltIn):
             return
         self._stopped = True
         trainer.stop(f"the time limit of {timedelta(seconds=int(self._limit))} is reached")
-        has_folder = getattr(trainer, "run", None) is not None
-        if (
-            save and has_folder and hasattr(trainer, "save_checkpoint")
-        ):  # a bare loop has no such method
+        # A bare loop has no such method.
+        if save and getattr(trainer, "run", None) and hasattr(trainer, "save_checkpoint"):
             trainer.save_checkpoint()
 
 
