@@ -39,24 +39,18 @@ def _asks(arguments: tuple[Argument, ...]) -> str:
 
 
 def hook_methods() -> str:
-    """Return the methods of `Hook`, one for each event and alias."""
+    """Return the methods of `Hook`, one for each event, and their aliases."""
     lines: list[str] = []
     for event in EVENTS.values():
-        doc = event.doc
-        if event.own:
-            doc += "\n\n" + "\n".join(textwrap.wrap(f"Its own arguments: {_asks(event.own)}.", 92))
-        lines += _method(event.name, doc)
-        for alias in event.aliases:
-            lines += _method(alias, f"Another name for `{event.name}`.")
+        own = f"Its own arguments: {_asks(event.own)}." if event.own else ""
+        doc = [f'        """{event.doc} {own}'.rstrip() + '"""']
+        if len(doc[0]) > 100:
+            wrapped = textwrap.wrap(own, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)
+            doc = [f'        """{event.doc}', "", *wrapped, '        """']
+        lines += [f"    def {event.name}(self, *args: Any, **kwargs: Any) -> None:", *doc, ""]
+        lines += [f"    {alias} = {event.name}" for alias in event.aliases]
+        lines += [""] if event.aliases else []
     return "\n".join(lines)
-
-
-def _method(name: str, doc: str) -> list[str]:
-    body = doc.split("\n")
-    end = [] if len(body) == 1 else ['        """']
-    first = f'        """{body[0]}' + ('"""' if not end else "")
-    rest = [f"        {line}".rstrip() for line in body[1:]]
-    return [f"    def {name}(self, *args: Any, **kwargs: Any) -> None:", first, *rest, *end, ""]
 
 
 def event_tables() -> str:

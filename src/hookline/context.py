@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 import sys
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from hookline.errors import NotSuppliedError
 if TYPE_CHECKING:
     import torch
 
+    _Float = float  # type checkers take a `LazyFloat` for the `float` it behaves like
+else:
+    _Float = object
+
 __all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
 
 
-class LazyFloat(numbers.Real):
+class LazyFloat(_Float):
     """A number that is read from the device on first use.
 
     It computes, compares, formats, hashes and pickles like the `float` it represents. Where a real
@@ -30,6 +35,10 @@ class LazyFloat(numbers.Real):
     """
 
     __slots__ = ("_value",)
+
+    if TYPE_CHECKING:
+
+        def __new__(cls, value: SupportsFloat | Callable[[], SupportsFloat]) -> Self: ...
 
     def __init__(self, value: SupportsFloat | Callable[[], SupportsFloat]) -> None:
         self._value: Any = value
@@ -45,23 +54,6 @@ class LazyFloat(numbers.Real):
         """Return the number as a `float`, like `Tensor.item`."""
         return float(self)
 
-    def as_integer_ratio(self) -> tuple[int, int]:
-        """Return the number as a fraction, like `float.as_integer_ratio`."""
-        return float(self).as_integer_ratio()
-
-    def is_integer(self) -> bool:
-        """Return whether the number is integral."""
-        return float(self).is_integer()
-
-    def hex(self) -> str:
-        """Return the number in hexadecimal, like `float.hex`."""
-        return float(self).hex()
-
-    @property
-    def imag(self) -> float:  # type: ignore[override]
-        """Zero."""
-        return 0.0
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy as np
 
@@ -70,101 +62,39 @@ class LazyFloat(numbers.Real):
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (float(self),)
 
-    def __repr__(self) -> str:
-        return repr(float(self))
 
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
+def _delegate_to_float() -> None:
+    """Give `LazyFloat` the methods and operators of `float`."""
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(float(self))
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(float(self), name)(*args)
 
-    def __bool__(self) -> bool:
-        return bool(float(self))
+    def attribute(name: str) -> property:
+        return property(lambda self: getattr(float(self), name))
 
-    def __int__(self) -> int:
-        return int(float(self))
+    def binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        return lambda self, other: function(float(self), other)
 
-    def __eq__(self, other: object) -> bool:
-        return float(self) == other
+    def reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        return lambda self, other: function(other, float(self))
 
-    def __ne__(self, other: object) -> bool:
-        return float(self) != other  # not negated `==`: arrays compare element by element
+    named = ("as_integer_ratio", "conjugate", "hex", "is_integer")
+    conversions = ("repr", "format", "hash", "bool", "int", "trunc", "floor", "ceil", "round")
+    for name in (*named, *(f"__{name}__" for name in (*conversions, "neg", "pos", "abs"))):
+        setattr(LazyFloat, name, method(name))
+    for name in ("real", "imag"):
+        setattr(LazyFloat, name, attribute(name))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(LazyFloat, f"__{name}__", binary(getattr(operator, name)))
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
+        # Not float's own methods, which do not compute with arrays and tensors.
+        function = divmod if name == "divmod" else getattr(operator, name)
+        setattr(LazyFloat, f"__{name}__", binary(function))
+        setattr(LazyFloat, f"__r{name}__", reflected(function))
+    numbers.Real.register(LazyFloat)
 
-    def __lt__(self, other: Any) -> Any:
-        return float(self) < other
 
-    def __le__(self, other: Any) -> Any:
-        return float(self) <= other
-
-    def __gt__(self, other: Any) -> Any:
-        return float(self) > other
-
-    def __ge__(self, other: Any) -> Any:
-        return float(self) >= other
-
-    def __neg__(self) -> float:
-        return -float(self)
-
-    def __pos__(self) -> float:
-        return float(self)
-
-    def __abs__(self) -> float:
-        return abs(float(self))
-
-    def __trunc__(self) -> int:
-        return math.trunc(float(self))
-
-    def __floor__(self) -> int:
-        return math.floor(float(self))
-
-    def __ceil__(self) -> int:
-        return math.ceil(float(self))
-
-    def __round__(self, ndigits: int | None = None) -> Any:
-        return round(float(self), ndigits)
-
-    def __add__(self, other: Any) -> Any:
-        return float(self) + other
-
-    def __radd__(self, other: Any) -> Any:
-        return other + float(self)
-
-    def __sub__(self, other: Any) -> Any:
-        return float(self) - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - float(self)
-
-    def __mul__(self, other: Any) -> Any:
-        return float(self) * other
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * float(self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return float(self) / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / float(self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return float(self) // other
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return other // float(self)
-
-    def __mod__(self, other: Any) -> Any:
-        return float(self) % other
-
-    def __rmod__(self, other: Any) -> Any:
-        return other % float(self)
-
-    def __pow__(self, other: Any) -> Any:
-        return float(self) ** other
-
-    def __rpow__(self, other: Any) -> Any:
-        return other ** float(self)
+_delegate_to_float()
 
 
 def read_lazy(value: Any) -> Any:

@@ -89,152 +89,134 @@ _CHECKPOINT = (
     Argument("step", "the checkpoint's step"),
 )
 
-EVENTS: Mapping[str, Event] = MappingProxyType(
-    {
-        event.name: event
-        for event in (
-            Event("on_train_start", "Training begins.", aliases=("on_train_begin",)),
-            Event("on_epoch_start", "An epoch begins.", (_EPOCH,), ("on_epoch_begin",)),
-            Event(
-                "on_train_batch_start",
-                "A training batch was loaded.",
-                _BATCH,
-                ("on_batch_start", "on_batch_begin"),
-                per_step=True,
-            ),
-            Event(
-                "on_before_forward",
-                "The model is about to be called.",
-                (Argument("batch", "the batch from the data loader"),),
-                per_step=True,
-            ),
-            Event(
-                "on_after_forward",
-                "The model's outermost call has returned.",
-                (Argument("outputs", "what the model returned"),),
-                per_step=True,
-            ),
-            Event(
-                "on_before_backward",
-                "The loss is computed; backward is about to run.",
-                (Argument("loss", "the loss tensor on which backward is called"),),
-                per_step=True,
-            ),
-            Event("on_after_backward", "Backward has run.", per_step=True),
-            Event(
-                "on_gradients_ready",
-                "Gradients are accumulated and unscaled, before updates and clipping.",
-                (_OPTIMIZER,),
-                per_step=True,
-            ),
-            Event(
-                "on_gradient_clip",
-                "Gradients were clipped.",
-                (Argument("grad_norm", "the gradient norm before clipping, a number"), _OPTIMIZER),
-                per_step=True,
-            ),
-            Event(
-                "on_before_optimizer_step",
-                "The optimizer is about to step with the current gradients.",
-                (_OPTIMIZER,),
-                ("on_pre_optimizer_step",),
-                per_step=True,
-            ),
-            Event(
-                "on_after_optimizer_step",
-                "The optimizer has stepped.",
-                (_OPTIMIZER,),
-                per_step=True,
-            ),
-            Event(
-                "on_step_skipped",
-                "The optimizer did not step.",
-                (Argument("reason", "why the step was skipped"), _OPTIMIZER),
-                per_step=True,
-            ),
-            Event(
-                "on_train_batch_end",
-                "A training batch is done.",
-                (*_BATCH, _METRICS, _LOSS),
-                ("on_batch_end",),
-                per_step=True,
-            ),
-            Event(
-                "on_step_end",
-                "A step is done, completed or skipped; gradients are not zeroed yet.",
-                (
-                    Argument("ctx", "the step as a `StepContext`"),
-                    Argument("loss", "the mean loss of the step's batches, a number"),
-                    Argument("grad_norm", "the gradient norm, a number"),
-                    Argument("lr", "the learning rate that this step used"),
-                ),
-                per_step=True,
-            ),
-            Event(
-                "on_validation_start",
-                "Validation begins.",
-                (_EPOCH,),
-                ("on_eval_start", "on_eval_begin"),
-            ),
-            Event(
-                "on_validation_batch_start",
-                "A validation batch was loaded.",
-                _BATCH,
-                ("on_eval_batch_start",),
-            ),
-            Event(
-                "on_validation_batch_end",
-                "A validation batch is done.",
-                (*_BATCH, _METRICS, _LOSS),
-                ("on_eval_batch_end",),
-            ),
-            Event(
-                "on_validation_end",
-                "Validation is done.",
-                (_EPOCH, _METRICS),
-                ("on_eval_end",),
-            ),
-            Event("on_epoch_end", "An epoch is done.", (_EPOCH, _METRICS)),
-            Event("on_checkpoint_save", "A checkpoint is durable and complete.", _CHECKPOINT),
-            Event("on_checkpoint_load", "A checkpoint was restored completely.", _CHECKPOINT),
-            Event(
-                "on_exception",
-                "Training failed; the exception is re-raised after all hooks were called.",
-                (Argument("exception", "the exception"),),
-            ),
-            Event(
-                "on_train_end",
-                "Training has ended, also after an exception or a stop.",
-                aliases=("on_training_end",),
-            ),
-        )
-    }
+
+def _by_name(*events: Event) -> Mapping[str, Event]:
+    return MappingProxyType({event.name: event for event in events})
+
+
+EVENTS: Mapping[str, Event] = _by_name(
+    Event("on_train_start", "Training begins.", aliases=("on_train_begin",)),
+    Event("on_epoch_start", "An epoch begins.", (_EPOCH,), ("on_epoch_begin",)),
+    Event(
+        "on_train_batch_start",
+        "A training batch was loaded.",
+        _BATCH,
+        ("on_batch_start", "on_batch_begin"),
+        per_step=True,
+    ),
+    Event(
+        "on_before_forward",
+        "The model is about to be called.",
+        (Argument("batch", "the batch from the data loader"),),
+        per_step=True,
+    ),
+    Event(
+        "on_after_forward",
+        "The model's outermost call has returned.",
+        (Argument("outputs", "what the model returned"),),
+        per_step=True,
+    ),
+    Event(
+        "on_before_backward",
+        "The loss is computed; backward is about to run.",
+        (Argument("loss", "the loss tensor on which backward is called"),),
+        per_step=True,
+    ),
+    Event("on_after_backward", "Backward has run.", per_step=True),
+    Event(
+        "on_gradients_ready",
+        "Gradients are accumulated and unscaled, before updates and clipping.",
+        (_OPTIMIZER,),
+        per_step=True,
+    ),
+    Event(
+        "on_gradient_clip",
+        "Gradients were clipped.",
+        (Argument("grad_norm", "the gradient norm before clipping, a number"), _OPTIMIZER),
+        per_step=True,
+    ),
+    Event(
+        "on_before_optimizer_step",
+        "The optimizer is about to step with the current gradients.",
+        (_OPTIMIZER,),
+        ("on_pre_optimizer_step",),
+        per_step=True,
+    ),
+    Event("on_after_optimizer_step", "The optimizer has stepped.", (_OPTIMIZER,), per_step=True),
+    Event(
+        "on_step_skipped",
+        "The optimizer did not step.",
+        (Argument("reason", "why the step was skipped"), _OPTIMIZER),
+        per_step=True,
+    ),
+    Event(
+        "on_train_batch_end",
+        "A training batch is done.",
+        (*_BATCH, _METRICS, _LOSS),
+        ("on_batch_end",),
+        per_step=True,
+    ),
+    Event(
+        "on_step_end",
+        "A step is done, completed or skipped; gradients are not zeroed yet.",
+        (
+            Argument("ctx", "the step as a `StepContext`"),
+            Argument("loss", "the mean loss of the step's batches, a number"),
+            Argument("grad_norm", "the gradient norm, a number"),
+            Argument("lr", "the learning rate that this step used"),
+        ),
+        per_step=True,
+    ),
+    Event(
+        "on_validation_start", "Validation begins.", (_EPOCH,), ("on_eval_start", "on_eval_begin")
+    ),
+    Event(
+        "on_validation_batch_start",
+        "A validation batch was loaded.",
+        _BATCH,
+        ("on_eval_batch_start",),
+    ),
+    Event(
+        "on_validation_batch_end",
+        "A validation batch is done.",
+        (*_BATCH, _METRICS, _LOSS),
+        ("on_eval_batch_end",),
+    ),
+    Event("on_validation_end", "Validation is done.", (_EPOCH, _METRICS), ("on_eval_end",)),
+    Event("on_epoch_end", "An epoch is done.", (_EPOCH, _METRICS)),
+    Event("on_checkpoint_save", "A checkpoint is durable and complete.", _CHECKPOINT),
+    Event("on_checkpoint_load", "A checkpoint was restored completely.", _CHECKPOINT),
+    Event(
+        "on_exception",
+        "Training failed; the exception is re-raised after all hooks were called.",
+        (Argument("exception", "the exception"),),
+    ),
+    Event(
+        "on_train_end",
+        "Training has ended, also after an exception or a stop.",
+        aliases=("on_training_end",),
+    ),
 )
 
-FLOWS: Mapping[str, Event] = MappingProxyType(
-    {
-        event.name: event
-        for event in (
-            Event(
-                "forward",
-                "Forward hooks observe what the model's outermost call returned.",
-                (
-                    Argument("activations", "what the model returned, detached"),
-                    Argument("observation", "calls the hook and checks that it changes nothing"),
-                ),
-                per_step=True,
-            ),
-            Event(
-                "update",
-                "Updates transform the gradients of each optimizer that is due.",
-                (
-                    Argument("gradients", "gradients by parameter name; calls the hook"),
-                    Argument("optimizer_idx", "the index of the optimizer, from 0"),
-                ),
-                per_step=True,
-            ),
-        )
-    }
+FLOWS: Mapping[str, Event] = _by_name(
+    Event(
+        "forward",
+        "Forward hooks observe what the model's outermost call returned.",
+        (
+            Argument("activations", "what the model returned, detached"),
+            Argument("observation", "calls the hook and checks that it changes nothing"),
+        ),
+        per_step=True,
+    ),
+    Event(
+        "update",
+        "Updates transform the gradients of each optimizer that is due.",
+        (
+            Argument("gradients", "gradients by parameter name; calls the hook"),
+            Argument("optimizer_idx", "the index of the optimizer, from 0"),
+        ),
+        per_step=True,
+    ),
 )
 """The calls of forward hooks and updates, which are dispatched like events."""
 

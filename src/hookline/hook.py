@@ -86,17 +86,12 @@ class Hook:
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:
         """Training begins."""
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_train_start`."""
+    on_train_begin = on_train_start
 
     def on_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        """An epoch begins.
+        """An epoch begins. Its own arguments: `epoch`."""
 
-        Its own arguments: `epoch`.
-        """
-
-    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_epoch_start`."""
+    on_epoch_begin = on_epoch_start
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """A training batch was loaded.
@@ -105,29 +100,17 @@ class Hook:
         (`loader_name`).
         """
 
-    def on_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_train_batch_start`."""
-
-    def on_batch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_train_batch_start`."""
+    on_batch_start = on_train_batch_start
+    on_batch_begin = on_train_batch_start
 
     def on_before_forward(self, *args: Any, **kwargs: Any) -> None:
-        """The model is about to be called.
-
-        Its own arguments: `batch`.
-        """
+        """The model is about to be called. Its own arguments: `batch`."""
 
     def on_after_forward(self, *args: Any, **kwargs: Any) -> None:
-        """The model's outermost call has returned.
-
-        Its own arguments: `outputs`.
-        """
+        """The model's outermost call has returned. Its own arguments: `outputs`."""
 
     def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
-        """The loss is computed; backward is about to run.
-
-        Its own arguments: `loss`.
-        """
+        """The loss is computed; backward is about to run. Its own arguments: `loss`."""
 
     def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
         """Backward has run."""
@@ -139,10 +122,7 @@ class Hook:
         """
 
     def on_gradient_clip(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients were clipped.
-
-        Its own arguments: `grad_norm`, `optimizer_idx`.
-        """
+        """Gradients were clipped. Its own arguments: `grad_norm`, `optimizer_idx`."""
 
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """The optimizer is about to step with the current gradients.
@@ -150,20 +130,13 @@ class Hook:
         Its own arguments: `optimizer_idx`.
         """
 
-    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_before_optimizer_step`."""
+    on_pre_optimizer_step = on_before_optimizer_step
 
     def on_after_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer has stepped.
-
-        Its own arguments: `optimizer_idx`.
-        """
+        """The optimizer has stepped. Its own arguments: `optimizer_idx`."""
 
     def on_step_skipped(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer did not step.
-
-        Its own arguments: `reason`, `optimizer_idx`.
-        """
+        """The optimizer did not step. Its own arguments: `reason`, `optimizer_idx`."""
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """A training batch is done.
@@ -172,8 +145,7 @@ class Hook:
         (`loader_name`), `metrics`, `loss`.
         """
 
-    def on_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_train_batch_end`."""
+    on_batch_end = on_train_batch_end
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """A step is done, completed or skipped; gradients are not zeroed yet.
@@ -182,16 +154,10 @@ class Hook:
         """
 
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        """Validation begins.
+        """Validation begins. Its own arguments: `epoch`."""
 
-        Its own arguments: `epoch`.
-        """
-
-    def on_eval_start(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_validation_start`."""
-
-    def on_eval_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_validation_start`."""
+    on_eval_start = on_validation_start
+    on_eval_begin = on_validation_start
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """A validation batch was loaded.
@@ -200,8 +166,7 @@ class Hook:
         (`loader_name`).
         """
 
-    def on_eval_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_validation_batch_start`."""
+    on_eval_batch_start = on_validation_batch_start
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """A validation batch is done.
@@ -210,23 +175,15 @@ class Hook:
         (`loader_name`), `metrics`, `loss`.
         """
 
-    def on_eval_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_validation_batch_end`."""
+    on_eval_batch_end = on_validation_batch_end
 
     def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
-        """Validation is done.
+        """Validation is done. Its own arguments: `epoch`, `metrics`."""
 
-        Its own arguments: `epoch`, `metrics`.
-        """
-
-    def on_eval_end(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_validation_end`."""
+    on_eval_end = on_validation_end
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """An epoch is done.
-
-        Its own arguments: `epoch`, `metrics`.
-        """
+        """An epoch is done. Its own arguments: `epoch`, `metrics`."""
 
     def on_checkpoint_save(self, *args: Any, **kwargs: Any) -> None:
         """A checkpoint is durable and complete.
@@ -249,8 +206,7 @@ class Hook:
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Training has ended, also after an exception or a stop."""
 
-    def on_training_end(self, *args: Any, **kwargs: Any) -> None:
-        """Another name for `on_train_end`."""
+    on_training_end = on_train_end
 
     # -- end of events ----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -26,7 +27,7 @@ QUICK_NS = 2_000  # below this, it would cost more than four percent
 WINDOW = 512
 
 HookStatus = Literal["enabled", "disabled", "failed", "removed"]
-"""`failed`: disabled by the manager, after repeated failures or for lack of an argument."""
+"""`failed`: disabled after repeated failures, or because the loop does not provide an argument."""
 
 
 def make_timing_gaps() -> Callable[[int], int]:
@@ -91,11 +92,7 @@ class CallStats:
 
 @dataclass(frozen=True)
 class HookInfo:
-    """One registered hook, as `describe()` and `summary()` show it.
-
-    `status` is "enabled", "disabled", "failed" (disabled after repeated failures, or because the
-    loop does not provide an argument) or "removed".
-    """
+    """One registered hook, as `describe()` and `summary()` show it."""
 
     name: str
     kind: str
@@ -134,11 +131,10 @@ class Summary:
     @property
     def failures(self) -> dict[str, int]:
         """The number of failures by hook name, only of hooks that failed."""
-        failures: dict[str, int] = {}
+        failures = Counter[str]()
         for hook in self.hooks:
-            if hook.failures:
-                failures[hook.name] = failures.get(hook.name, 0) + hook.failures
-        return failures
+            failures[hook.name] += hook.failures
+        return {name: count for name, count in failures.items() if count}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as plain data."""
@@ -148,14 +144,14 @@ class Summary:
         rows = [("hook", "calls", "time", "share", "failures", "status")]
         rows += [
             (
-                hook.name,
-                str(hook.calls),
-                f"{hook.seconds:.3f} s",
-                f"{hook.share:.1%}",
-                str(hook.failures),
-                hook.status,
+                h.name,
+                f"{h.calls}",
+                f"{h.seconds:.3f} s",
+                f"{h.share:.1%}",
+                f"{h.failures}",
+                h.status,
             )
-            for hook in self.hooks
+            for h in self.hooks
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows]

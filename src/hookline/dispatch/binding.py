@@ -75,7 +75,9 @@ def _bind_call(hook: Hook, flow: Event) -> Binding:
     """
     function = hook.hookline_function
     call: Any = function if function is not None else hook.__call__  # type: ignore[operator]
-    label = f"{type(hook).__name__}.__call__" if function is None else _function_name(function)
+    label = f"{type(hook).__name__}.__call__"
+    if function is not None:
+        label = getattr(function, "__qualname__", type(function).__name__)
     carrier = "gradients" if flow.name == "update" else "observation"
     binding = _bind_method(call, flow, label)
     if hook.hookline_no_op:
@@ -85,10 +87,6 @@ def _bind_call(hook: Hook, flow: Event) -> Binding:
         carrier.carry(hook, call, args, kwargs)
 
     return replace(binding, method=call_through, positional=(carrier, *binding.positional))
-
-
-def _function_name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _event_methods(hook: Hook) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -34,10 +34,7 @@ class Dispatchers:
 class DispatcherTable:
     """Compiles dispatchers when their events are first fired, and counts calls.
 
-    Args:
-        manager: the manager of the hooks.
-        lock: the manager's lock.
-        on_first_fire: called when an event is fired for the first time since its hooks changed.
+    `on_first_fire` is called when an event is first fired after its hooks have changed.
     """
 
     def __init__(
@@ -71,12 +68,6 @@ class DispatcherTable:
         for event in entry.bindings:
             for dispatcher in self._in_use[event]:
                 dispatcher.deactivate(entry)
-
-    def resume_dispatch(self, event: str, context: object) -> None:
-        """Fire an event again in which no hook was called because an argument was missing."""
-        dispatch = getattr(self.dispatchers, event)
-        if dispatch is not None:
-            dispatch(context)
 
     def update_counts(self) -> None:
         """Add the calls counted by all dispatchers to the hooks' stats."""
@@ -172,17 +163,13 @@ class Dispatcher:
 
         self._globals[f"hook{self.entries.index(entry)}"] = skip
 
-    def count_calls(self, i: int) -> int:
-        """Return how often this dispatcher called its i-th hook."""
-        return int(self._globals[f"calls{i}"]) if self._scheduled[i] else self.fired
-
     def __del__(self) -> None:
         self.update_counts()  # an event may have been in progress at the last update
 
     def update_counts(self) -> None:
         """Add the calls since the last update to the hooks' stats."""
         for i, entry in enumerate(self.entries):
-            calls = self.count_calls(i)
+            calls = int(self._globals[f"calls{i}"]) if self._scheduled[i] else self.fired
             entry.call_stats[self.event].calls += calls - self._counted[i]
             self._counted[i] = calls
 
@@ -201,7 +188,9 @@ class Dispatcher:
         """Disable the hooks that lack an argument, then call the others: none was called yet."""
         manager = self.table.manager
         fatal = manager.handle_missing_args(self.entries, self.event, context, error)
-        self.table.resume_dispatch(self.event, context)
+        dispatch = getattr(self.table.dispatchers, self.event)
+        if dispatch is not None:
+            dispatch(context)
         if fatal is not None:
             raise fatal
 

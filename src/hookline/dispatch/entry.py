@@ -106,9 +106,10 @@ class Entry:
 
     def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
         """Return what to keep after removal; `previous` is an earlier removed hook of this name."""
-        return RemovedEntry(
-            self.info(0.0), self.call_stats, previous.info(0.0) if previous is not None else None
-        )
+        last = self.info(0.0)
+        nothing = replace(last, calls=0, seconds=0.0, failures=0, last_error=None)
+        earlier = nothing if previous is None else previous.info(0.0)
+        return RemovedEntry(last, self.call_stats, earlier)
 
 
 @dataclass(frozen=True)
@@ -117,26 +118,20 @@ class RemovedEntry:
 
     last: HookInfo
     call_stats: dict[str, CallStats]
-    previous: HookInfo | None
+    previous: HookInfo
 
     def info(self, elapsed: float) -> HookInfo:
         """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
-        calls = sum(stats.calls for stats in self.call_stats.values())
-        seconds = sum(stats.seconds for stats in self.call_stats.values())
-        failures, last_error = self.last.failures, self.last.last_error
-        if self.previous is not None:
-            calls += self.previous.calls
-            seconds += self.previous.seconds
-            failures += self.previous.failures
-            last_error = last_error or self.previous.last_error
+        last, earlier = self.last, self.previous
+        seconds = sum(stats.seconds for stats in self.call_stats.values()) + earlier.seconds
         return replace(
-            self.last,
+            last,
             status="removed",
-            calls=calls,
+            calls=sum(stats.calls for stats in self.call_stats.values()) + earlier.calls,
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
-            failures=failures,
-            last_error=last_error,
+            failures=last.failures + earlier.failures,
+            last_error=last.last_error or earlier.last_error,
         )
 
 

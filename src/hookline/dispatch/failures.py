@@ -16,12 +16,7 @@ log = logging.getLogger("hookline")
 
 
 class FailureHandler:
-    """Logs and counts failures, and disables hooks that fail repeatedly.
-
-    Args:
-        settings: the manager's settings.
-        on_disabled: called with the entry of a hook that was disabled.
-    """
+    """Logs and counts failures, and disables hooks that fail repeatedly."""
 
     def __init__(self, settings: HookSettings, on_disabled: Callable[[Entry], None]) -> None:
         self._settings = settings
@@ -33,13 +28,8 @@ class FailureHandler:
         """Log and count a hook's exception, and disable the hook after repeated failures.
 
         Return the error to raise after the other hooks were called, if training depends on the
-        hook. Without isolation, the exception is raised at once.
-
-        Args:
-            entry: the hook.
-            method: the event, or the name of another method that failed.
-            call: the number of the call; consecutive numbers are failures in a row.
-            error: the exception.
+        hook. Without isolation, the exception is raised at once. Consecutive values of `call`
+        are failures in a row.
         """
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
             raise error

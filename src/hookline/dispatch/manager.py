@@ -147,9 +147,7 @@ class HookManager:
             self._apply(entries, changed=[entry] if old is None else [entry, old])
             return entry.name
 
-    def register_hook(self, hook: Hook, name: str | None = None, **options: Any) -> str:
-        """Another name for `add_hook`."""
-        return self.add_hook(hook, name, **options)
+    register_hook = add_hook
 
     def register_hooks(self, hooks: Iterable[Hook]) -> list[str]:
         """Register several hooks in this order and return their names."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex, overload
 
 from hookline.context import StepContext
-from hookline.dispatch.binding import Binding
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
 from hookline.errors import NameTakenError, SignatureError
@@ -41,7 +40,14 @@ class HookRunner(HookManager):
         entry = super()._make_entry(hook, name, replace, taken)
         if self.source is None or isinstance(self.source, _Config):
             for event, binding in entry.bindings.items():
-                _check_arguments(event, binding)
+                provided = _PROVIDED.get(event, binding.required)
+                for argument in sorted(binding.required - provided):
+                    raise SignatureError(
+                        f"{binding.label} asks for '{argument}', which a HookRunner does not "
+                        f"provide. In {event} it has: {', '.join(sorted(provided))}. Give the "
+                        "parameter a default, or create the runner with `source=`, an object that "
+                        "has it as an attribute."
+                    )
         return entry
 
     @property
@@ -109,17 +115,6 @@ _PROVIDED = {
     "on_checkpoint_save": {"config", "checkpoint_path", "step"},
     "on_train_end": {"config", "step", "tokens_seen"},
 }
-
-
-def _check_arguments(event: str, binding: Binding) -> None:
-    """Raise if a method requires an argument that a runner's event never has."""
-    provided = _PROVIDED.get(event, binding.required)
-    for argument in sorted(binding.required - provided):
-        raise SignatureError(
-            f"{binding.label} asks for '{argument}', which a HookRunner does not provide. In "
-            f"{event} it has: {', '.join(sorted(provided))}. Give the parameter a default, or "
-            "create the runner with `source=`, an object that has it as an attribute."
-        )
 
 
 @dataclass

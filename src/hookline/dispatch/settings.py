@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -72,5 +71,4 @@ class Schedule:
 
 def _check_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        shown = "nan" if isinstance(value, float) and math.isnan(value) else repr(value)
-        raise ValueError(f"{name} is {shown}; expected a whole number of at least {minimum}.")
+        raise ValueError(f"{name} is {value!r}; expected a whole number of at least {minimum}.")
