@@ -35,10 +35,8 @@ class ModelCallback:
             skip(ModelCallback.__call__)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the callback; while code is compiled, keep it out of the graph.
-
-        `torch.compiler.disable` in each call would take half a microsecond.
-        """
+        """Call the callback, outside of compiled graphs."""
+        # `torch.compiler.disable` in each call would take half a microsecond.
         if _dynamo() is None:
             return self._call(*args)
         return torch.compiler.disable(self._call)(*args)

@@ -79,9 +79,8 @@ def _unwrapped(optimizer: Any) -> Any:
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {describe(model)}.")
-    several = [given] if isinstance(given, torch.optim.Optimizer) else given
-    optimizers = list(several) if isinstance(several, Iterable) else [several]
-    optimizers = [_unwrapped(optimizer) for optimizer in optimizers]
+    several = given if isinstance(given, Iterable) else [given]
+    optimizers = [_unwrapped(optimizer) for optimizer in several]
     for optimizer in optimizers:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +21,7 @@ from hookline.integrations.bare_loop.requirements import (
     unmet_requirements,
 )
 from hookline.integrations.bare_loop.step_watch import StepCallbacks, StepWatch
+from hookline.loop.evaluation import tokens_in
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
 
@@ -35,6 +36,8 @@ log = logging.getLogger("hookline")
 
 class AttachedLoop(TrainingLoop[HookManager]):
     """A loop that hooks are attached to; `Session` adds the calls that the loop may make."""
+
+    _context: BareLoopEventContext
 
     def __init__(
         self,
@@ -58,12 +61,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.run: Run | None = None
         self._runs = runs
         self._recorder: SessionRecorder | None = None
-        context_class, watch_class = _classes(recorded=runs is not None)
-        self._context: BareLoopEventContext = context_class(self, model, optimizers, config)
+        self._context = BareLoopEventContext(self, model, optimizers, config, runs is not None)
         self._tokens_fn = tokens
-        self._supplied: set[str] = {"config"} if config is not None else set()
-        if runs is not None:
-            self._supplied.add("run")
+        given = {"config": config, "run": runs}
+        self._supplied = {name for name, value in given.items() if value is not None}
         self._validation: Means | None = None
         self._validated: dict[str, Any] = {}
         self._stop_reason: str | None = None
@@ -77,11 +78,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
             before_forward=self._before_forward,
             after_forward=self._after_forward,
             end_batch=self._end_batch,
-            record_step=self._record_step,
+            record_step=None if runs is None else self._record_step,
             unmet_requirements=lambda: list(unmet_requirements(self.hooks, self._supplied)),
             requirements_met=self._requirements_met,
         )
-        self._step_watch = watch_class(self._context, self.hooks, scaler, callbacks)
+        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks)
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
 
@@ -222,12 +223,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         return not self._ended, self.started and not self._ended
 
     def _count_tokens(self, batch: Any) -> int | None:
-        if self._tokens_fn is not None:
-            tokens: int | None = int(self._tokens_fn(batch))
-        elif isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            tokens = batch["input_ids"].numel()
-        else:
-            tokens = None
+        tokens = int(self._tokens_fn(batch)) if self._tokens_fn else tokens_in(batch) or None
         if tokens is not None:
             self._supplied.add("tokens")
         return tokens
@@ -259,15 +255,3 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.hooks.raise_on_missing_args = False
         for line in pending_requirements(self.hooks, self._supplied):
             log.info("%s", line)
-
-
-def _classes(*, recorded: bool) -> tuple[type[BareLoopEventContext], type[StepWatch]]:
-    """Return the classes of a session's parts; a loop without a run does nothing for one."""
-    if not recorded:
-        return BareLoopEventContext, StepWatch
-    from hookline.integrations.bare_loop.recorded_session import (
-        RecordedEventContext,
-        RecordedStepWatch,
-    )
-
-    return RecordedEventContext, RecordedStepWatch

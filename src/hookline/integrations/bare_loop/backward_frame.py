@@ -1,7 +1,7 @@
 """Finds the tensor that backward was called on.
 
 Autograd's hooks do not get it, and the loss is a local variable of the user's loop. But while hooks
-run, `Tensor.backward` is on the stack of the thread that called it, with the loss as its `self`.
+run, `torch.autograd.backward` is on the stack of the thread that called it, with the loss.
 Reading it there changes nothing and costs about a microsecond; wrapping `backward` would affect
 every tensor of the process.
 """
@@ -16,8 +16,7 @@ import torch
 
 __all__ = ["differentiated_tensor", "is_being_called"]
 
-_METHOD = torch.Tensor.backward.__code__
-_FUNCTION = torch.autograd.backward.__code__
+_BACKWARD = torch.autograd.backward.__code__  # `Tensor.backward` calls it, too
 
 
 def differentiated_tensor() -> torch.Tensor | None:
@@ -36,21 +35,12 @@ def differentiated_tensor() -> torch.Tensor | None:
 
 def _find(frame: FrameType | None) -> torch.Tensor | None:
     while frame is not None:
-        if frame.f_code is _METHOD:
-            return _single(frame.f_locals.get("self"))
-        if frame.f_code is _FUNCTION:
-            caller = frame.f_back
-            if caller is not None and caller.f_code is _METHOD:
-                return _single(caller.f_locals.get("self"))
-            return _single(frame.f_locals.get("tensors"))
+        if frame.f_code is _BACKWARD:
+            tensors = frame.f_locals["tensors"]
+            is_single = len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
+            return tensors[0] if is_single and tensors[0].numel() == 1 else None
         frame = frame.f_back
     return None
-
-
-def _single(value: object) -> torch.Tensor | None:
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 
 
 def is_being_called(code: CodeType) -> bool:

@@ -6,7 +6,9 @@ with the call that would provide it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +34,18 @@ class Batch:
     ended: bool = False
 
 
+def _provided(argument: str, known: str, part: str | None = None) -> property:
+    """Return a property that raises until the loop has provided its value."""
+
+    def read(context: BareLoopEventContext) -> Any:
+        value = getattr(context, known)
+        if value is None:
+            raise not_supplied(argument)
+        return value if part is None else getattr(value, part)
+
+    return property(read)
+
+
 class BareLoopEventContext(EventContext):
     """The arguments of events in a bare loop."""
 
@@ -41,8 +55,10 @@ class BareLoopEventContext(EventContext):
         model: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer],
         config: Any,
+        has_run: bool,
     ) -> None:
         super().__init__(trainer, model, optimizers)
+        self.has_run = has_run
         # What the loop may not provide is None here, and an error where a hook asks for it.
         self.known_config = config
         self.known_epoch: int | None = None
@@ -56,48 +72,19 @@ class BareLoopEventContext(EventContext):
 
     # -- what the loop may not provide -----------------------------------------------------------
 
-    @property
-    def epoch(self) -> int:
-        if self.known_epoch is None:
-            raise not_supplied("epoch")
-        return self.known_epoch
-
-    @property
-    def batch(self) -> Any:
-        return self._in_batch("batch").batch
-
-    @property
-    def batch_idx(self) -> int:
-        return self._in_batch("batch_idx").index
-
-    @property
-    def dataloader_idx(self) -> int:
-        return self._in_batch("dataloader_idx").loader_idx
-
-    @property
-    def dataloader_name(self) -> str:
-        return self._in_batch("dataloader_name").loader_name
-
-    def _in_batch(self, name: str) -> Batch:
-        if self.known_batch is None:
-            raise not_supplied(name)
-        return self.known_batch
-
-    @property
-    def config(self) -> Any:
-        if self.known_config is None:
-            raise not_supplied("config")
-        return self.known_config
+    epoch = _provided("epoch", "known_epoch")
+    config = _provided("config", "known_config")
+    tokens_seen = _provided("tokens_seen", "known_tokens")
+    batch = _provided("batch", "known_batch", "batch")
+    batch_idx = _provided("batch_idx", "known_batch", "index")
+    dataloader_idx = _provided("dataloader_idx", "known_batch", "loader_idx")
+    dataloader_name = _provided("dataloader_name", "known_batch", "loader_name")
 
     @property
     def run(self) -> Any:
-        raise not_supplied("run")
-
-    @property
-    def tokens_seen(self) -> int:
-        if self.known_tokens is None:
-            raise not_supplied("tokens_seen")
-        return self.known_tokens
+        if not self.has_run:
+            raise not_supplied("run")
+        return self.trainer.run  # None on ranks other than the first
 
     @property
     def loss(self) -> Any:
@@ -112,21 +99,18 @@ class BareLoopEventContext(EventContext):
 
     @property
     def ctx(self) -> StepContext:
+        loss: Any = (lambda: self.loss) if self.known_loss is None else self.known_loss
+        tokens: Any = (lambda: self.tokens_seen) if self.known_tokens is None else self.known_tokens
         return StepContext(
             step=self.step,
-            loss=self._later("loss") if self.known_loss is None else self.known_loss,
+            loss=loss,
             grad_norm=self.norm_of_this_step(),
             lr=self.lr,
-            tokens_seen=self._later("tokens_seen")
-            if self.known_tokens is None
-            else self.known_tokens,
+            tokens_seen=tokens,
             model=self.model,
             optimizer=self.optimizer,
             skipped=self.skipped,
         )
-
-    def _later(self, name: str) -> Any:
-        return lambda: getattr(self, name)
 
     @property
     def state(self) -> State:
@@ -138,12 +122,13 @@ class BareLoopEventContext(EventContext):
             "status": self.status,
         }
         absent: dict[str, str] = {}
-        for key, read in (
-            ("current_epoch", lambda: self.epoch),
-            ("current_batch_idx", lambda: self.batch_idx),
-            ("latest_loss", lambda: self._required_loss(self.latest_loss)),
-            ("avg_loss", lambda: self._required_loss(self.means.mean("train/loss"))),
-        ):
+        readers: dict[str, Callable[[], Any]] = {
+            "current_epoch": lambda: self.epoch,
+            "current_batch_idx": lambda: self.batch_idx,
+            "latest_loss": lambda: self._required_loss(self.latest_loss),
+            "avg_loss": lambda: self._required_loss(self.means.mean("train/loss")),
+        }
+        for key, read in readers.items():
             try:
                 known[key] = read()
             except NotSuppliedError as error:
@@ -157,22 +142,8 @@ class ProbeContext:
     def __init__(self, context: BareLoopEventContext) -> None:
         self._context = context
 
-    @property
-    def trainer(self) -> Any:
-        return self._context.trainer
-
-    @property
-    def step(self) -> int:
-        return self._context.step
-
-    @property
-    def step_in_progress(self) -> int:
-        return self._context.step_in_progress
-
-    @property
-    def epoch(self) -> int | None:
-        return self._context.known_epoch
-
-    @property
-    def evaluating(self) -> bool:
-        return self._context.evaluating
+    trainer = property(attrgetter("_context.trainer"))
+    step = property(attrgetter("_context.step"))
+    step_in_progress = property(attrgetter("_context.step_in_progress"))
+    epoch = property(attrgetter("_context.known_epoch"))
+    evaluating = property(attrgetter("_context.evaluating"))

@@ -34,25 +34,27 @@ class LossTracker:
         self.wanted = False
         self._context = context
         self._scaler = scaler
+        parameters = context.optimizer.param_groups[0]["params"]
+        self._parameter = next((p for p in parameters if p.requires_grad), parameters[0])
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
         self._is_given = False
         self._once_per_step: bool | None = None  # learned from the first step
 
-    def set_loss(self, loss: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    def set_loss(self, loss: torch.Tensor | None) -> None:
         """Set the loss that the loop runs backward on; None after it."""
         self._is_given = loss is not None
         if loss is not None and self.wanted:
-            self._add(BackwardLoss(loss.detach(), given=True), parameter)
+            self._add(BackwardLoss(loss.detach(), given=True))
 
-    def backward_begins(self, parameter: torch.Tensor) -> None:
-        """Read the loss while backward runs; `parameter` is one that it will reach."""
+    def backward_begins(self) -> None:
+        """Read the loss while backward runs."""
         if not self._is_given:
-            self._add(BackwardLoss(self._unscaled(differentiated_tensor()), given=False), parameter)
+            self._add(BackwardLoss(self._unscaled(differentiated_tensor()), given=False))
 
-    def _add(self, seen: BackwardLoss, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # gradients were dropped since the last backward, if any
+    def _add(self, seen: BackwardLoss) -> None:
+        if self._parameter.grad is None:  # gradients were dropped since the last backward, if any
             self._step.clear()
         self._step.append(seen)
         self._batch.append(seen)

@@ -1,8 +1,4 @@
-"""The parts of a session that writes a run.
-
-They replace `BareLoopEventContext` and `StepWatch` when `attach` is given `runs`, so that a loop
-without a run pays nothing for one.
-"""
+"""Writes the run of a session."""
 
 from __future__ import annotations
 
@@ -12,12 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
-from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
-from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.event_context import device_of
 from hookline.loop.means import Means
-from hookline.loop.model_watch import ModelWatch
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
@@ -25,48 +17,9 @@ from hookline.runs.run import Run
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["RecordedEventContext", "RecordedStepWatch", "SessionRecorder"]
+__all__ = ["SessionRecorder"]
 
 log = logging.getLogger("hookline")
-
-
-class RecordedEventContext(BareLoopEventContext):
-    """The arguments of events, with the run."""
-
-    @property
-    def run(self) -> Any:
-        """The run; None on ranks other than the first."""
-        return self.trainer.run
-
-
-class RecordedStepWatch(StepWatch):
-    """Watches the loss of each step for the run, whether or not a hook asks for it."""
-
-    def hooks_changed(self) -> None:
-        """Watch what the hooks need, and always backward, where the loss is read."""
-        if type(self._model) is ModelWatch:  # just made, and not in use yet
-            self._model = _BackwardWatch(
-                self.context.model,
-                self.callbacks.before_forward,
-                self.callbacks.after_forward,
-                self._backward_begins,
-                self._backward_ends,
-            )
-        super().hooks_changed()
-        self._losses.wanted = True
-
-    def _end_step(self, *, skipped: bool) -> None:
-        before = self.context.latest_loss
-        super()._end_step(skipped=skipped)
-        loss = self.context.latest_loss
-        self.callbacks.record_step(loss if loss is not before else None)
-
-
-class _BackwardWatch(ModelWatch):
-    def watch(self, *, calls: bool, backward: bool) -> None:
-        # Hooks on the call of a model that was compiled in place would be compiled with it.
-        watches_loss = not is_compiled_in_place(self.model)
-        super().watch(calls=calls, backward=backward or watches_loss)
 
 
 class SessionRecorder(Recorder):

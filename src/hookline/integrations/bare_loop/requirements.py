@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 
 from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
@@ -11,23 +10,21 @@ from hookline.events import EVENTS, FLOWS
 
 __all__ = ["CALLS", "not_supplied", "pending_requirements", "unmet_requirements"]
 
-CALLS = MappingProxyType(
-    {
-        "epoch": "Wrap each epoch: `with session.epoch():`.",
-        "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
-        "backward": "Let the session run backward: `session.backward(loss)` instead of "
-        "`loss.backward()`.",
-        "validation": "Wrap validation: `with session.validation():`.",
-        "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
-        "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
-        "clip": "Let the session clip: `session.clip(max_norm)`.",
-        "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
-        "count: `attach(…, tokens=lambda batch: …)`.",
-        "config": "Give it to attach: `attach(…, config=…)`.",
-        "log": "Report it: `session.log('loss', value)` before the batch ends.",
-        "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
-    }
-)
+CALLS: Mapping[str, str] = {
+    "epoch": "Wrap each epoch: `with session.epoch():`.",
+    "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
+    "backward": "Let the session run backward: `session.backward(loss)` instead of "
+    "`loss.backward()`.",
+    "validation": "Wrap validation: `with session.validation():`.",
+    "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
+    "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
+    "clip": "Let the session clip: `session.clip(max_norm)`.",
+    "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
+    "count: `attach(…, tokens=lambda batch: …)`.",
+    "config": "Give it to attach: `attach(…, config=…)`.",
+    "log": "Report it: `session.log('loss', value)` before the batch ends.",
+    "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
+}
 
 _EVENTS = {
     "on_epoch_start": "epoch",
@@ -88,6 +85,5 @@ def pending_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:
     for event in (*EVENTS, *FLOWS):
-        listeners = hooks.listeners(event, needed=True)
-        if listeners:
+        if listeners := hooks.listeners(event, needed=True):
             yield event, listeners

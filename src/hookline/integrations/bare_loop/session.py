@@ -53,7 +53,7 @@ class Session(AttachedLoop):
             return
         for i, batch in enumerate(loader):
             self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
-            self._step_watch.batch_begins()
+            self._step_watch.losses.batch_begins()
             tokens = self._count_tokens(batch)
             self._fire(f"on_{kind}_batch_start")
             yield batch

@@ -40,25 +40,15 @@ Versions = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class StepCallbacks:
-    """What a step watch calls when it sees something.
+    """What a step watch calls when it sees something."""
 
-    Attributes:
-        begin: something of training was seen; called often.
-        before_forward: the model is called.
-        after_forward: the model has returned this.
-        end_batch: the batch in progress has ended with a step.
-        record_step: a step has ended; with its loss, None if it is not known.
-        unmet_requirements: returns what hooks need and the loop has not supplied, a line each.
-        requirements_met: the first step begins, and hooks get all they need.
-    """
-
-    begin: Callable[[], None]
+    begin: Callable[[], None]  # something of training was seen; called often
     before_forward: Callable[[], None]
-    after_forward: Callable[[Any], None]
-    end_batch: Callable[[], None]
-    record_step: Callable[[LazyFloat | None], None]
-    unmet_requirements: Callable[[], list[str]]
-    requirements_met: Callable[[], None]
+    after_forward: Callable[[Any], None]  # with what the model has returned
+    end_batch: Callable[[], None]  # the batch in progress has ended with a step
+    record_step: Callable[[LazyFloat | None], None] | None  # with its loss; None without a run
+    unmet_requirements: Callable[[], list[str]]  # returns a line for each
+    requirements_met: Callable[[], None]  # the first step begins, and hooks get all they need
 
 
 class StepWatch:
@@ -84,7 +74,7 @@ class StepWatch:
         self._has_started = False
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
-        self._losses = LossTracker(context, scaler)
+        self.losses = LossTracker(context, scaler)
         self._checks = LoopChecks(context, hooks, scaler)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._ready: set[int] = set()
@@ -105,24 +95,17 @@ class StepWatch:
             self._backward_ends,
         )
         self._handles: list[RemovableHandle] = []
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
+        self.hooks_changed()
+        for optimizer in self.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(ModelCallback(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(ModelCallback(self._after_step)))
+        if scaler is not None:
+            ScalerWatch.listen(scaler, self)
 
     def start(self) -> None:
         """Training has started: the first call of the model need not be watched for it."""
         self._has_started = True
         self.hooks_changed()
-
-    def _attach(self) -> None:
-        self.hooks_changed()
-        for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(ModelCallback(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(ModelCallback(self._after_step)))
-        if self.scaler is not None:
-            ScalerWatch.listen(self.scaler, self)
 
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
@@ -136,36 +119,36 @@ class StepWatch:
         hooks = self.hooks
         wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
         ends = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
-        self._losses.wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
-        self._losses.wanted |= any("state" in names for names in wanted.values())
+        self.losses.wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
+        self.losses.wanted |= any("state" in names for names in wanted.values())
         self._asks_for_loss = [
             label
             for event in ("on_step_end", "on_train_batch_end")
             for label in hooks.required_arguments(event).get("loss", ())
         ]
         fire = self.dispatchers
-        backward = (
-            self._losses.wanted
-            or fire.on_after_backward is not None
-            or fire.on_gradients_ready is not None
-            or (fire.update is not None and self._says_ready)
+        compiled = is_compiled_in_place(self.context.model)
+        backward = self.losses.wanted or bool(
+            fire.on_after_backward or fire.on_gradients_ready or (fire.update and self._says_ready)
         )
-        watching = (fire.on_before_forward, fire.on_after_forward, fire.forward)
-        calls = any(dispatcher is not None for dispatcher in watching)
+        calls = bool(fire.on_before_forward or fire.on_after_forward or fire.forward)
         if backward or calls:
             self._checks.check_compiled()
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        starts = starts and not is_compiled_in_place(self.context.model)
-        self._model.watch(calls=calls or starts, backward=backward)
+        recorded = self.callbacks.record_step is not None
+        self.losses.wanted |= recorded
+        if not compiled:
+            calls, backward = calls or starts, backward or recorded
+        self._model.watch(calls=calls, backward=backward)
         self._unchecked = True
         self._takes_short_path = False
 
     # -- backward ---------------------------------------------------------------------------------
 
     def _backward_begins(self) -> None:
-        if self._losses.wanted:
-            self._losses.backward_begins(self._first_parameter())
+        if self.losses.wanted:
+            self.losses.backward_begins()
         if self._ready:  # a step was left out, or the optimizers have backwards of their own
             self._stale = {i: self._version_of(i) for i in self._ready}
 
@@ -180,30 +163,21 @@ class StepWatch:
         if self.dispatchers.on_after_backward is not None:
             self.dispatchers.on_after_backward(self.context)
 
-    def _first_parameter(self) -> torch.Tensor:
-        parameters = self.optimizers[0].param_groups[0]["params"]
-        first: torch.Tensor = next((p for p in parameters if p.requires_grad), parameters[0])
-        return first
-
     def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
         """Run backward for a loop that gives its loss."""
-        self._losses.set_loss(loss, self._first_parameter())
+        self.losses.set_loss(loss)
         seen = self._model.backwards_seen
         try:
             backward()
         finally:
-            self._losses.set_loss(None, self._first_parameter())
+            self.losses.set_loss(None)
         if self._model.on and self._model.backwards_seen == seen:
             self._model.backwards_seen += 1  # not through what the model returned, but it ran
             self._backward_ends()
 
-    def batch_begins(self) -> None:
-        """Forget the losses of the batch before: another one was loaded."""
-        self._losses.batch_begins()
-
     def batch_loss(self) -> LazyFloat | None:
         """Return the loss of the batch that ends, None if it is not known."""
-        loss = self._losses.set_batch_loss()
+        loss = self.losses.set_batch_loss()
         if loss is None and self._asks_for_loss and not self._verified:
             raise self._unknown_loss()
         return loss
@@ -247,11 +221,10 @@ class StepWatch:
             return
         self._check(i)
         self._ready.add(i)
+        self.context.optimizer_idx = i
         if self.dispatchers.on_gradients_ready is not None:
-            self.context.optimizer_idx = i
             self.dispatchers.on_gradients_ready(self.context)
         if self.dispatchers.update is not None:
-            self.context.optimizer_idx = i
             self.dispatchers.update(self.context)
             self.context.made_gradients = None  # frees them
 
@@ -280,7 +253,7 @@ class StepWatch:
         self._gradients_ready(i)
 
     def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the scaler is about to step with the optimizer, or to skip it."""
+        """Remember that the scaler is about to step with the optimizer, or to skip it."""
         self._in_scaler_step = True
 
     def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -343,7 +316,7 @@ class StepWatch:
             result = closure()
             if not evaluated:
                 evaluated = True
-                self._losses.keep_first()
+                self.losses.keep_first()
                 self._start_turn(i)
             return result
 
@@ -392,7 +365,8 @@ class StepWatch:
             self._takes_short_path = self._verified and single
 
     def _end_step(self, *, skipped: bool) -> None:
-        context, losses = self.context, self._losses
+        context, losses = self.context, self.losses
+        latest_loss = context.latest_loss
         context.skipped = skipped
         if self._skips:
             self._skips.clear()  # on_step_end requests for the next step
@@ -416,6 +390,9 @@ class StepWatch:
         context.skipped = False
         context.step_in_progress = context.step + 1
         context.clipped_norm = None
+        if self.callbacks.record_step is not None:
+            is_new = context.latest_loss is not latest_loss
+            self.callbacks.record_step(context.latest_loss if is_new else None)
 
     # -- before the first step --------------------------------------------------------------------
 
@@ -445,7 +422,7 @@ class StepWatch:
         problems = self._checks.unseen_calls(self._model, needs_backward=bool(needs_backward))
         if problems:
             return problems
-        self._losses.set_step_loss()
+        self.losses.set_step_loss()
         if self._asks_for_loss and self.context.known_loss is None:
             return [str(self._unknown_loss())]
         return []
