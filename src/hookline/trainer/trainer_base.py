@@ -17,6 +17,7 @@ from hookline.loop.control_requests import ControlRequests
 from hookline.loop.evaluation import tokens_in
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
+from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.trainer.checks import (
     check_gradient,
@@ -28,10 +29,9 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.loss_computer import LossComputer
+from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
-from hookline.trainer.run_log import RunLog
-from hookline.trainer.strategies import SingleProcess
+from hookline.trainer.strategies import SingleProcess, parameters_of
 from hookline.trainer.trainer_checkpoint import save_trainer_checkpoint
 from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
@@ -76,7 +76,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._tokens = tokens_fn or tokens_in
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
-        self._recorder: RunLog = RunLog(None)
+        self._recorder = Recorder(None)
         self._progress = make_progress("off")
         self._train: Stream | None = None
         self._val: Stream | None = None
@@ -99,12 +99,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     # -- data and loss ----------------------------------------------------------------------------
 
     def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
-        """Set the data to train and to validate on; None leaves what is there.
-
-        Args:
-            loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
-            val_loaders: the same, for validation.
-        """
+        """Set the data to train and to validate on, as for `fit`; None leaves what is there."""
         if loaders is not None:
             self._train = Stream(loaders, self.config.loaders, what="train")
         if val_loaders is not None:
@@ -143,16 +138,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Return the loss of a batch and its other metrics, as in a training step."""
-        moved = self.strategy.move(batch) if self.strategy.needs_transfer else batch
         with self.strategy.autocast():
-            return self._loss_computer(self.model, moved)
+            return self._loss_computer(self.model, self.strategy.move(batch))
 
     def dry_run(self, batch: Any) -> dict[str, Any]:
-        """Compute the loss of a training batch and its gradients; return what was seen.
-
-        Hooks are not called, no optimizer steps, and nothing is recorded.
-        """
-        parameters = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
+        """Compute the loss of a batch and its gradients, without hooks; return what was seen."""
+        parameters = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
         self._watch.watch(calls=False, backward=False)
         self.model.train()
         try:
@@ -222,7 +213,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _save(self, path: Path | str | None) -> Path:
         self._recorder.flush()  # or a run that is resumed from here might lack values before it
-        folder = self._recorder.checkpoint_folder(path, self._context.step)
+        if path is None and self.run is None:
+            raise TrainingError(
+                "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
+                "`runs` in the configuration."
+            )
+        folder = self.run.checkpoints / f"step_{self.step:06d}" if path is None else Path(path)
         saved = save_trainer_checkpoint(self, folder)
         self._recorder.event("checkpoint", path=str(saved), step=self._context.step)
         self._context.checkpoint_path = saved
@@ -240,17 +236,17 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
         """Print the progress every so many batches; return the hook's name."""
-        return self._add_built_in("console_log", log_every_n_batches=log_every_n_batches, **options)
+        return self._add("console_log", log_every_n_batches=log_every_n_batches, **options)
 
     def add_json_logging(self, log_every_n_batches: int = 100, **options: Any) -> str:
         """Write the progress as JSON lines; return the hook's name."""
-        return self._add_built_in("json_log", log_every_n_batches=log_every_n_batches, **options)
+        return self._add("json_log", log_every_n_batches=log_every_n_batches, **options)
 
     def add_checkpointing(self, save_every_n_epochs: int = 1, **options: Any) -> str:
         """Save a checkpoint every so many epochs; return the hook's name."""
-        return self._add_built_in("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
+        return self._add("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
 
-    def _add_built_in(self, built_in: str, **options: Any) -> str:
+    def _add(self, built_in: str, **options: Any) -> str:
         return self.add_hook(make_hook(built_in, options))
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -306,25 +302,22 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         """Return the gradients of each optimizer that does not step in every step, else None."""
         every = self.config.optimizer_every or [1] * len(self.optimizers)
         return [
-            None if n == 1 else [p.grad for g in optimizer.param_groups for p in g["params"]]
+            None if n == 1 else [p.grad for p in parameters_of(optimizer)]
             for optimizer, n in zip(self.optimizers, every, strict=True)
         ]
 
     def _load_pending_gradients(self, saved: list[list[Any] | None]) -> None:
         for optimizer, gradients in zip(self.optimizers, saved, strict=True):
-            if gradients is None:
-                continue
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            if gradients is not None:
+                for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     # -- hooks and probes -------------------------------------------------------------------------
 
     def _watch_model(self) -> None:
         fire = self._dispatchers
-        watching = (fire.on_before_forward, fire.on_after_forward, fire.forward)
-        calls = any(dispatcher is not None for dispatcher in watching)
-        self._watch.watch(calls=calls, backward=False)
+        watched = (fire.on_before_forward, fire.on_after_forward, fire.forward)
+        self._watch.watch(calls=any(watched), backward=False)
 
     def _sync_probes(self, *, at_boundary: bool = False) -> None:
         super()._sync_probes(at_boundary=at_boundary)
