@@ -175,19 +175,14 @@ class Stream:
     def _in_sequence(self) -> Iterator[_Tuple]:
         wanted, numbers = self._mixing.length, [count() for _ in self.names]
         once = range(len(self.names))
-        if not isinstance(wanted, int):
-            return self._one_after_another(once, numbers)
-        order = once if self._mixing.on_exhausted == "drop" else cycle(once)
-        return islice(self._one_after_another(order, numbers), wanted)
-
-    def _one_after_another(
-        self, order: Iterable[int], numbers: list[count[int]]
-    ) -> Iterator[_Tuple]:
+        repeats = isinstance(wanted, int) and self._mixing.on_exhausted == "cycle"
+        order = cycle(once) if repeats else once
         # The hot path of a trainer: no Python code runs between two batches of a loader, and `zip`
         # reuses its tuple if there is no other reference to it.
-        return chain.from_iterable(
+        batches = chain.from_iterable(
             zip(self._one_pass(i), numbers[i], repeat(i), repeat(self.names[i])) for i in order
         )
+        return islice(batches, wanted) if isinstance(wanted, int) else batches
 
     def _one_pass(self, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""

@@ -32,13 +32,11 @@ from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checks import check_gradient
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import BatchPlace, LossCheck
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase, TrainerBase
 from hookline.trainer.trainer_checkpoint import load_trainer_checkpoint
-from hookline.trainer.validation import validate
 
 __all__ = ["Trainer", "get_trainer"]
 
@@ -80,7 +78,7 @@ class Trainer(TrainerBase):
         self.set_data(loaders, val_loaders)
         try:
             self._begin(resume_from)
-            if self.config.sanity and self._val is not None:
+            if self.config.sanity and self.val_data is not None:
                 self.validate()
             self._run_epochs(self.max_epochs)
         except BaseException as error:
@@ -109,7 +107,7 @@ class Trainer(TrainerBase):
             self._loss_check.finish()
             every = config.validate_every_epochs
             due = complete and every is not None and (context.epoch + 1) % every == 0
-            if self._val is not None and due:
+            if self.val_data is not None and due:
                 self.validate()
             context.made_metrics = Metrics(context.means.means() | self._position.validated)
             if fire.on_epoch_end is not None:
@@ -122,7 +120,7 @@ class Trainer(TrainerBase):
 
     def _run_epoch(self) -> bool:
         """Train on the batches of an epoch; return False if training stops before its end."""
-        stream, position = self._train, self._position
+        stream, position = self.train_data, self._position
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
         self._progress.epoch(self._context.epoch, length)
@@ -228,8 +226,13 @@ class Trainer(TrainerBase):
         multi_rank = not strategy.alone
         if schedulers:
             context.keep_lr()  # schedulers change it before hooks read it
-        if self._has_optimizer_schedule:
-            self._choose_due_optimizers()
+        if self._has_optimizer_schedule:  # the gradients of those that are not due accumulate
+            self._optimizer_round += 1
+            self._due_optimizers = [
+                (idx, optimizer)
+                for idx, optimizer in enumerate(self.optimizers)
+                if self._optimizer_round % self._optimizer_every[idx] == 0
+            ]
         context.skipped = True
         for idx, optimizer in self._due_optimizers:
             context.optimizer_idx = idx
@@ -290,7 +293,7 @@ class Trainer(TrainerBase):
         """Validate if it is due and apply requests, between two steps; return whether to stop."""
         every, context = self._validate_every, self._context
         due = every is not None and not context.skipped and context.step % every == 0
-        if due and self._val is not None:
+        if due and self.val_data is not None:
             self.validate()
         return self._apply_requests()
 
@@ -310,20 +313,6 @@ class Trainer(TrainerBase):
             self._sync_probes(at_boundary=True)
         requests.pending = bool(requests.skips or requests.checkpoints)
         return stop or self._context.step >= self._limit
-
-    def validate(self, loaders: Any = None) -> Metrics:
-        """Validate, and return the metrics; the model's mode and random states do not change."""
-        stream = self._val if loaders is None else Stream(loaders, what="val")
-        if stream is None:
-            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
-        context = self._context
-        metrics = validate(stream, context, self._dispatchers, self.strategy, self._loss_computer)
-        self._position.validated = dict.copy(metrics)
-        self._recorder.metrics(context.step, context.epoch, metrics)
-        self._progress.validation(metrics, context.epoch, context.step)
-        if "val/accuracy" in metrics:
-            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
-        return metrics
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
@@ -434,7 +423,7 @@ class Trainer(TrainerBase):
         self._loss_check = LossCheck(config.on_nan, deferred=not self._reads_at_once)
         self._validate_every = config.validate_every_steps
         self._limit = math.inf if config.max_steps is None else config.max_steps
-        self._multi_loader = self._train is not None and len(self._train.names) > 1
+        self._multi_loader = self.train_data is not None and len(self.train_data.names) > 1
 
     def _fail(self, error: BaseException) -> None:
         context = self._context
@@ -502,15 +491,6 @@ class Trainer(TrainerBase):
             for name, value in {"loss": loss, **extra}.items():
                 means.add(f"train/dl_{loader}/{name}", value)
 
-    def _choose_due_optimizers(self) -> None:
-        """Choose the optimizers of this step; the gradients of the others accumulate."""
-        self._optimizer_round += 1
-        self._due_optimizers = [
-            (idx, optimizer)
-            for idx, optimizer in enumerate(self.optimizers)
-            if self._optimizer_round % self._optimizer_every[idx] == 0
-        ]
-
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         context, config = self._context, self.config
         context.clipped_norm = self.strategy.clip(optimizer, config.clip_norm, config.clip_value)
@@ -566,14 +546,8 @@ def get_trainer(
 ) -> Trainer:
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
-    Args:
-        kind: "simple".
-        model: the model.
-        dataloader: the data to train on.
-        optimizer: the optimizer, or several.
-        device: the device to train on.
-        options: the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`, `schedulers`,
-            `hooks` and `val_loaders`.
+    `options` are the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`,
+    `schedulers`, `hooks` and `val_loaders`.
     """
     if kind != "simple":
         raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")

@@ -11,10 +11,12 @@ import torch
 
 from hookline.config import HookRegistry, make_hook
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.context import LazyFloat, Metrics
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import tokens_in
+from hookline.loop.evaluation import evaluation, samples_in, tokens_in
+from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
 from hookline.runs.recorder import Recorder
@@ -78,8 +80,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._requests = ControlRequests()
         self._recorder = Recorder(None)
         self._progress = make_progress("off")
-        self._train: Stream | None = None
-        self._val: Stream | None = None
+        self.train_data: Stream | None = None
+        self.val_data: Stream | None = None
         self._position = DataPosition()
         self._epoch_length: int | None = None  # in batches; None if it is not known
         self._accumulated_losses: list[Any] = []  # of the batches in the next optimizer step
@@ -101,26 +103,16 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
         """Set the data to train and to validate on, as for `fit`; None leaves what is there."""
         if loaders is not None:
-            self._train = Stream(loaders, self.config.loaders, what="train")
+            self.train_data = Stream(loaders, self.config.loaders, what="train")
         if val_loaders is not None:
-            self._val = Stream(val_loaders, what="val")
-        if self._train is None:
+            self.val_data = Stream(val_loaders, what="val")
+        if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
-
-    @property
-    def train_data(self) -> Stream | None:
-        """The data to train on."""
-        return self._train
-
-    @property
-    def val_data(self) -> Stream | None:
-        """The data to validate on."""
-        return self._val
 
     @property
     def validates(self) -> bool:
         """Whether there is data to validate on."""
-        return self._val is not None
+        return self.val_data is not None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -160,6 +152,50 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "parameters": len(parameters),
             "metrics": ["loss", *metrics],
         }
+
+    def validate(self, loaders: Any = None) -> Metrics:
+        """Validate, and return the metrics: means, weighted by the sizes of the batches.
+
+        The model's mode, the random states and the batch in the context do not change.
+        """
+        stream = self.val_data if loaders is None else Stream(loaders, what="val")
+        if stream is None:
+            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
+        context, fire = self._context, self._dispatchers
+        train_batch = context.batch, context.batch_idx
+        train_loader = context.dataloader_idx, context.dataloader_name
+        means = Means()
+        context.evaluating = True
+        with evaluation(self.model, self.device):
+            if fire.on_validation_start is not None:
+                fire.on_validation_start(context)
+            for batch, batch_idx, loader_idx, loader_name in stream.tuples():
+                context.batch, context.batch_idx = batch, batch_idx
+                context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
+                context.made_metrics = None
+                if fire.on_validation_batch_start is not None:
+                    fire.on_validation_batch_start(context)
+                loss, extra = self.compute_loss(batch)
+                weight = float(samples_in(batch))
+                for name, value in {"loss": loss, **extra}.items():
+                    means.add(f"val/{name}", value, weight)
+                    if len(stream.names) > 1:
+                        means.add(f"val/dl_{loader_name}/{name}", value, weight)
+                if fire.on_validation_batch_end is not None:
+                    context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
+                    fire.on_validation_batch_end(context)
+            context.made_metrics = metrics = Metrics(means.means())
+            if fire.on_validation_end is not None:
+                fire.on_validation_end(context)
+        context.evaluating = False
+        context.batch, context.batch_idx = train_batch
+        context.dataloader_idx, context.dataloader_name = train_loader
+        self._position.validated = dict.copy(metrics)
+        self._recorder.metrics(context.step, context.epoch, metrics)
+        self._progress.validation(metrics, context.epoch, context.step)
+        if "val/accuracy" in metrics:
+            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+        return metrics
 
     # -- where training stands --------------------------------------------------------------------
 
@@ -294,8 +330,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
         self._position.load_state_dict(state["position"], self.device)
-        if self._train is not None:
-            self._position.check_resumable(self._train)
+        if self.train_data is not None:
+            self._position.check_resumable(self.train_data)
         context.epoch = self._position.epoch
 
     def _pending_gradients(self) -> list[list[Any] | None]:

@@ -15,19 +15,13 @@ __all__ = ["SingleProcess", "parameters_of"]
 
 
 class SingleProcess:
-    """Train in one process on one device. Other strategies implement the same methods.
-
-    Args:
-        device: where to train.
-        precision: `fp32`, `bf16` (autocast) or `fp16` (autocast and a gradient scaler).
-    """
+    """Train in one process on one device; `fp16` has a gradient scaler."""
 
     is_main = True
     alone = True  # no other process takes part in the run
 
     def __init__(self, device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         self.device = device
-        self.precision = precision
         self.needs_transfer = device.type != "cpu"
         scaled = precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled) if scaled else None
