@@ -268,3 +268,19 @@ def test_the_record_says_why_training_stopped_and_which_hooks_were_toggled(tmp_p
     assert events["end"]["reason"] == "good enough"
     toggled = {"stops": "enabled", "other": "disabled", "identity": "enabled"}
     assert events["hooks"]["hooks"] == toggled
+
+
+def test_gradients_that_wait_for_their_turn_follow_the_scale_of_fp16():
+    def trained(growth_interval):
+        model, _ = make()
+        trainer = Trainer(config(optimizer_every=[1, 2], precision="fp16"), model, two(model))
+        trainer.strategy.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=256.0, growth_interval=growth_interval
+        )
+        trainer.fit(batches(4))
+        return trainer.strategy.scaler.get_scale(), weights(model)
+
+    scale, expected = trained(growth_interval=1000)
+    grown, actual = trained(growth_interval=1)
+    assert scale == 256.0 and grown > scale
+    assert same(actual, expected)

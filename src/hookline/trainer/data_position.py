@@ -30,18 +30,12 @@ log = logging.getLogger("hookline")
 
 
 class DataPosition:
-    """The epoch, the number of its batches that were loaded, and the random states to reload them.
-
-    Attributes:
-        epoch: the epoch, from 0.
-        batches: how many batches of the epoch were loaded.
-        validated: the metrics of the epoch's last validation.
-    """
+    """The epoch, the number of its loaded batches, and the random states to reload them."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.batches = 0
-        self.validated: dict[str, Any] = {}
+        self.batches = 0  # of the epoch, that were loaded
+        self.validated: dict[str, Any] = {}  # the metrics of the epoch's last validation
         self._device = torch.device("cpu")
         self._loaders: list[Any] = []
         self._generators: list[torch.Generator] = []

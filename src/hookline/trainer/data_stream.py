@@ -27,10 +27,9 @@ error, and only a number larger than the sum starts over, with the first loader.
 starts every loader from its beginning, also when the last epoch did not reach the loader's end.
 
 `iter(loader)` is called once per pass over a loader, when the first batch of that pass is due and
-not earlier: a DataLoader draws its seed from torch's random numbers there. Only if a loader has no
-`len()`, so that its end cannot be known before it is exhausted, is a batch loaded before its turn:
-one per loader at the end of a round ("longest"), or one round
-("shortest"; with weights, none).
+not earlier: a DataLoader draws its seed from torch's random numbers there. Batches are loaded
+before their turn only if a loader has no `len()`: one per loader at the end of a round ("longest"),
+or one round ("shortest"; with weights, none).
 """
 
 from __future__ import annotations
@@ -41,12 +40,7 @@ from typing import Any, Final, NamedTuple
 
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import listed
-from hookline.trainer.loader_arguments import (
-    empty_loader,
-    exhausted_iterator,
-    length_of,
-    name_loaders,
-)
+from hookline.trainer.loader_arguments import length_of, name_loaders
 from hookline.trainer.loader_order import LoaderOrder, make_order
 
 __all__ = ["LoadedBatch", "Stream"]
@@ -77,24 +71,17 @@ class Stream:
             second pass over it raises an error.
 
             A list or tuple is several loaders if each element is one: an object with `__iter__`
-            that is not an array, string or mapping, or a list of batches that hold tensors (a
-            list of tuples, lists or mappings of tensors). It is one loader, a list of batches, if
-            each element is a batch: a tensor or array, a mapping, a string, an object without
-            `__iter__`, or a tuple or list with a tensor in it. Everything else raises an error; a
-            mapping says what is meant: `{"train": batches}` or `{"a": first, "b": second}`.
+            that is not an array, string or mapping, or a list of batches that hold tensors. It is
+            one loader if each element is a batch: a tensor or array, a mapping, a string, an object
+            without `__iter__`, or a tuple or list with a tensor in it. Everything else raises an
+            error; a mapping says what is meant: `{"train": batches}`.
         mixing: how several become one.
         what: the name of a single loader that has none: "train" or "val".
-
-    Attributes:
-        names: the loaders' names, in order.
-        on_pass_start: called with a loader's number before each `iter(loader)`.
 
     Raises:
         TypeError: something is not a loader, or lacks a length that the mixing needs.
         ValueError: a loader is empty, or the mixing does not fit the loaders.
     """
-
-    names: list[str]
 
     def __init__(
         self, loaders: Iterable[Any], mixing: MixConfig | None = None, *, what: str = "train"
@@ -104,7 +91,7 @@ class Stream:
         self.loaders = list(named.values())
         self._mixing = mixing or MixConfig()
         self._what = what
-        self.on_pass_start: Callable[[int], None] | None = None
+        self.on_pass_start: Callable[[int], None] | None = None  # gets the loader's number
         self._started: set[int] = set()  # iterators that cannot be started again, by id
         self._order = make_order(self._mixing, self.names)
         self._check()
@@ -153,30 +140,32 @@ class Stream:
         return self._in_sequence() if self._order is None else self._mixed(self._order)
 
     def _check(self) -> None:
-        lengths = self._lengths()
+        lengths, mixing = self._lengths(), self._mixing
         for name, length in zip(self.names, lengths, strict=True):
             if length == 0:
-                raise empty_loader(self._what, name)
+                raise self._no_batches(name)
         if self._order is None:
-            if len(self.names) > 1 and self._mixing.length == "shortest":
+            if len(self.names) > 1 and mixing.length == "shortest":
                 raise ValueError(
                     "length='shortest' with order='sequential' would never reach the later "
                     "loaders; expected length 'sum' or a number, or another order, such as "
                     "'round_robin'."
                 )
-        elif (
-            self._mixing.length == "sum"
-            and self._mixing.on_exhausted == "cycle"
-            and None in lengths
-        ):
+        elif None in lengths and mixing.length == "sum" and mixing.on_exhausted == "cycle":
             raise TypeError(
                 f"length='sum' with on_exhausted='cycle' needs the length of every {self._what} "
-                "loader, "
-                f"and '{self.names[lengths.index(None)]}' has no len(). Give it a `__len__`, or "
-                "use on_exhausted='drop', length='longest', or a number of batches as length."
+                f"loader, and '{self.names[lengths.index(None)]}' has no len(). Give it a "
+                "`__len__`, or use on_exhausted='drop', length='longest', or a number of batches "
+                "as length."
             )
-        elif self._mixing.length == "shortest" and self.length() == 0:
+        elif mixing.length == "shortest" and self.length() == 0:
             raise self._no_whole_round()
+
+    def _no_batches(self, name: str) -> ValueError:
+        return ValueError(
+            f"The {self._what} loader '{name}' has no batches; expected at least one. Is its "
+            "dataset empty, or smaller than one batch with drop_last=True?"
+        )
 
     def _lengths(self) -> list[int | None]:
         return [length_of(loader) for loader in self.loaders]
@@ -186,25 +175,26 @@ class Stream:
     def _in_sequence(self) -> Iterator[_Tuple]:
         wanted, numbers = self._mixing.length, [count() for _ in self.names]
         once = range(len(self.names))
-        if not isinstance(wanted, int):
-            return self._one_after_another(once, numbers)
-        order = once if self._mixing.on_exhausted == "drop" else cycle(once)
-        return islice(self._one_after_another(order, numbers), wanted)
-
-    def _one_after_another(
-        self, order: Iterable[int], numbers: list[count[int]]
-    ) -> Iterator[_Tuple]:
+        repeats = isinstance(wanted, int) and self._mixing.on_exhausted == "cycle"
+        order = cycle(once) if repeats else once
         # The hot path of a trainer: no Python code runs between two batches of a loader, and `zip`
         # reuses its tuple if there is no other reference to it.
-        return chain.from_iterable(
+        batches = chain.from_iterable(
             zip(self._one_pass(i), numbers[i], repeat(i), repeat(self.names[i])) for i in order
         )
+        return islice(batches, wanted) if isinstance(wanted, int) else batches
 
     def _one_pass(self, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self._started:
-            raise exhausted_iterator(self._what, name, loader)
+            raise TypeError(
+                f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}) that "
+                "is exhausted, and it is needed again, for another epoch or because it was too "
+                "short. Pass something that can be started again: a DataLoader, a list "
+                "(`list(iterator)`, if it fits in memory), or an object whose `__iter__` makes a "
+                "new iterator."
+            )
         if self.on_pass_start is not None:
             self.on_pass_start(idx)
         iterator = iter(loader)
@@ -212,7 +202,7 @@ class Stream:
             self._started.add(id(loader))
         first = next(iterator, _END)
         if first is _END:
-            raise empty_loader(self._what, name)
+            raise self._no_batches(name)
         return chain(map([first].pop, [0]), iterator)  # popped, so that it is freed
 
     # Several loaders in turns.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-__all__ = ["empty_loader", "exhausted_iterator", "length_of", "name_loaders"]
+__all__ = ["length_of", "name_loaders"]
 
 
 def name_loaders(loaders: Any, what: str) -> dict[str, Any]:
@@ -85,21 +85,3 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # a DataLoader over a stream has a len() that raises
         return None
-
-
-def empty_loader(what: str, name: str) -> ValueError:
-    """Return the error for a loader without batches."""
-    return ValueError(
-        f"The {what} loader '{name}' has no batches; expected at least one. Is its dataset empty, "
-        "or smaller than one batch with drop_last=True?"
-    )
-
-
-def exhausted_iterator(what: str, name: str, loader: Any) -> TypeError:
-    """Return the error for an iterator that would have to be started again."""
-    return TypeError(
-        f"The {what} loader '{name}' is an iterator ({type(loader).__name__}) that is exhausted, "
-        "and it is needed again, for another epoch or because it was too short. Pass "
-        "something that can be started again: a DataLoader, a list (`list(iterator)`, if it fits "
-        "in memory), or an object whose `__iter__` makes a new iterator."
-    )

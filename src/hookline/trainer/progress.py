@@ -344,13 +344,7 @@ class JupyterProgress(_Display):
 
 
 def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -> Progress:
-    """Return the display for the place where the program runs.
-
-    Args:
-        kind: "auto" (or True) is a bar in a terminal, one updating display in Jupyter, lines
-            elsewhere; "off" (or False) shows nothing.
-        stream: Where to write, `sys.stdout` by default.
-    """
+    """Return a display; "auto" or True chooses the one for the place where the program runs."""
     chosen = {True: "auto", False: "off"}.get(kind, kind) if isinstance(kind, bool) else kind
     if chosen not in get_args(Kind):
         raise ValueError(f"progress={kind!r} is unknown; use one of {', '.join(get_args(Kind))}")

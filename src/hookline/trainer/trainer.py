@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +28,15 @@ from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
 from hookline.loop.random_state import seed_everything
 from hookline.loop.training_loop import zero_grad
+from hookline.runs.recorder import Recorder
+from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checks import check_gradient
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.data_stream import Stream
-from hookline.trainer.nan_check import BatchPlace, LossCheck
+from hookline.trainer.losses import BatchPlace, LossCheck
 from hookline.trainer.progress import make_progress
-from hookline.trainer.run_log import RunLog
+from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase, TrainerBase
 from hookline.trainer.trainer_checkpoint import load_trainer_checkpoint
-from hookline.trainer.validation import validate
 
 __all__ = ["Trainer", "get_trainer"]
 
@@ -77,7 +78,7 @@ class Trainer(TrainerBase):
         self.set_data(loaders, val_loaders)
         try:
             self._begin(resume_from)
-            if self.config.sanity and self._val is not None:
+            if self.config.sanity and self.val_data is not None:
                 self.validate()
             self._run_epochs(self.max_epochs)
         except BaseException as error:
@@ -106,7 +107,7 @@ class Trainer(TrainerBase):
             self._loss_check.finish()
             every = config.validate_every_epochs
             due = complete and every is not None and (context.epoch + 1) % every == 0
-            if self._val is not None and due:
+            if self.val_data is not None and due:
                 self.validate()
             context.made_metrics = Metrics(context.means.means() | self._position.validated)
             if fire.on_epoch_end is not None:
@@ -119,7 +120,7 @@ class Trainer(TrainerBase):
 
     def _run_epoch(self) -> bool:
         """Train on the batches of an epoch; return False if training stops before its end."""
-        stream, position = self._train, self._position
+        stream, position = self.train_data, self._position
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
         self._progress.epoch(self._context.epoch, length)
@@ -138,25 +139,11 @@ class Trainer(TrainerBase):
         What does not change in a run is read before the loop. Hooks may change at any time, so
         `fire` is read for each event, and `requests` has what hooks and users requested.
         """
-        context, fire, strategy, requests = (
-            self._context,
-            self._dispatchers,
-            self.strategy,
-            self._requests,
-        )
-        position, losses, compute_loss, model = (
-            self._position,
-            self._accumulated_losses,
-            self._loss_computer,
-            self.model,
-        )
-        accumulate, autocasts, needs_transfer = (
-            self._accumulate,
-            self._autocasts,
-            strategy.needs_transfer,
-        )
+        context, fire, requests = self._context, self._dispatchers, self._requests
+        position, losses, limit = self._position, self._accumulated_losses, self._limit
+        model, compute_loss, accumulate = self.model, self._loss_computer, self._accumulate
+        strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._tokens_fn is not None
-        multi_loader, limit = self._multi_loader, self._limit
         check_boundary = self._validate_every is not None or not strategy.alone
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
@@ -169,7 +156,7 @@ class Trainer(TrainerBase):
             if fire.on_train_batch_start is not None:
                 fire.on_train_batch_start(context)
             tokens = self._tokens(batch) if count_tokens or type(batch) is not tuple else 0
-            if needs_transfer:
+            if strategy.needs_transfer:
                 batch = strategy.move(batch)
 
             # forward and loss; on_before_forward and on_after_forward come from the model's call
@@ -234,17 +221,18 @@ class Trainer(TrainerBase):
 
     def _run_step(self) -> None:
         """Step with every optimizer that is due."""
-        context, fire, strategy, requests = (
-            self._context,
-            self._dispatchers,
-            self.strategy,
-            self._requests,
-        )
-        schedulers, multi_rank = self._step_schedulers, not strategy.alone
+        context, fire, requests = self._context, self._dispatchers, self._requests
+        strategy, schedulers = self.strategy, self._step_schedulers
+        multi_rank = not strategy.alone
         if schedulers:
             context.keep_lr()  # schedulers change it before hooks read it
-        if self._has_optimizer_schedule:
-            self._choose_due_optimizers()
+        if self._has_optimizer_schedule:  # the gradients of those that are not due accumulate
+            self._optimizer_round += 1
+            self._due_optimizers = [
+                (idx, optimizer)
+                for idx, optimizer in enumerate(self.optimizers)
+                if self._optimizer_round % self._optimizer_every[idx] == 0
+            ]
         context.skipped = True
         for idx, optimizer in self._due_optimizers:
             context.optimizer_idx = idx
@@ -274,7 +262,8 @@ class Trainer(TrainerBase):
                 for scheduler in schedulers[idx]:
                     scheduler.step()
         if self._autocasts:
-            strategy.end_step()
+            due = [optimizer for _, optimizer in self._due_optimizers]
+            strategy.end_step(o for o in self.optimizers if o not in due)
         if self._clips:
             self._combine_norms()
         if multi_rank or requests.pending:
@@ -284,12 +273,8 @@ class Trainer(TrainerBase):
 
     def _end_step(self) -> None:
         """Fire on_step_end, record the loss, and zero the gradients that were used."""
-        context, fire, losses, run = (
-            self._context,
-            self._dispatchers,
-            self._accumulated_losses,
-            self._recorder.run,
-        )
+        context, fire, losses = self._context, self._dispatchers, self._accumulated_losses
+        run = self._recorder.run
         loss = losses[0] if len(losses) == 1 else _mean(losses)
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
@@ -308,7 +293,7 @@ class Trainer(TrainerBase):
         """Validate if it is due and apply requests, between two steps; return whether to stop."""
         every, context = self._validate_every, self._context
         due = every is not None and not context.skipped and context.step % every == 0
-        if due and self._val is not None:
+        if due and self.val_data is not None:
             self.validate()
         return self._apply_requests()
 
@@ -321,25 +306,13 @@ class Trainer(TrainerBase):
         if stop:
             requests.stop("another process asked for it")  # the first reason is kept
         if save:
-            self._save_requested()
+            paths, requests.checkpoints = requests.checkpoints, []
+            for path in paths or [None]:  # none: another rank requested it
+                self._save(path)
         if self._probes is not None and self._probes.waiting:
             self._sync_probes(at_boundary=True)
         requests.pending = bool(requests.skips or requests.checkpoints)
         return stop or self._context.step >= self._limit
-
-    def validate(self, loaders: Any = None) -> Metrics:
-        """Validate, and return the metrics; the model's mode and random states do not change."""
-        stream = self._val if loaders is None else Stream(loaders, what="val")
-        if stream is None:
-            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
-        context = self._context
-        metrics = validate(stream, context, self._dispatchers, self.strategy, self._loss_computer)
-        self._position.validated = dict.copy(metrics)
-        self._recorder.metrics(context.step, context.epoch, metrics)
-        self._progress.validation(metrics, context.epoch, context.step)
-        if "val/accuracy" in metrics:
-            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
-        return metrics
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
@@ -400,9 +373,7 @@ class Trainer(TrainerBase):
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
         restored = None if resume_from is None else load_trainer_checkpoint(self, resume_from)
-        self._recorder = RunLog(config.runs)
-        self._recorder.start(self, restored)
-        context.run = self._recorder.run
+        self._start_run(restored)
         self._progress = make_progress(config.progress)
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
@@ -415,6 +386,23 @@ class Trainer(TrainerBase):
         if restored is not None and self._dispatchers.on_checkpoint_load is not None:
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
+
+    def _start_run(self, restored: Path | None) -> None:
+        """Start a run, or continue the folder of a resumed one if it still exists."""
+        config = self.config
+        self._recorder = Recorder(config.runs)
+        if self.strategy.is_main:
+            resumed = restored is not None and config.runs is not None
+            self._recorder.begin(
+                config=config.model_dump(mode="json"),
+                seed=config.seed,
+                hooks=self.hooks.describe(),
+                device=self.device,
+                step=self.step,
+                resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
+                restored=restored,
+            )
+        self._context.run = self._recorder.run
 
     def _read_config(self) -> None:
         """Read what every batch needs, once per run: attributes of the configuration are slow."""
@@ -435,7 +423,7 @@ class Trainer(TrainerBase):
         self._loss_check = LossCheck(config.on_nan, deferred=not self._reads_at_once)
         self._validate_every = config.validate_every_steps
         self._limit = math.inf if config.max_steps is None else config.max_steps
-        self._multi_loader = self._train is not None and len(self._train.names) > 1
+        self._multi_loader = self.train_data is not None and len(self.train_data.names) > 1
 
     def _fail(self, error: BaseException) -> None:
         context = self._context
@@ -486,10 +474,9 @@ class Trainer(TrainerBase):
         """Step with the batches that are there, as if the step had been that small."""
         factor = self._accumulate / len(self._accumulated_losses)
         for optimizer, every in zip(self.optimizers, self._optimizer_every, strict=True):
-            for group in optimizer.param_groups if every == 1 else ():
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(factor)
+            for parameter in parameters_of(optimizer) if every == 1 else ():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
         self._phase = Phase.IN_STEP
         self._run_step()
         self._end_step()
@@ -503,15 +490,6 @@ class Trainer(TrainerBase):
         if self._multi_loader:
             for name, value in {"loss": loss, **extra}.items():
                 means.add(f"train/dl_{loader}/{name}", value)
-
-    def _choose_due_optimizers(self) -> None:
-        """Choose the optimizers of this step; the gradients of the others accumulate."""
-        self._optimizer_round += 1
-        self._due_optimizers = [
-            (idx, optimizer)
-            for idx, optimizer in enumerate(self.optimizers)
-            if self._optimizer_round % self._optimizer_every[idx] == 0
-        ]
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         context, config = self._context, self.config
@@ -532,16 +510,10 @@ class Trainer(TrainerBase):
         (skip,) = self.strategy.any_rank(bool(reason))
         return reason or ("another process asked" if skip else "")
 
-    def _save_requested(self) -> None:
-        paths, self._requests.checkpoints = self._requests.checkpoints, []
-        for path in paths or [None]:  # none: another rank requested it
-            self._save(path)
-
     def _check_loss(self, loss: Any) -> None:
         context = self._context
         place = BatchPlace(context.epoch, context.dataloader_name, context.batch_idx)
-        reason = self._loss_check.check(loss, place)
-        if reason:
+        if reason := self._loss_check.check(loss, place):
             self.skip_optimizer_step(None, reason)
 
     def _end_epoch(self, metrics: Metrics) -> None:
@@ -574,14 +546,8 @@ def get_trainer(
 ) -> Trainer:
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
-    Args:
-        kind: "simple".
-        model: the model.
-        dataloader: the data to train on.
-        optimizer: the optimizer, or several.
-        device: the device to train on.
-        options: the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`, `schedulers`,
-            `hooks` and `val_loaders`.
+    `options` are the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`,
+    `schedulers`, `hooks` and `val_loaders`.
     """
     if kind != "simple":
         raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")

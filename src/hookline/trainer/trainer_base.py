@@ -12,12 +12,15 @@ import torch
 from hookline.config.hook_items import make_hook
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.context import LazyFloat, Metrics
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import tokens_in
+from hookline.loop.evaluation import evaluation, samples_in, tokens_in
+from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
+from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.trainer.checks import (
     check_gradient,
@@ -29,10 +32,9 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.loss_computer import LossComputer
+from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
-from hookline.trainer.run_log import RunLog
-from hookline.trainer.strategies import SingleProcess
+from hookline.trainer.strategies import SingleProcess, parameters_of
 from hookline.trainer.trainer_checkpoint import save_trainer_checkpoint
 from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
@@ -77,10 +79,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._tokens = tokens_fn or tokens_in
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
-        self._recorder: RunLog = RunLog(None)
+        self._recorder = Recorder(None)
         self._progress = make_progress("off")
-        self._train: Stream | None = None
-        self._val: Stream | None = None
+        self.train_data: Stream | None = None
+        self.val_data: Stream | None = None
         self._position = DataPosition()
         self._epoch_length: int | None = None  # in batches; None if it is not known
         self._accumulated_losses: list[Any] = []  # of the batches in the next optimizer step
@@ -100,33 +102,18 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     # -- data and loss ----------------------------------------------------------------------------
 
     def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
-        """Set the data to train and to validate on; None leaves what is there.
-
-        Args:
-            loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
-            val_loaders: the same, for validation.
-        """
+        """Set the data to train and to validate on, as for `fit`; None leaves what is there."""
         if loaders is not None:
-            self._train = Stream(loaders, self.config.loaders, what="train")
+            self.train_data = Stream(loaders, self.config.loaders, what="train")
         if val_loaders is not None:
-            self._val = Stream(val_loaders, what="val")
-        if self._train is None:
+            self.val_data = Stream(val_loaders, what="val")
+        if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
-
-    @property
-    def train_data(self) -> Stream | None:
-        """The data to train on."""
-        return self._train
-
-    @property
-    def val_data(self) -> Stream | None:
-        """The data to validate on."""
-        return self._val
 
     @property
     def validates(self) -> bool:
         """Whether there is data to validate on."""
-        return self._val is not None
+        return self.val_data is not None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -144,16 +131,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Return the loss of a batch and its other metrics, as in a training step."""
-        moved = self.strategy.move(batch) if self.strategy.needs_transfer else batch
         with self.strategy.autocast():
-            return self._loss_computer(self.model, moved)
+            return self._loss_computer(self.model, self.strategy.move(batch))
 
     def dry_run(self, batch: Any) -> dict[str, Any]:
-        """Compute the loss of a training batch and its gradients; return what was seen.
-
-        Hooks are not called, no optimizer steps, and nothing is recorded.
-        """
-        parameters = [p for one in self.optimizers for g in one.param_groups for p in g["params"]]
+        """Compute the loss of a batch and its gradients, without hooks; return what was seen."""
+        parameters = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
         self._watch.watch(calls=False, backward=False)
         self.model.train()
         try:
@@ -170,6 +153,50 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "parameters": len(parameters),
             "metrics": ["loss", *metrics],
         }
+
+    def validate(self, loaders: Any = None) -> Metrics:
+        """Validate, and return the metrics: means, weighted by the sizes of the batches.
+
+        The model's mode, the random states and the batch in the context do not change.
+        """
+        stream = self.val_data if loaders is None else Stream(loaders, what="val")
+        if stream is None:
+            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
+        context, fire = self._context, self._dispatchers
+        train_batch = context.batch, context.batch_idx
+        train_loader = context.dataloader_idx, context.dataloader_name
+        means = Means()
+        context.evaluating = True
+        with evaluation(self.model, self.device):
+            if fire.on_validation_start is not None:
+                fire.on_validation_start(context)
+            for batch, batch_idx, loader_idx, loader_name in stream.tuples():
+                context.batch, context.batch_idx = batch, batch_idx
+                context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
+                context.made_metrics = None
+                if fire.on_validation_batch_start is not None:
+                    fire.on_validation_batch_start(context)
+                loss, extra = self.compute_loss(batch)
+                weight = float(samples_in(batch))
+                for name, value in {"loss": loss, **extra}.items():
+                    means.add(f"val/{name}", value, weight)
+                    if len(stream.names) > 1:
+                        means.add(f"val/dl_{loader_name}/{name}", value, weight)
+                if fire.on_validation_batch_end is not None:
+                    context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
+                    fire.on_validation_batch_end(context)
+            context.made_metrics = metrics = Metrics(means.means())
+            if fire.on_validation_end is not None:
+                fire.on_validation_end(context)
+        context.evaluating = False
+        context.batch, context.batch_idx = train_batch
+        context.dataloader_idx, context.dataloader_name = train_loader
+        self._position.validated = dict.copy(metrics)
+        self._recorder.metrics(context.step, context.epoch, metrics)
+        self._progress.validation(metrics, context.epoch, context.step)
+        if "val/accuracy" in metrics:
+            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+        return metrics
 
     # -- where training stands --------------------------------------------------------------------
 
@@ -223,7 +250,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _save(self, path: Path | str | None) -> Path:
         self._recorder.flush()  # or a run that is resumed from here might lack values before it
-        folder = self._recorder.checkpoint_folder(path, self._context.step)
+        if path is None and self.run is None:
+            raise TrainingError(
+                "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
+                "`runs` in the configuration."
+            )
+        folder = self.run.checkpoints / f"step_{self.step:06d}" if path is None else Path(path)
         saved = save_trainer_checkpoint(self, folder)
         self._recorder.event("checkpoint", path=str(saved), step=self._context.step)
         self._context.checkpoint_path = saved
@@ -241,17 +273,17 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
         """Print the progress every so many batches; return the hook's name."""
-        return self._add_built_in("console_log", log_every_n_batches=log_every_n_batches, **options)
+        return self._add("console_log", log_every_n_batches=log_every_n_batches, **options)
 
     def add_json_logging(self, log_every_n_batches: int = 100, **options: Any) -> str:
         """Write the progress as JSON lines; return the hook's name."""
-        return self._add_built_in("json_log", log_every_n_batches=log_every_n_batches, **options)
+        return self._add("json_log", log_every_n_batches=log_every_n_batches, **options)
 
     def add_checkpointing(self, save_every_n_epochs: int = 1, **options: Any) -> str:
         """Save a checkpoint every so many epochs; return the hook's name."""
-        return self._add_built_in("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
+        return self._add("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
 
-    def _add_built_in(self, built_in: str, **options: Any) -> str:
+    def _add(self, built_in: str, **options: Any) -> str:
         return self.add_hook(make_hook(built_in, options))
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -299,33 +331,30 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
         self._position.load_state_dict(state["position"], self.device)
-        if self._train is not None:
-            self._position.check_resumable(self._train)
+        if self.train_data is not None:
+            self._position.check_resumable(self.train_data)
         context.epoch = self._position.epoch
 
     def _pending_gradients(self) -> list[list[Any] | None]:
         """Return the gradients of each optimizer that does not step in every step, else None."""
         every = self.config.optimizer_every or [1] * len(self.optimizers)
         return [
-            None if n == 1 else [p.grad for g in optimizer.param_groups for p in g["params"]]
+            None if n == 1 else [p.grad for p in parameters_of(optimizer)]
             for optimizer, n in zip(self.optimizers, every, strict=True)
         ]
 
     def _load_pending_gradients(self, saved: list[list[Any] | None]) -> None:
         for optimizer, gradients in zip(self.optimizers, saved, strict=True):
-            if gradients is None:
-                continue
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            if gradients is not None:
+                for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     # -- hooks and probes -------------------------------------------------------------------------
 
     def _watch_model(self) -> None:
         fire = self._dispatchers
-        watching = (fire.on_before_forward, fire.on_after_forward, fire.forward)
-        calls = any(dispatcher is not None for dispatcher in watching)
-        self._watch.watch(calls=calls, backward=False)
+        watched = (fire.on_before_forward, fire.on_after_forward, fire.forward)
+        self._watch.watch(calls=any(watched), backward=False)
 
     def _sync_probes(self, *, at_boundary: bool = False) -> None:
         super()._sync_probes(at_boundary=at_boundary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -11,23 +11,17 @@ import torch
 
 from hookline.errors import TrainingError
 
-__all__ = ["SingleProcess"]
+__all__ = ["SingleProcess", "parameters_of"]
 
 
 class SingleProcess:
-    """Train in one process on one device. Other strategies implement the same methods.
-
-    Args:
-        device: where to train.
-        precision: `fp32`, `bf16` (autocast) or `fp16` (autocast and a gradient scaler).
-    """
+    """Train in one process on one device; `fp16` has a gradient scaler."""
 
     is_main = True
     alone = True  # no other process takes part in the run
 
     def __init__(self, device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> None:
         self.device = device
-        self.precision = precision
         self.needs_transfer = device.type != "cpu"
         scaled = precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled) if scaled else None
@@ -52,6 +46,8 @@ class SingleProcess:
 
     def move(self, batch: Any) -> Any:
         """Return the batch with all its tensors on the device, also those in containers."""
+        if not self.needs_transfer:
+            return batch
         if isinstance(batch, torch.Tensor):
             return batch.to(self.device, non_blocking=True)
         if isinstance(batch, Mapping):
@@ -85,7 +81,7 @@ class SingleProcess:
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
     ) -> torch.Tensor:
         """Clip an optimizer's gradients; return their norm before clipping."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         if norm is not None:
             before = torch.nn.utils.clip_grad_norm_(parameters, norm)
         else:
@@ -104,21 +100,22 @@ class SingleProcess:
         found = self.scaler._found_inf_per_device(optimizer)
         return not any(flag.item() for flag in found.values())  # read by its step already
 
-    def end_step(self) -> None:
-        """Update the scale, after all optimizers of the step."""
-        if self.scaler is not None:
-            self.scaler.update()
-
-    def reduce(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all processes."""
-        return value
+    def end_step(self, pending: Iterable[torch.optim.Optimizer]) -> None:
+        """Update the scale, and rescale the gradients of optimizers that did not step."""
+        if self.scaler is None:
+            return
+        rescaled = [p.grad for optimizer in pending for p in parameters_of(optimizer)]
+        before = self.scaler.get_scale() if rescaled else 1.0  # waits for the device
+        self.scaler.update()
+        factor = self.scaler.get_scale() / before if rescaled else 1.0
+        if factor != 1.0:
+            for gradient in rescaled:
+                if gradient is not None:
+                    gradient.mul_(factor)
 
     def any_rank(self, *requests: bool) -> tuple[bool, ...]:
         """Return for each request whether any rank makes it; the same on all ranks."""
         return requests
-
-    def barrier(self) -> None:
-        """Wait for the other processes."""
 
     def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's weights, unsharded."""
@@ -127,6 +124,11 @@ class SingleProcess:
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the model."""
         model.load_state_dict(dict(weights))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _world_size() -> int:
