@@ -176,8 +176,10 @@ TRUE_LIMITS = {
     ],
     "docs/trainer.md": ["It does not support Accelerate, DDP or FSDP2 yet"],
 }
-# About the order of things in a step.
-NOT_LIMITS = re.compile(r"\bnot (yet )?(clipped|copied|read|saved|written)( yet)?\b")
+# About the order of things in a step, and about other formats.
+NOT_LIMITS = re.compile(
+    r"\bnot (yet )?(clipped|copied|read|saved|written)( yet)?\b|\bJSON does not support\b"
+)
 GENERATED = re.compile(r"<!-- (?P<what>\w+): .*?<!-- end of (?P=what)", re.DOTALL)
 
 
