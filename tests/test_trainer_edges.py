@@ -282,5 +282,6 @@ def test_gradients_that_wait_for_their_turn_follow_the_scale_of_fp16():
 
     scale, expected = trained(growth_interval=1000)
     grown, actual = trained(growth_interval=1)
-    assert scale == 256.0 and grown > scale
+    assert scale == 256.0
+    assert grown > scale
     assert same(actual, expected)

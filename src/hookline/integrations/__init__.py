@@ -1,1 +1,1 @@
-"""Hosts: loops that are not Hookline's, and how hooks get into them."""
+"""Integrations: Hookline attached to loops that are not its own."""
