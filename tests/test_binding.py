@@ -126,7 +126,10 @@ def test_any_signature_gets_exactly_the_values_it_names(case):
         f"def {name}(self, {', '.join(parts)}):\n    self.seen.append({{{inside}}})", namespace
     )
     hook = type("Generated", (Seen,), {name: namespace[name]})()
-    values = {argument: f"value of {argument}" for argument in event.arguments}
+    values = {
+        name: 0.5 if argument.form == "float" else f"value of {name}"
+        for name, argument in event.arguments.items()
+    }
     fire(hook, event.name, **values)
     assert hook.seen == [{real: values[real] for _, real in asked}]
 
@@ -356,6 +359,7 @@ def test_double_star_gets_all_arguments_by_their_names():
             self.seen.append(everything)
 
     values = {argument: object() for argument in EVENTS["on_checkpoint_save"].arguments}
+    values["checkpoint_path"] = "runs/1"
     fire(hook := Watch(), "on_checkpoint_save", **values)
     assert hook.seen == [values]
 

@@ -394,9 +394,11 @@ def test_a_missing_argument_does_not_count_as_a_failure_of_the_hook():
 
 
 def test_a_failure_caused_by_a_lazy_number_has_a_hint(caplog):
-    hook = Hook("writer")
-    hook.on_step_end = lambda loss: json.dumps({"loss": loss})
-    HookManager([hook]).fire("on_step_end", loss=LazyFloat(1.0))
+    class Writer(Hook):
+        def on_step_end(self, loss: LazyFloat):
+            json.dumps({"loss": loss})
+
+    HookManager([Writer()]).fire("on_step_end", loss=1.0)
     assert "write float(…) around it" in caplog.records[0].getMessage()
 
 

@@ -99,13 +99,16 @@ def test_the_fields_of_the_context_can_be_asked_for_by_name():
     assert seen == [(ctx.model, ctx.optimizer, 3, 0.5, 2.0, 0.1, 96)]
 
 
-def test_a_loss_that_a_hook_asks_for_by_name_is_read_on_first_use():
+def test_a_loss_that_a_hook_asks_for_as_a_lazy_number_is_read_on_first_use():
     reads = []
     loss = LazyFloat(lambda: reads.append("read") or 0.5)
-    hook = Hook()
     seen = []
-    hook.on_step_end = lambda loss: seen.append(loss)
-    HookRunner([hook]).on_step_end(context(loss=loss))
+
+    class Watch(Hook):
+        def on_step_end(self, loss: LazyFloat):
+            seen.append(loss)
+
+    HookRunner([Watch()]).on_step_end(context(loss=loss))
     assert reads == []
     assert seen[0] == 0.5
     assert reads == ["read"]

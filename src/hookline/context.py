@@ -1,8 +1,8 @@
 """Values of event arguments: lazy numbers, metrics, the training state, the step.
 
-A loss lives on the device, and converting it to a Python number waits for the device. So hooks get
-lazy numbers, which are read on first use: when they are printed, compared, computed with, or
-converted with `float`.
+A loss lives on the device, and converting it to a Python number waits for the device. So loops have
+lazy numbers, which are read on first use: when a hook asks for a plain number, or when a hook that
+asked for a `LazyFloat` prints, compares, computes with or converts it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from dataclasses import dataclass
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
-from hookline.errors import NotSuppliedError
+from hookline.errors import NotSuppliedError, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,9 @@ __all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
 class LazyFloat(_Float):
     """A number that is read from the device on first use.
 
-    It computes, compares, formats, hashes and pickles like the `float` it represents. Where a real
-    `float` is required (`json.dumps`), write `float(loss)`.
+    A hook that annotates `loss: LazyFloat` gets one, and does not wait for the device before it
+    uses the number. It computes, compares, formats, hashes and pickles like the `float` it
+    represents. Where a real `float` is required (`json.dumps`), write `float(loss)`.
     """
 
     __slots__ = ("_value",)
@@ -191,31 +192,37 @@ class Metrics(LazyDict):
         super().__init__()
         self.update(*args, **kwargs)
 
+    @staticmethod
+    def _name(key: Any) -> Any:
+        """Return the name under which a metric is stored."""
+        return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
+
     def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(_canonical_name(key))
+        return super().__getitem__(self._name(key))
 
     def __missing__(self, key: str) -> Any:
         if key == "val/perplexity" and "val/loss" in self.keys():
             loss = float(self["val/loss"])
             return math.inf if loss > 700 else math.exp(loss)
-        raise KeyError(key)
+        known = list(self.keys())
+        raise KeyError(f"There is no metric {key!r}.{nearest(str(key), known)} There are: {known}")
 
     def __contains__(self, key: object) -> bool:
-        name = _canonical_name(key)
+        name = self._name(key)
         derived = name == "val/perplexity" and super().__contains__("val/loss")
         return derived or super().__contains__(name)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(_canonical_name(key), value)
+        super().__setitem__(self._name(key), value)
 
     def __delitem__(self, key: str) -> None:
-        super().__delitem__(_canonical_name(key))
+        super().__delitem__(self._name(key))
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return super().setdefault(_canonical_name(key), default)
+        return super().setdefault(self._name(key), default)
 
     def pop(self, key: str, *default: Any) -> Any:
-        return super().pop(_canonical_name(key), *default)
+        return super().pop(self._name(key), *default)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
@@ -226,8 +233,50 @@ class Metrics(LazyDict):
         return self
 
 
-def _canonical_name(key: Any) -> Any:
-    return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
+class EvalMetrics(Metrics):
+    """The metrics of `on_eval_end`: named `eval/…`, with `eval/perplexity`.
+
+    Changes also reach the event's metrics, so that later hooks see them.
+    """
+
+    def __init__(self, metrics: MutableMapping[str, Any]) -> None:
+        super().__init__()
+        self._metrics = metrics
+        for key, value in dict.items(cast("dict[str, Any]", metrics)):
+            dict.__setitem__(self, self._name(key), value)
+        if "val/perplexity" in metrics and "eval/perplexity" not in self.keys():
+            perplexity = LazyFloat(lambda: metrics["val/perplexity"])
+            dict.__setitem__(self, "eval/perplexity", perplexity)
+
+    @staticmethod
+    def _name(key: Any) -> Any:
+        return "eval/" + key[4:] if isinstance(key, str) and key.startswith("val/") else key
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._metrics[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._metrics.pop(key, None)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._metrics.pop(key, None)
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        key, value = super().popitem()
+        self._metrics.pop(key, None)
+        return key, value
+
+    def clear(self) -> None:
+        super().clear()
+        self._metrics.clear()
 
 
 class State(LazyDict):
@@ -254,12 +303,26 @@ class State(LazyDict):
         return type(self), (self._read_all(), self._absent)
 
 
-@dataclass
+@dataclass(frozen=True)
+class NotProvided:
+    """A field of a `StepContext` that the loop does not provide; reading it raises an error."""
+
+    message: str
+
+    def __call__(self) -> Any:
+        raise NotSuppliedError(self.message)
+
+    def __repr__(self) -> str:
+        return "<not provided>"
+
+
+@dataclass(repr=False)
 class StepContext:
     """A step, as the `ctx` of `on_step_end`. Model and optimizer are not copies.
 
     A loop that uses a `HookRunner` creates it. Numbers may be tensors or functions without
-    arguments; they are read on first access.
+    arguments; they are read on first access. The numbers of a context that a hook keeps remain
+    those of its step.
     """
 
     step: int
@@ -270,6 +333,16 @@ class StepContext:
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     skipped: bool = False
+
+    def __repr__(self) -> str:
+        values = self.__getstate__()
+        shown = ", ".join(f"{field.name}={values[field.name]!r}" for field in fields(self))
+        return f"{type(self).__name__}({shown})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        values = self.__dict__
+        provided = (name for name in _LAZY_FIELDS if not isinstance(values[name], NotProvided))
+        return {**values, **{name: getattr(self, name) for name in provided}}
 
     def lazy_field(self, name: str) -> Any:
         """Return a field without reading it: a number on a device as a `LazyFloat`."""
@@ -288,7 +361,7 @@ class _LazyField:
         if ctx is None:
             return self
         value = ctx.__dict__[self.name]
-        number = value() if callable(value) else read_lazy(value)
+        number = read_lazy(value() if callable(value) else value)
         if number is not value:
             ctx.__dict__[self.name] = number
         return number

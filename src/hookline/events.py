@@ -24,6 +24,8 @@ class Argument:
     name: str
     doc: str
     aliases: tuple[str, ...] = ()
+    form: str = ""
+    """What hooks get by default: "float" or "str"; empty for the value as it is."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,12 @@ _BATCH = (
     Argument("dataloader_name", "the loader's name", ("loader_name",)),
 )
 _METRICS = Argument("metrics", "a mutable mapping from name to number")
-_LOSS = Argument("loss", "the batch's own loss, a number")
+_LOSS = Argument("loss", "the batch's own loss, a number", form="float")
+_GRAD_NORM = Argument("grad_norm", "the gradient norm before clipping, a number", form="float")
 _EPOCH = Argument("epoch", "the epoch, from 0")
 _OPTIMIZER = Argument("optimizer_idx", "the index of the optimizer, from 0")
 _CHECKPOINT = (
-    Argument("checkpoint_path", "the path of the checkpoint", ("path",)),
+    Argument("checkpoint_path", "the path of the checkpoint", ("path",), "str"),
     Argument("step", "the checkpoint's step"),
 )
 
@@ -132,7 +135,7 @@ EVENTS: Mapping[str, Event] = _by_name(
     Event(
         "on_gradient_clip",
         "Gradients were clipped.",
-        (Argument("grad_norm", "the gradient norm before clipping, a number"), _OPTIMIZER),
+        (_GRAD_NORM, _OPTIMIZER),
         per_step=True,
     ),
     Event(
@@ -161,9 +164,9 @@ EVENTS: Mapping[str, Event] = _by_name(
         "A step is done, completed or skipped; gradients are not zeroed yet.",
         (
             Argument("ctx", "the step as a `StepContext`"),
-            Argument("loss", "the mean loss of the step's batches, a number"),
-            Argument("grad_norm", "the gradient norm, a number"),
-            Argument("lr", "the learning rate that this step used"),
+            Argument("loss", "the mean loss of the step's batches, a number", form="float"),
+            _GRAD_NORM,
+            Argument("lr", "the learning rate that this step used", form="float"),
         ),
         per_step=True,
     ),

@@ -7,10 +7,11 @@ belong to the registration, so a hook has no attributes that could collide with 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from hookline.errors import NotAHookError
 
@@ -71,15 +72,24 @@ class Hook:
     """The hook's cost in one sentence, for `describe()`."""
 
     def __init__(self, name: str | None = None) -> None:
+        torch = sys.modules.get("torch")  # not imported: there are no modules
+        if torch is not None and isinstance(self, torch.nn.Module) and "_modules" not in vars(self):
+            torch.nn.Module.__init__(self)
         if name is not None:
             self.hookline_name = name
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints; by default nothing is saved."""
-        return {}
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state to save in checkpoints; by default nothing is saved.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        A hook that is also a `torch.nn.Module` has the module's state.
+        """
+        inherited = getattr(super(), "state_dict", None)
+        return {} if inherited is None else cast("dict[str, Any]", inherited(*args, **kwargs))
+
+    def load_state_dict(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Restore a state that `state_dict` returned."""
+        inherited = getattr(super(), "load_state_dict", None)
+        return None if inherited is None else inherited(state, *args, **kwargs)
 
     # -- events: generated from events.py by `make generate`; edit there --------------------------
 
@@ -271,6 +281,13 @@ _FUNCTION_HOOKS: dict[str | None, Callable[[Any], Hook]] = {
 }
 
 
+_CALLBACKS = {
+    ("transformers", "TrainerCallback"): "Hugging Face",
+    ("lightning", "Callback"): "Lightning",
+    ("pytorch_lightning", "Callback"): "Lightning",
+}
+
+
 def as_hook(hook: Any, kind: str | None = None) -> Hook:
     """Return a hook unchanged, and a function as a hook of this kind.
 
@@ -279,6 +296,15 @@ def as_hook(hook: Any, kind: str | None = None) -> Hook:
     """
     if isinstance(hook, Hook):
         return hook
+    cls = hook if isinstance(hook, type) else type(hook)
+    for base in cls.__mro__:
+        library = _CALLBACKS.get((base.__module__.partition(".")[0], base.__name__))
+        if library is not None:
+            raise NotAHookError(
+                f"{cls.__name__} is a callback of {library}, not a hook. Inherit from "
+                "hookline.Hook instead and declare the arguments that its methods use; "
+                "docs/migrating.md has a table of the names."
+            )
     if isinstance(hook, type) and issubclass(hook, Hook):
         raise NotAHookError(
             f"{hook.__name__} is a class; register an instance of it: {hook.__name__}()."

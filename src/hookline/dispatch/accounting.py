@@ -170,10 +170,13 @@ class RunClock:
         self._settings = settings
         self._started: float | None = None
         self._ended: float | None = None
+        self._earlier = 0.0  # seconds of the runs before, whose calls are counted too
         self._next_check = math.inf
 
     def start(self) -> None:
-        """Start the clock at zero."""
+        """Start the clock, or continue it in another run."""
+        if self._ended is not None:
+            self._earlier = self.elapsed()
         self._started, self._ended = perf_counter(), None
         if self._settings.budget is not None:
             self._next_check = self._started + self._settings.budget_after
@@ -185,13 +188,15 @@ class RunClock:
 
     def stop(self) -> None:
         """Stop the clock."""
-        self._ended = perf_counter()
+        if self._started is not None and self._ended is None:
+            self._ended = perf_counter()
 
     def elapsed(self) -> float:
-        """Return the seconds from start until now, or until the stop."""
+        """Return the seconds of all runs, from start until now or until the stop."""
         if self._started is None:
             return 0.0
-        return (perf_counter() if self._ended is None else self._ended) - self._started
+        ended = perf_counter() if self._ended is None else self._ended
+        return self._earlier + ended - self._started
 
     def is_budget_check_due(self) -> bool:
         """Return whether it is time to check the budget: once a second after `budget_after`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hookline.dispatch.value_forms import WantedValue, choose_form
 from hookline.errors import SignatureError, nearest
 from hookline.events import EVENTS, FLOWS, NAMES, Event
 from hookline.hook import Hook
@@ -31,19 +32,20 @@ class Binding:
     event: Event
     method: Callable[..., Any]
     label: str
-    positional: tuple[str, ...] = ()
-    keywords: tuple[tuple[str, str], ...] = ()
-    optional: tuple[tuple[str, str], ...] = ()
+    positional: tuple[WantedValue, ...] = ()
+    keywords: tuple[tuple[str, WantedValue], ...] = ()
+    optional: tuple[tuple[str, WantedValue], ...] = ()
 
     @property
     def required(self) -> frozenset[str]:
         """The arguments without which the method cannot be called."""
-        return frozenset((*self.positional, *(argument for _, argument in self.keywords)))
+        wanted = (*self.positional, *(value for _, value in self.keywords))
+        return frozenset(value.argument for value in wanted)
 
     @property
     def accepted(self) -> frozenset[str]:
         """All arguments that the method takes, required and optional."""
-        return self.required | {argument for _, argument in self.optional}
+        return self.required | {value.argument for _, value in self.optional}
 
 
 def bind(hook: Hook) -> dict[str, Binding]:
@@ -78,7 +80,7 @@ def _bind_call(hook: Hook, flow: Event) -> Binding:
     label = f"{type(hook).__name__}.__call__"
     if function is not None:
         label = getattr(function, "__qualname__", type(function).__name__)
-    carrier = "gradients" if flow.name == "update" else "observation"
+    carrier = WantedValue("gradients" if flow.name == "update" else "observation")
     binding = _bind_method(call, flow, label)
     if hook.hookline_no_op:
         return binding
@@ -143,15 +145,21 @@ def _bind_method(method: Callable[..., Any], event: Event, label: str) -> Bindin
             f"The signature of {label} cannot be read ({error}), so its arguments cannot "
             "be matched. Wrap it in a method that declares its parameters."
         ) from error
-    positional: list[str] = []
-    keywords: list[tuple[str, str]] = []
-    optional: list[tuple[str, str]] = []
-    has_var_keyword = False
+    positional: list[WantedValue] = []
+    keywords: list[tuple[str, WantedValue]] = []
+    optional: list[tuple[str, WantedValue]] = []
+    var_keyword: inspect.Parameter | None = None
+
+    def want(parameter: inspect.Parameter, argument: str) -> WantedValue:
+        if argument == "metrics" and label.endswith(".on_eval_end"):
+            return WantedValue(argument, "eval")
+        return WantedValue(argument, choose_form(event.arguments[argument], parameter, method))
+
     for parameter in signature.parameters.values():
         argument = event.parameters.get(parameter.name)
         has_default = parameter.default is not parameter.empty
         if parameter.kind is parameter.VAR_KEYWORD:
-            has_var_keyword = True
+            var_keyword = parameter
         elif parameter.kind is parameter.VAR_POSITIONAL or (argument is None and has_default):
             continue  # `*args` stays empty; a parameter of the user's own keeps its default
         elif argument is None:
@@ -162,15 +170,18 @@ def _bind_method(method: Callable[..., Any], event: Event, label: str) -> Bindin
                 "neither be passed by name nor omitted. Remove the `/` or the default."
             )
         elif has_default:
-            optional.append((parameter.name, argument))
+            optional.append((parameter.name, want(parameter, argument)))
         elif parameter.kind is parameter.KEYWORD_ONLY:
-            keywords.append((parameter.name, argument))
+            keywords.append((parameter.name, want(parameter, argument)))
         else:
-            positional.append(argument)
-    if has_var_keyword:
-        bound = {*positional, *(a for _, a in keywords), *(a for _, a in optional)}
-        optional += [(name, name) for name in event.arguments if name not in bound]
-    return Binding(event, method, label, tuple(positional), tuple(keywords), tuple(optional))
+            positional.append(want(parameter, argument))
+    binding = Binding(event, method, label, tuple(positional), tuple(keywords), tuple(optional))
+    if var_keyword is None:
+        return binding
+    others = [name for name in event.arguments if name not in binding.accepted]
+    return replace(
+        binding, optional=(*optional, *((name, want(var_keyword, name)) for name in others))
+    )
 
 
 def _check_is_plain_function(method: Callable[..., Any], label: str) -> None:
@@ -188,9 +199,15 @@ def _check_is_plain_function(method: Callable[..., Any], label: str) -> None:
         )
 
 
+_OTHER_NAMES = {
+    "pl_module": " Lightning's `pl_module` is `model` here; for its `log`, ask for `trainer`.",
+    "control": " Instead of Hugging Face's `control`, ask for `trainer` and call trainer.stop(…).",
+}
+
+
 def _unknown_parameter(name: str, event: Event, label: str) -> SignatureError:
+    hint = _OTHER_NAMES.get(name) or nearest(name, event.parameters)
     return SignatureError(
-        f"{label} asks for '{name}', which {event.name} does not have."
-        f"{nearest(name, event.parameters)} It has: {', '.join(event.arguments)}. "
-        "A parameter of your own needs a default."
+        f"{label} asks for '{name}', which {event.name} does not have.{hint} It has: "
+        f"{', '.join(event.arguments)}. A parameter of your own needs a default."
     )

@@ -31,7 +31,7 @@ from __future__ import annotations
 import linecache
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -39,6 +39,7 @@ from types import CodeType
 
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
+from hookline.dispatch.value_forms import WantedValue
 
 __all__ = ["CallSignature", "Source", "make_signature", "make_source", "register_source"]
 
@@ -47,8 +48,8 @@ __all__ = ["CallSignature", "Source", "make_signature", "make_source", "register
 class CallSignature:
     """All that the source of one call depends on; equal signatures share their compiled code."""
 
-    positional: tuple[str, ...]
-    keywords: tuple[tuple[str, str], ...]
+    positional: tuple[WantedValue, ...]
+    keywords: tuple[tuple[str, WantedValue], ...]
     has_optional: bool
     every: bool
     samples: bool
@@ -61,9 +62,11 @@ class CallSignature:
         return self.every or self.samples or self.from_epoch
 
     @property
-    def required(self) -> tuple[str, ...]:
-        """The arguments of the call, without optional ones."""
-        return (*self.positional, *(argument for _, argument in self.keywords))
+    def required(self) -> list[WantedValue]:
+        """The values to load for the call, without optional ones: as they are, then converted."""
+        wanted = (*self.positional, *(value for _, value in self.keywords))
+        converted = [value for value in wanted if value.form not in ("", "eval")]
+        return [*(WantedValue(value.argument) for value in wanted), *converted]
 
 
 def make_signature(binding: Binding, schedule: Schedule, *, clocked: bool) -> CallSignature:
@@ -137,13 +140,9 @@ class SourceWriter:
 
     def __init__(self, signatures: tuple[CallSignature, ...]) -> None:
         self.signatures = signatures
-        self.always_loaded = list(
-            dict.fromkeys(a for call in signatures if not call.scheduled for a in call.required)
-        )
+        self.always_loaded = _sort_values(call for call in signatures if not call.scheduled)
         self.loaded_when_due = [
-            argument
-            for argument in dict.fromkeys(a for call in signatures for a in call.required)
-            if argument not in self.always_loaded
+            value for value in _sort_values(signatures) if value not in self.always_loaded
         ]
         self.has_optional = any(signature.has_optional for signature in signatures)
 
@@ -193,12 +192,12 @@ class SourceWriter:
 
     def _shared(self, *names: str) -> str:
         """Return the arguments that `dispatch` passes to `resume`."""
-        loaded = [f"a_{argument}" for argument in self.always_loaded]
+        loaded = [value.variable for value in self.always_loaded]
         return ", ".join([*names, *loaded, *(["values"] if self.has_optional else [])])
 
     def _load_arguments(self) -> list[str]:
-        loads = [f"a_{argument} = context.{argument}" for argument in self.always_loaded]
-        loads += [f"a_{argument} = UNSET" for argument in self.loaded_when_due]
+        loads = [f"{value.variable} = {_source_of(value)}" for value in self.always_loaded]
+        loads += [f"{value.variable} = UNSET" for value in self.loaded_when_due]
         if any(signature.every or signature.samples for signature in self.signatures):
             loads.append("step = context.step_in_progress")
         if any(signature.from_epoch for signature in self.signatures):
@@ -209,7 +208,7 @@ class SourceWriter:
             lines.append(f"    try: {'; '.join(loads)}")
             lines.append(f"    except NotSupplied as error: {retry}")
         if self.has_optional:  # shared, so that each argument is computed once per event
-            loaded = ", ".join(f"{a!r}: a_{a}" for a in self.always_loaded)
+            loaded = ", ".join(f"{value.key!r}: {value.variable}" for value in self.always_loaded)
             lines.append(f"    values = {{{loaded}}}")
         return lines
 
@@ -219,7 +218,8 @@ class SourceWriter:
         if not signature.scheduled:
             return self._guarded_call(i, "    ", clocked=clocked)
         lines = [f"    if {_condition(i, signature)}:", f"        calls{i} += 1"]
-        loads = [self._late_load(a) for a in signature.required if a in self.loaded_when_due]
+        due = dict.fromkeys(value for value in signature.required if value in self.loaded_when_due)
+        loads = [self._late_load(value) for value in due]
         if not loads:
             return [*lines, *self._guarded_call(i, "        ", clocked=clocked)]
         return [
@@ -233,11 +233,11 @@ class SourceWriter:
             *self._guarded_call(i, "            ", clocked=clocked),
         ]
 
-    def _late_load(self, argument: str) -> str:
-        key = repr(argument)
-        shared = f"values[{key}] = values[{key}] if {key} in values else context.{argument}"
-        value = shared if self.has_optional else f"context.{argument}"
-        return f"            if a_{argument} is UNSET: a_{argument} = {value}"
+    def _late_load(self, value: WantedValue) -> str:
+        key, source, variable = repr(value.key), _source_of(value), value.variable
+        if self.has_optional:
+            source = f"values[{key}] = values[{key}] if {key} in values else {source}"
+        return f"            if {variable} is UNSET: {variable} = {source}"
 
     def _guarded_call(self, i: int, indent: str, *, clocked: bool) -> list[str]:
         failure = f"fatal = first_error(fatal, handle_failure({i}, error))"
@@ -252,11 +252,27 @@ class SourceWriter:
 
     def _call(self, i: int) -> str:
         signature = self.signatures[i]
-        arguments = [f"a_{argument}" for argument in signature.positional]
-        arguments += [f"{name}=a_{argument}" for name, argument in signature.keywords]
+        arguments = [_expression(value) for value in signature.positional]
+        arguments += [f"{name}={_expression(value)}" for name, value in signature.keywords]
         if signature.has_optional:
             arguments.append(f"**load_optional(context, optional{i}, values)")
         return f"hook{i}({', '.join(arguments)})"
+
+
+def _sort_values(calls: Iterable[CallSignature]) -> list[WantedValue]:
+    """Return the values that calls require, each once: as they are, then converted."""
+    values = dict.fromkeys(value for call in calls for value in call.required)
+    return sorted(values, key=lambda value: value.form != "")
+
+
+def _source_of(value: WantedValue) -> str:
+    """Return the expression that a value is loaded with."""
+    return f"to_{value.form}(a_{value.argument})" if value.form else f"context.{value.argument}"
+
+
+def _expression(value: WantedValue) -> str:
+    """Return the expression of a value in a call: metrics are renamed as they are by then."""
+    return _source_of(value) if value.form == "eval" else value.variable
 
 
 def _condition(i: int, signature: CallSignature) -> str:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from hookline.dispatch.compiler import make_signature, make_source, register_source
 from hookline.dispatch.entry import Entry
+from hookline.dispatch.value_forms import CONVERSIONS, WantedValue
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 
@@ -121,6 +122,7 @@ class Dispatcher:
             "skip_and_retry": self._skip_and_retry,
             "handle_missing_args": self._handle_missing_args,
             "first_error": _first_error,
+            **{f"to_{form}": convert for form, convert in CONVERSIONS.items()},
         }
         self._next_timed = 0  # the number of the next timed event
         self._globals["until_timed"] = self._next_gap()
@@ -206,20 +208,28 @@ class Dispatcher:
 
 
 def _load_optional(
-    context: Any, optional: tuple[tuple[str, str], ...], values: dict[str, Any]
+    context: Any, optional: tuple[tuple[str, WantedValue], ...], values: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the optional arguments that the loop provides, by parameter.
 
     `values` has the arguments that were loaded for this event, so that each is computed once.
     """
     loaded = {}
-    for parameter, argument in optional:
+    for parameter, wanted in optional:
+        argument, form = wanted
         try:
             if argument not in values:
                 values[argument] = getattr(context, argument)
+            value = values[argument]
+            if form == "eval":  # not kept, because hooks may change metrics
+                value = CONVERSIONS[form](value)
+            elif form:
+                if wanted.key not in values:
+                    values[wanted.key] = CONVERSIONS[form](value)
+                value = values[wanted.key]
         except NotSuppliedError:
             continue  # the parameter keeps its default, and `**kwargs` does not contain it
-        loaded[parameter] = values[argument]
+        loaded[parameter] = value
     return loaded
 
 

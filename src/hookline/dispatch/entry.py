@@ -62,8 +62,8 @@ class Entry:
 
     @property
     def has_state(self) -> bool:
-        """Whether the hook overrides `state_dict`."""
-        return type(self.hook).state_dict is not Hook.state_dict
+        """Whether one of the hook's other classes has a `state_dict`."""
+        return any("state_dict" in vars(cls) for cls in type(self.hook).__mro__ if cls is not Hook)
 
     def required_arguments(self, event: str) -> list[str]:
         """Return the arguments that the hook's method and its schedule require of an event."""

@@ -6,6 +6,7 @@ import bdb
 import logging
 from collections.abc import Callable, Iterable
 
+from hookline.context import read_lazy
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError
@@ -109,7 +110,7 @@ def _find_missing_args(
     for entry in entries:
         for argument in entry.required_arguments(event):
             try:
-                getattr(context, argument)
+                read_lazy(getattr(context, argument))
             except NotSuppliedError as error:
                 errors[entry] = error
                 break

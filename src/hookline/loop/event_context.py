@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hookline.context import LazyFloat
-from hookline.errors import NotSuppliedError
-from hookline.tensors.sharded import is_sharded, whole
+from hookline.tensors.sharded import whole
 from hookline.updates.gradients import Gradients, NamedParameters
 
 __all__ = ["EventContext", "device_of"]
@@ -60,7 +59,8 @@ class EventContext:
     def lr(self) -> Any:
         """The first optimizer's learning rate."""
         lr = self.optimizer.param_groups[0]["lr"]
-        return LazyFloat(lr) if isinstance(lr, torch.Tensor) else lr
+        # A copy, because schedulers change the tensor in place.
+        return LazyFloat(lr.detach().clone()) if isinstance(lr, torch.Tensor) else lr
 
     @property
     def grad_norm(self) -> LazyFloat:
@@ -74,22 +74,6 @@ class EventContext:
         norm = torch.nn.utils.get_total_norm(self.all_gradients())
         # A rank has a part of sharded gradients; the norm of that part would be wrong.
         return whole(norm)
-
-    def norm_of_this_step(self) -> Any:
-        """Return the norm, or a function that computes it while the gradients still exist."""
-        step = self.step_in_progress
-        if any(is_sharded(gradient) for gradient in self.all_gradients()):
-            return self.norm()  # now, on all ranks: a single rank would wait for ever
-
-        def norm() -> float:
-            if self.step_in_progress != step:
-                raise NotSuppliedError(
-                    "ctx.grad_norm is computed when it is read, and the gradients of its step are "
-                    "gone. Read it in on_step_end, or ask for `grad_norm` by name."
-                )
-            return float(self.norm())
-
-        return norm
 
     def all_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all optimizers' parameters."""

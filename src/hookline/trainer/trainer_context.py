@@ -64,7 +64,7 @@ class TrainerEventContext(EventContext):
         return StepContext(
             step=self.step,
             loss=self.loss,
-            grad_norm=self.norm_of_this_step(),
+            grad_norm=self.grad_norm,
             lr=self.lr,
             tokens_seen=self.tokens_seen,
             model=self.model,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hookline.context import LazyFloat, Metrics, State, StepContext
+from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
 from hookline.errors import NotSuppliedError
 from hookline.integrations.bare_loop.requirements import CALLS, not_supplied
 from hookline.loop.event_context import EventContext, device_of
@@ -99,18 +99,23 @@ class BareLoopEventContext(EventContext):
 
     @property
     def ctx(self) -> StepContext:
-        loss: Any = (lambda: self.loss) if self.known_loss is None else self.known_loss
-        tokens: Any = (lambda: self.tokens_seen) if self.known_tokens is None else self.known_tokens
         return StepContext(
             step=self.step,
-            loss=loss,
-            grad_norm=self.norm_of_this_step(),
+            loss=self._field("loss"),
+            grad_norm=self.grad_norm,
             lr=self.lr,
-            tokens_seen=tokens,
+            tokens_seen=self._field("tokens_seen"),
             model=self.model,
             optimizer=self.optimizer,
             skipped=self.skipped,
         )
+
+    def _field(self, name: str) -> Any:
+        """Return a field of `ctx`; without a value, one whose access raises the error."""
+        try:
+            return getattr(self, name)
+        except NotSuppliedError as error:
+            return NotProvided(str(error))
 
     @property
     def state(self) -> State:

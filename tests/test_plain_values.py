@@ -1,0 +1,423 @@
+"""What hooks get: plain Python values, unless a parameter is annotated otherwise."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import sqlite3
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import pytest
+import torch
+import yaml
+from loops import batches, make
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import hookline
+from hookline import Hook, HookManager, LazyFloat, Metrics
+from hookline import LazyFloat as Number
+
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+
+class Reads:
+    """A number that counts how often it is read."""
+
+    def __init__(self, value: float = 0.5) -> None:
+        self.value, self.count = value, 0
+
+    def __float__(self) -> float:
+        self.count += 1
+        return self.value
+
+
+def fit(model: nn.Module, optimizer: Any, *hooks: Hook, **options: Any) -> hookline.Trainer:
+    settings = {"runs": None, "progress": "off", "max_epochs": 1, **options}
+    trainer = hookline.Trainer(settings, model, optimizer, hooks=list(hooks), loss_fn=mse_loss)
+    trainer.fit(batches(3))
+    return trainer
+
+
+# -- loss, grad_norm and lr ------------------------------------------------------------------------
+
+
+def test_numbers_are_floats_read_once_for_all_hooks():
+    class Watch(Hook):
+        def on_step_end(self, loss, *, grad_norm, lr=None):
+            self.seen = loss, grad_norm, lr
+
+    hooks = [Watch() for _ in range(3)]
+    loss, norm, lr = Reads(0.5), Reads(2.0), Reads(0.1)
+    manager = HookManager(hooks)
+    manager.fire("on_step_end", loss=loss, grad_norm=LazyFloat(norm), lr=lr)
+    for hook in hooks:
+        assert hook.seen == (0.5, 2.0, 0.1)
+        assert [type(value) for value in hook.seen] == [float] * 3
+    assert (loss.count, norm.count, lr.count) == (1, 1, 1)
+
+
+def test_a_hook_with_a_schedule_reads_only_when_it_is_due():
+    class Watch(Hook):
+        def on_step_end(self, loss):
+            self.loss = loss
+
+    manager = HookManager()
+    manager.add_hook(hook := Watch(), every=2)
+    manager.add_hook(Watch(), every=2)
+    for step in (1, 2):
+        loss = Reads()
+        manager.fire("on_step_end", step=step, loss=loss)
+        assert loss.count == (step == 2)
+    assert type(hook.loss) is float
+
+
+def test_the_loss_before_backward_is_the_tensor():
+    class Watch(Hook):
+        def on_before_backward(self, loss):
+            self.loss = loss
+
+    manager = HookManager([hook := Watch()])
+    manager.fire("on_before_backward", loss=(loss := torch.ones(1)))
+    assert hook.loss is loss
+
+
+def plain(self, loss): ...
+def lazy(self, loss: LazyFloat): ...
+def lazy_or_none(self, loss: LazyFloat | None = None): ...
+def optional(self, loss: Optional[LazyFloat]): ...  # noqa: UP045
+def qualified(self, loss: hookline.LazyFloat): ...
+def quoted(self, loss: "hookline.LazyFloat | None"): ...  # noqa: UP037
+def quoted_inside(self, loss: Optional["LazyFloat"]): ...  # noqa: UP037, UP045
+def annotated(self, loss: Annotated[LazyFloat, "not read"]): ...
+def renamed(self, loss: Number): ...
+def for_types_or_none(self, loss: hookline.nowhere.LazyFloat | None): ...
+def beside_unknown(self, model: Unknown, loss: LazyFloat): ...
+def a_float(self, loss: float): ...
+def unknown(self, loss: Unknown): ...
+
+
+LAZY = [lazy, lazy_or_none, optional, qualified, quoted, quoted_inside, annotated]
+LAZY += [for_types_or_none, beside_unknown, renamed]
+
+
+@pytest.mark.parametrize("method", [*LAZY, plain, a_float, unknown], ids=lambda m: m.__name__)
+def test_the_annotation_of_a_parameter_says_whether_its_number_is_read(method):
+    hook = type("Watch", (Hook,), {"on_step_end": method})()
+    loss = Reads()
+    HookManager([hook]).fire("on_step_end", loss=loss, model=None)
+    assert loss.count == (method not in LAZY)
+
+
+def test_a_lazy_number_without_postponed_annotations():
+    namespace: dict[str, Any] = {"hookline": hookline}
+    source = "def on_step_end(self, loss: hookline.LazyFloat | None): self.loss = loss"
+    exec(compile(source, "<test>", "exec", dont_inherit=True), namespace)
+    hook = type("Watch", (Hook,), {"on_step_end": namespace["on_step_end"]})()
+    HookManager([hook]).fire("on_step_end", loss=0.5)
+    assert type(hook.loss) is LazyFloat
+    assert hook.loss.item() == 0.5
+
+
+def test_double_star_gets_lazy_numbers():
+    class Watch(Hook):
+        def on_step_end(self, **values):
+            self.values = values
+
+    loss = Reads()
+    HookManager([hook := Watch()]).fire("on_step_end", loss=loss, lr=0.1, step=1)
+    types = [type(hook.values[name]) for name in ("loss", "lr", "step")]
+    assert types == [LazyFloat, LazyFloat, int]
+    assert loss.count == 0
+
+
+def test_a_number_that_the_loop_does_not_have_stays_none():
+    class Watch(Hook):
+        def on_step_end(self, loss, grad_norm: LazyFloat):
+            self.seen = loss, grad_norm
+
+    HookManager([hook := Watch()]).fire("on_step_end", loss=None, grad_norm=None)
+    assert hook.seen == (None, None)
+
+
+def test_a_number_that_cannot_be_provided_when_it_is_read_disables_the_hook(caplog):
+    class Watch(Hook):
+        def on_step_end(self, loss):
+            pass
+
+    def missing() -> float:
+        raise hookline.NotSuppliedError("This loop does not provide 'loss'.")
+
+    class Context:
+        loss = LazyFloat(missing)
+
+    manager = HookManager([Watch()])
+    manager.dispatchers.on_step_end(Context())
+    assert manager.describe()[0].status == "failed"
+    assert "does not provide 'loss'" in caplog.text
+
+
+# -- what people do with numbers -------------------------------------------------------------------
+
+
+class Keep(Hook):
+    """Keeps the numbers of each step."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_step_end(self, step, loss, grad_norm, lr):
+        self.rows.append({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr})
+
+
+@pytest.fixture(scope="module")
+def rows():
+    model, optimizer = make()
+    hook = Keep()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+    return hook.rows
+
+
+def save_and_load(rows):
+    buffer = io.BytesIO()
+    torch.save(rows, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+
+def through_sqlite(rows):
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table log (step, loss, grad_norm, lr)")
+    connection.executemany("insert into log values (:step, :loss, :grad_norm, :lr)", rows)
+    names = ("step", "loss", "grad_norm", "lr")
+    return [dict(zip(names, row, strict=True)) for row in connection.execute("select * from log")]
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda rows: json.loads(json.dumps(rows)),
+        lambda rows: yaml.safe_load(yaml.safe_dump(rows)),
+        lambda rows: pickle.loads(pickle.dumps(rows)),
+        save_and_load,
+        through_sqlite,
+        lambda rows: pytest.importorskip("pandas").DataFrame(rows).to_dict("records"),
+    ],
+    ids=["json", "yaml", "pickle", "torch.save", "sqlite", "pandas"],
+)
+def test_the_numbers_of_a_step_can_be_written_and_read_again(keep, rows):
+    again = keep(rows)
+    assert again == rows
+    assert all(type(row["loss"]) is float for row in again)
+
+
+def test_a_tensor_of_losses_has_the_usual_type(rows):
+    losses = [row["loss"] for row in rows]
+    assert torch.tensor(losses).dtype == torch.float32
+    assert torch.tensor(losses[0]).shape == ()
+    assert all(isinstance(loss, float) and math.isfinite(loss) for loss in losses)
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def test_a_path_is_a_string_or_as_it_is_annotated():
+    class Watch(Hook):
+        def on_checkpoint_save(self, path, checkpoint_path: Path):
+            self.seen = path, checkpoint_path
+
+        def on_checkpoint_load(self, path: str | Path, checkpoint_path: Path | None = None):
+            self.seen = path, checkpoint_path
+
+    manager = HookManager([hook := Watch()])
+    for event, given in [("save", Path("runs/1")), ("load", Path("runs/1")), ("save", "runs/1")]:
+        manager.fire(f"on_checkpoint_{event}", path=given)
+        assert hook.seen == ("runs/1", Path("runs/1"))
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+class Evaluated(Hook):
+    def on_eval_end(self, metrics):
+        self.metrics, self.kept = metrics, dict(metrics)
+        metrics["eval/extra"] = 1.0
+        metrics.setdefault("eval/more", 2.0)
+        metrics.update({"eval/most": 3.0})
+        metrics.pop("val/f1")
+
+
+class Validated(Hook):
+    def on_validation_end(self, metrics):
+        self.metrics, self.names = metrics, list(metrics)
+        metrics["val/own"] = 4.0
+
+
+def test_metrics_have_the_names_of_the_event_they_were_asked_in():
+    first, second, third = Validated(), Evaluated(), Validated("third")
+    metrics = Metrics({"val/loss": LazyFloat(Reads(0.5)), "val/f1": 0.9, "epoch": 3})
+    HookManager([first, second, third]).fire("on_validation_end", metrics=metrics)
+    assert first.names == ["val/loss", "val/f1", "epoch"]
+    assert second.kept == {
+        "eval/loss": 0.5,
+        "eval/f1": 0.9,
+        "epoch": 3,
+        "eval/own": 4.0,
+        "eval/perplexity": math.exp(0.5),
+    }
+    assert third.names == ["val/loss", "epoch", "val/own", "val/extra", "val/more", "val/most"]
+    assert third.metrics is metrics
+
+
+def test_metrics_named_eval_work_like_others():
+    metrics = Metrics({"val/loss": torch.tensor(0.5)})
+    seen = []
+    hook = Hook()
+    hook.on_eval_end = lambda metrics: seen.append(metrics)
+    HookManager([hook]).fire("on_eval_end", metrics=metrics)
+    (got,) = seen
+    expected = {"eval/loss": 0.5, "eval/perplexity": math.exp(0.5)}
+    assert got == json.loads(json.dumps(got)) == pickle.loads(pickle.dumps(got)) == expected
+    assert got["val/loss"] == got["eval/loss"] == 0.5
+    assert "val/perplexity" in got
+    del got["eval/loss"]
+    assert dict(metrics) == {}
+
+
+def test_a_metric_that_does_not_exist_is_an_error_with_the_nearest_name():
+    metrics = Metrics({"train/loss": 1.0, "val/loss": 0.5})
+    with pytest.raises(KeyError, match=r"no metric 'val_loss'. Did you mean 'val/loss'\?"):
+        metrics["val_loss"]
+
+
+# -- the step as one object ------------------------------------------------------------------------
+
+
+class KeepSteps(Hook):
+    def __init__(self):
+        self.steps, self.numbers = [], []
+
+    def on_step_end(self, ctx, loss, grad_norm, lr):
+        self.steps.append(ctx)
+        self.numbers.append((loss, grad_norm, lr))
+
+
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["not clipped", "clipped"])
+@pytest.mark.parametrize("in_tensor", [False, True], ids=["lr is a number", "lr is a tensor"])
+def test_steps_that_are_kept_have_the_numbers_of_their_step(clip, in_tensor):
+    model, _ = make()
+    lr = torch.tensor(0.1) if in_tensor else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    class Lower(Hook):
+        def on_train_batch_start(self, optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5  # changes a tensor in place, as schedulers do
+
+    hook = KeepSteps()
+    fit(model, optimizer, hook, Lower(), clip_norm=clip)
+    numbers = [(ctx.loss, ctx.grad_norm, ctx.lr) for ctx in hook.steps]
+    assert numbers == hook.numbers
+    assert all(len(set(column)) == 3 for column in zip(*numbers, strict=True))
+    assert [lr for _, _, lr in numbers] == pytest.approx([0.05, 0.025, 0.0125])
+
+
+def test_a_step_that_is_kept_shows_and_pickles_later():
+    hook = KeepSteps()
+    fit(*make(), hook)
+    ctx, (loss, grad_norm, lr) = hook.steps[0], hook.numbers[0]
+    again = pickle.loads(pickle.dumps(hook.steps[0]))
+    assert f"step=1, loss={loss!r}, grad_norm={grad_norm!r}, lr={lr!r}" in repr(ctx)
+    assert (again.step, again.loss, again.grad_norm, again.lr) == (1, loss, grad_norm, lr)
+
+
+# -- hooks that are modules ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bases", [(Hook, nn.Module), (nn.Module, Hook)], ids=["hook", "module"])
+def test_a_hook_that_is_a_module_keeps_the_modules_state(bases):
+    class Head(*bases):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def on_step_end(self, step):
+            pass
+
+    first, second = Head(), Head()
+    assert set(first.state_dict()) == {"linear.weight", "linear.bias"}
+    assert set(nn.ModuleDict({"head": first}).state_dict()) == {
+        "head.linear.weight",
+        "head.linear.bias",
+    }
+    report = HookManager([second]).load_state_dict(HookManager([first]).state_dict())
+    assert report == hookline.StateReport()
+    assert torch.equal(first.linear.weight, second.linear.weight)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def callback_of(package: str, name: str) -> type:
+    """Return a class that looks like a callback of another library, which is not imported."""
+    base = type(name, (), {"__module__": f"{package}.callbacks.base"})
+    return type("Stop", (base,), {"on_step_end": lambda self, args: None})
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "library"),
+    [
+        ("transformers", "TrainerCallback", "Hugging Face"),
+        ("lightning", "Callback", "Lightning"),
+        ("pytorch_lightning", "Callback", "Lightning"),
+    ],
+)
+def test_a_callback_of_another_library_is_an_error_that_names_the_migration_page(
+    package, name, library
+):
+    callback = callback_of(package, name)
+    for given in (callback(), callback):
+        with pytest.raises(hookline.NotAHookError, match=rf"{library}.*docs/migrating\.md"):
+            HookManager([given])
+        with pytest.raises(hookline.NotAHookError, match=rf"{library}.*docs/migrating\.md"):
+            hookline.attach(*make(), hooks=[given])
+
+
+def test_a_class_instead_of_a_hook_is_an_error_that_shows_the_instance():
+    for register in (lambda: HookManager([Keep]), lambda: hookline.attach(*make(), hooks=[Keep])):
+        with pytest.raises(hookline.NotAHookError, match=r"Keep is a class.*Keep\(\)"):
+            register()
+
+
+def test_pl_module_is_an_error_that_names_the_model_and_the_trainer():
+    class Watch(Hook):
+        def on_train_end(self, trainer, pl_module):
+            pass
+
+    with pytest.raises(hookline.SignatureError, match=r"`pl_module` is `model` here.*`trainer`"):
+        HookManager([Watch()])
+
+
+# -- cost ------------------------------------------------------------------------------------------
+
+
+def test_the_shares_of_hooks_add_up_after_a_second_fit():
+    class Slow(Hook):
+        def on_step_end(self):
+            time.sleep(0.02)
+
+    trainer = fit(*make(), Slow())
+    once = trainer.hooks.summary()
+    trainer.fit(batches(3))
+    twice = trainer.hooks.summary()
+    assert twice.hooks[0].calls > once.hooks[0].calls
+    assert twice.seconds > once.seconds
+    assert twice.share <= 1
