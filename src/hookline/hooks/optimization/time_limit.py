@@ -38,7 +38,7 @@ class TimeLimit(BuiltIn):
 
     cost = "Reads a clock in every batch."
     hookline_rank = Rank.CONTROL
-    hookline_optional_events = frozenset({"on_validation_end"})
+    hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_end"})
     intervenes = True
 
     def __init__(
@@ -71,6 +71,11 @@ class TimeLimit(BuiltIn):
 
     def on_train_batch_end(self, trainer: Any) -> None:
         """Stop training if the limit is reached."""
+        if time.monotonic() >= self._end:
+            self._stop(trainer, save=self._checkpoint)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Stop training if the limit is reached: a bare loop may not provide batches."""
         if time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
