@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Summary as Summary
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import ConfigError as ConfigError
+    from hookline.errors import HookConfigError as HookConfigError
     from hookline.errors import HookFailedError as HookFailedError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HookStateError as HookStateError
@@ -108,7 +109,8 @@ _MODULES = {
         *("Schedule", "StateReport", "Summary"),
     ),
     "errors": (
-        *("CheckpointError", "ConfigError", "HookFailedError", "HookStateError", "HooklineError"),
+        *("CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
+        *("HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
         *("SignatureError", "TrainingError", "UnknownEventError", "UnknownHookError"),

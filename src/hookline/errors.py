@@ -16,6 +16,7 @@
     ├── RunError                   a run's folder cannot be created, opened or used
     ├── ProbeError                 a probe cannot be attached, or does what it is not allowed to
     ├── HookFailedError            a hook that training depends on has failed
+    │   ├── HookConfigError        (also a ConfigError) a hook's options do not fit the model
     │   └── ObserverError          a hook that only observes has changed training
     │       └── RandomNumberError  it used a global generator, whose state was restored
     └── HookStateError             a hook could not load its saved state
@@ -31,6 +32,7 @@ from difflib import get_close_matches
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "HookConfigError",
     "HookFailedError",
     "HookStateError",
     "HooklineError",
@@ -111,6 +113,10 @@ class RunError(HooklineError):
 
 class HookFailedError(HooklineError):
     """A hook that training depends on failed; its own exception is the `__cause__`."""
+
+
+class HookConfigError(ConfigError, HookFailedError):
+    """A hook's options do not fit the model, which is found when training starts."""
 
 
 class ObserverError(HookFailedError):
