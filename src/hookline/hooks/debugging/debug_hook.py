@@ -13,6 +13,7 @@ from pydantic import PositiveInt
 from hookline.context import LazyFloat
 from hookline.errors import ConfigError
 from hookline.hook import Rank
+from hookline.hooks.metric_lookup import log_or_print
 from hookline.options import BuiltIn
 from hookline.tensors.finiteness import all_finite, first_nonfinite
 from hookline.tensors.nested import describe_structure, named_tensors
@@ -91,11 +92,7 @@ class DebugHook(BuiltIn):
             if self._structures.get(dataloader_name) != structure:
                 changed = "now " if dataloader_name in self._structures else ""
                 self._structures[dataloader_name] = structure
-                text = f"A batch of '{dataloader_name}' is {changed}{structure}"
-                if log.isEnabledFor(logging.INFO):
-                    log.info("%s", text)
-                else:  # it was requested, so show it if logging is not configured, too
-                    print(text, flush=True)
+                log_or_print(f"A batch of '{dataloader_name}' is {changed}{structure}")
 
     def on_before_backward(self, trainer: Any, step: int, loss: torch.Tensor) -> None:
         """Check the loss before backward."""
