@@ -23,8 +23,8 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
 
     The metric is checked after each validation, or at the end of each epoch. A validation before
     training and a second validation at the same step are not counted. In a bare loop it needs
-    `session.validation()` with a `session.log("loss", value)` inside, and `session.batches()` to
-    stop the loop.
+    `session.validation()` with a `session.log("loss", value)` inside; the loop ends if it loads its
+    batches with `session.batches()`, or looks at `session.should_stop`.
 
     Args:
         monitor: the metric.
