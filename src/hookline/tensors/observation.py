@@ -150,7 +150,7 @@ class _GlobalGenerators:
     """
 
     def __init__(self, devices: Iterable[torch.device], *, exact: bool) -> None:
-        generators = dict.fromkeys([torch.default_generator, *map(_generator, devices)])
+        generators = [torch.default_generator, *map(_generator, devices)]
         self._states = [(generator, generator.get_state()) for generator in generators]
         self._numpy: Any = sys.modules.get("numpy.random")
         self._exact = exact
