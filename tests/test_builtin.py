@@ -8,6 +8,7 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import hookline
+from hookline.config.hook_names import BUILT_INS, load_class
 from hookline.hook import Rank
 from hookline.options import BuiltIn, get_options
 
@@ -108,3 +109,13 @@ def test_describe_shows_the_options() -> None:
     assert info.options == ALL | {"patience": 4}
     assert info.purpose == "Does nothing."
     assert info.cost == "Next to nothing."
+
+
+def test_numbers_from_the_device_are_taken_lazily() -> None:
+    for path in BUILT_INS.values():
+        kind = load_class(path)
+        for name, method in vars(kind).items():
+            if name.startswith("on_") and name != "on_before_backward":  # it has the loss's tensor
+                annotations = method.__annotations__
+                for number in {"loss", "grad_norm", "lr"} & annotations.keys():
+                    assert "LazyFloat" in annotations[number], f"{path}.{name}: {number}"

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -277,12 +278,39 @@ def test_gradients_are_checked_in_an_unchanged_bare_loop(caplog):
     assert said[1].startswith("Step 2: The parameter 'first.weight'")
 
 
-def test_a_bare_loop_that_cannot_be_stopped_is_refused_at_its_first_step():
+def test_an_unchanged_bare_loop_is_asked_to_stop_and_the_loss_is_checked(caplog):
     model, optimizer = make()
-    hook = DebugHook(action="stop", check=["gradients"])
+    reasons = []
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")]) as session:
+        session.stop = reasons.append
+        for x, y in [*batches(1), bad_batch()]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert [reason.split("'")[0] for reason in reasons] == [
+        "DebugHook: The gradient of ",
+        "DebugHook: The loss is nan. Parameters, buffers and the batch are finite, so it comes "
+        "from the computation: an overflow in the model, or the loss function (a log or a division "
+        "by 0?).",
+    ]
+    assert session.hooks.summary().failures == {}
+    assert all(weight.isfinite().all() for weight in model.parameters())  # the step was skipped
+
+
+def test_a_loss_that_a_bare_loop_does_not_provide_is_reported_once(caplog):
+    hook = DebugHook(action="warn")
+    model, _ = make()
+    for step in (1, 2):
+        hook.on_step_end(SimpleNamespace(model=model), step)
+    (said,) = warnings(caplog)
+    assert said.startswith("DebugHook cannot check the loss, because this loop does not provide it")
+
+
+def test_shapes_are_logged_only_where_batches_are_provided():
+    model, optimizer = make()
     with (
         pytest.raises(hookline.NotSuppliedError, match=r"debug .*needs on_train_batch_start"),
-        hookline.attach(model, optimizer, hooks=[hook]),
+        hookline.attach(model, optimizer, hooks=[DebugHook(log_shapes=True)]),
     ):
         for x, y in batches(1):
             F.mse_loss(model(x), y).backward()

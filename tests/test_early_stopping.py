@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 
 import pytest
@@ -123,6 +124,18 @@ def test_what_is_missing_is_left_out_when_not_strict(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records if "'val/los'" in r.getMessage()] == [
         "EarlyStopping: the metric 'val/los' is missing; the check is skipped."
     ]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_verbose_messages_are_printed_if_logging_is_not_configured(
+    tmp_path, capsys, monkeypatch, verbose
+):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    fit(tmp_path, Scores(2.0, 1.0, 3.0), EarlyStopping(patience=1, verbose=verbose))
+    shown = [line for line in capsys.readouterr().out.splitlines() if "EarlyStopping: val/" in line]
+    assert len(shown) == (3 if verbose else 0)
+    if verbose:
+        assert shown[1].endswith("the best is 1, 0 of 1 checks without an improvement.")
 
 
 @pytest.mark.parametrize("verbose", [False, True])

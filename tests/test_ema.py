@@ -97,14 +97,46 @@ def test_warmup_forgets_the_initial_weights_sooner(tmp_path, warmup, w):
 def test_every_n_steps(tmp_path):
     hook, follow = EMA(0.5, warmup=False, every_n_steps=3), Follow()
     fit(tmp_path, follow, hook)
-    assert hook.updates == 2
-    assert same(averages(hook), expected(start(), follow.weights[2::3], 0.5**3))
+    assert hook.updates == 4
+    after_three = expected(start(), follow.weights[:3], 0.5)
+    assert same(averages(hook), expected(after_three, follow.weights[5::3], 0.5**3))
 
 
 def test_it_is_updated_every_ten_steps_unless_asked_otherwise(tmp_path):
     hook = ema.EMA()
     fit(tmp_path, hook, n=25, max_epochs=1)
-    assert hook.updates == 2
+    assert hook.updates == 11  # in the first ten steps, and in the twentieth
+
+
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_a_run_shorter_than_the_interval_is_averaged(tmp_path, n):
+    hook, follow = ema.EMA(), Follow()
+    trainer = fit(tmp_path, follow, hook, n=n, max_epochs=1)
+    assert hook.updates == n
+    assert same(averages(hook), expected(start(), follow.weights, 0.999, 10))
+    model = Net()
+    hook.apply_to(model)
+    assert losses(trainer, "val/loss") == [pytest.approx(mean_loss(model))]
+
+
+def mean_loss(model) -> float:
+    model.eval()
+    with torch.no_grad():
+        return sum(F.mse_loss(model(x), y).item() for x, y in batches(2, seed=2)) / 2
+
+
+def test_a_hook_that_is_added_during_training_averages_from_its_first_step(tmp_path):
+    hook, follow = EMA(0.5, warmup=False), Follow()
+
+    class AddsLater(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 3:
+                trainer.add_hook(hook)
+
+    trainer = fit(tmp_path, follow, AddsLater())
+    assert trainer.hooks.summary().failures == {}
+    assert hook.updates == 5
+    assert same(averages(hook), expected(follow.weights[2], follow.weights[3:], 0.5))
 
 
 def test_a_skipped_step_does_not_count(tmp_path):
@@ -337,11 +369,11 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path):
     long = fit(tmp_path / "whole", whole, max_epochs=4)
     first = fit(tmp_path, EMA(0.9, every_n_steps=3), CheckpointHook(), max_epochs=2)
     saved = load_checkpoint(find_checkpoint(first.run.path)).state["hooks"]["ema"]
-    assert saved["updates"] == 2
+    assert saved["updates"] == 4  # after steps 1, 2, 3 and 6
     again = fit(tmp_path, hook, CheckpointHook(), max_epochs=4, resume_from=first.run.path)
     assert same(averages(hook), averages(whole))
     assert same(weights(again.model), weights(long.model))
-    assert hook.updates == whole.updates == 5
+    assert hook.updates == whole.updates == 7
 
 
 def test_a_second_fit_starts_from_the_weights_there_are(tmp_path):

@@ -302,15 +302,39 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_near_names() -> None:
     assert "'first.weight'" in str(error.value)
 
 
-def test_a_pattern_that_matches_nothing_is_told_when_training_starts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_pattern_that_matches_nothing_is_one_configuration_error_before_the_first_step(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = hookline.TrainerConfig(runs=None, progress="off")
-    hooks = [GradientMonitor(param_filter=["[secnd"])]
+    hooks = [GradientMonitor(param_filter=["scond.weight"])]
     trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=hooks)
-    trainer.fit(batches(1))
+    with pytest.raises(hookline.ConfigError) as error:
+        trainer.fit(batches(1))
+    assert str(error.value).startswith("GradientMonitor: param_filter: No parameter matches")
+    assert "Did you mean 'second.weight'? Similar names: " in str(error.value)
+    assert "'second.bias'. The parameters are: " in str(error.value)
+    assert trainer.step == 0
+    assert "Traceback" not in caplog.text
+    model, optimizer = make()
+    attached = hookline.attach(model, optimizer, hooks=[GradientMonitor(param_filter=["secnd"])])
+    with pytest.raises(hookline.ConfigError, match="Did you mean 'second'"), attached:
+        pytest.fail("training must not start")
+
+
+def test_a_pattern_of_a_hook_that_is_added_later_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class AddsLater(hookline.Hook):
+        def on_step_end(self, trainer: hookline.Trainer, step: int) -> None:
+            if step == 1:
+                trainer.add_hook(GradientMonitor(1, param_filter=["secnd"]))
+
+    config = hookline.TrainerConfig(runs=None, progress="off")
+    trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=[AddsLater()])
+    trainer.fit(batches(6))
+    assert trainer.step == 6
     assert trainer.hooks.summary().failures == {"gradient_monitor": 1}
-    assert "No parameter matches '[secnd'" in caplog.text
+    assert caplog.text.count("No parameter matches 'secnd'") == 2  # the message and its traceback
 
 
 def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:

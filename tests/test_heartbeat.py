@@ -155,6 +155,19 @@ def test_it_works_in_a_bare_loop(tmp_path):
     assert json.loads(path.read_text())["status"] == "completed"
 
 
+def test_it_works_in_an_unchanged_bare_loop(tmp_path):
+    path = tmp_path / "beat.json"
+    model, optimizer = make()
+    seen = []
+    with hookline.attach(model, optimizer, hooks=[Heartbeat(path, every_seconds=ALWAYS)]):
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            seen.append(json.loads(path.read_text())["step"])
+    assert seen == [1, 2, 3]
+
+
 # -- an address ------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from loops import batches, make
+from loops import train as run_loop
 from torch.nn import functional as F
 
 import hookline
@@ -145,7 +146,7 @@ def test_the_console_shows_every_tenth_batch_unless_told_otherwise(tmp_path, cap
 def test_the_average_is_that_of_the_losses_since_the_last_line(capsys):
     hook = ConsoleLogHook(log_every_n_batches=2)
     for i, loss in enumerate((1.0, 2.0, 4.0)):
-        hook.on_train_batch_end(0, i, "train", i + 1, loss)
+        hook.on_train_batch_end(i, "train", i + 1, loss, epoch=0)
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith("loss 1.0000  average 1.0000")
     assert second.endswith("loss 4.0000  average 3.0000")
@@ -153,8 +154,8 @@ def test_the_average_is_that_of_the_losses_since_the_last_line(capsys):
 
 def test_the_average_leaves_out_what_a_line_of_another_loader_had(capsys):
     hook = ConsoleLogHook(log_every_n_batches=4)
-    hook.on_train_batch_end(0, 0, "wiki", 1, 1.0)
-    hook.on_train_batch_end(0, 0, "code", 2, 3.0)
+    hook.on_train_batch_end(0, "wiki", 1, 1.0, epoch=0)
+    hook.on_train_batch_end(0, "code", 2, 3.0, epoch=0)
     assert capsys.readouterr().out.splitlines()[1].endswith("loss 3.0000  average 3.0000")
 
 
@@ -169,9 +170,9 @@ def test_the_console_reads_losses_only_when_it_prints(capsys):
     read = []
     hook = ConsoleLogHook(log_every_n_batches=10)
     for i in range(1, 10):
-        hook.on_train_batch_end(0, i, "train", i, LazyFloat(lambda i=i: read.append(i) or 0.5))
+        hook.on_train_batch_end(i, "train", i, LazyFloat(lambda i=i: read.append(i) or 0.5))
     assert read == []
-    hook.on_train_batch_end(0, 10, "train", 10, 0.5)
+    hook.on_train_batch_end(10, "train", 10, 0.5)
     assert sorted(read) == list(range(1, 10))
 
 
@@ -252,7 +253,7 @@ def test_json_reads_only_the_losses_that_it_writes(tmp_path):
     read = []
     hook = JSONLogHook(log_every_n_batches=3, path=tmp_path / "log.jsonl")
     for i in range(7):
-        hook.on_train_batch_end(None, 0, i, "train", i, LazyFloat(lambda i=i: read.append(i) or 1))
+        hook.on_train_batch_end(None, i, "train", i, LazyFloat(lambda i=i: read.append(i) or 1))
     assert read == [0, 3, 6]
 
 
@@ -397,6 +398,41 @@ def test_they_work_in_a_bare_loop(tmp_path, capsys, caplog):
     ]
     texts = [text for _, text in lines(caplog)]
     assert "Validation at step 2: val/loss 0.2500" in texts
+
+
+def test_they_work_in_an_unchanged_bare_loop(tmp_path, capsys):
+    model, optimizer = make()
+    json_log = JSONLogHook(path=tmp_path / "log.jsonl", log_every_n_batches=2)
+    hooks = [ConsoleLogHook(2), json_log]
+    with hookline.attach(model, optimizer, hooks=hooks) as session:
+        losses = run_loop(model, optimizer, batches(3))
+    assert session.hooks.summary().failures == {}
+    shown = capsys.readouterr().out.splitlines()
+    average = sum(losses[1:]) / 2
+    assert shown == [
+        f"step 1  loss {losses[0]:.4f}  average {losses[0]:.4f}",
+        f"step 3  loss {losses[2]:.4f}  average {average:.4f}",
+        "training ends at step 3: completed",
+    ]
+    written = records(tmp_path / "log.jsonl")
+    steps = [(record["step"], record["loss"]) for record in written if "loss" in record]
+    assert steps == [(1, losses[0]), (3, losses[2])]
+    assert [record["event"] for record in written] == [
+        "train_start",
+        "step_end",
+        "step_end",
+        "train_end",
+    ]
+
+
+def test_the_same_hooks_may_run_in_another_loop(tmp_path, capsys):
+    hook = ConsoleLogHook(1)
+    train(tmp_path, hook, data=batches(1))
+    model, optimizer = make()
+    capsys.readouterr()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        run_loop(model, optimizer, batches(1))
+    assert capsys.readouterr().out.startswith("step 1  loss ")
 
 
 def test_their_names(tmp_path):

@@ -213,17 +213,26 @@ def test_steps_that_a_schedule_leaves_out_do_not_count(tmp_path: Path, accumulat
             assert rates[0] / rates[1] == pytest.approx(1000 / len(batches(1)[0][0]))
 
 
-def test_a_bare_loop_is_told_what_to_call() -> None:
+def test_an_unchanged_bare_loop_is_profiled(tmp_path: Path) -> None:
     model, optimizer = make()
-    with (
-        pytest.raises(hookline.NotSuppliedError) as error,
-        hookline.attach(model, optimizer, hooks=[RuntimeProfile()]) as session,
-    ):
-        F.mse_loss(model(torch.ones(4, 8)), torch.ones(4, 4)).backward()
-        optimizer.step()
-        session.detach()
-    assert "session.batches(loader)" in str(error.value)
-    assert "session.backward(loss)" in str(error.value)
+    session = hookline.attach(model, optimizer, hooks=[RuntimeProfile(2)], runs=tmp_path)
+    with session:
+        for x, y in batches(4):
+            time.sleep(0.02)
+            with torch.no_grad():
+                model(x)  # an evaluation, which is not a batch
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            time.sleep(0.01)
+            loss.backward()
+            optimizer.step()
+    assert session.hooks.summary().failures == {}
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    values = {one["name"]: one["value"] for one in read_records(path) if one["step"] == 4}
+    times = {phase: values[f"profile/train/dl_train/time_{phase}_ms"] for phase in PHASES}
+    assert times["data"] > 19
+    assert times["forward"] < 10 < times["backward"]
+    assert times["optimizer"] < 10
 
 
 def test_a_bare_loop_that_tells_its_batches_is_profiled(tmp_path: Path) -> None:

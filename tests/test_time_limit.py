@@ -199,15 +199,19 @@ def test_it_works_in_a_bare_loop():
     assert (session.status, session.step) == ("stopped", 1)
 
 
-def test_a_bare_loop_that_cannot_be_stopped_is_refused_at_its_first_step():
+def test_it_asks_an_unchanged_bare_loop_to_stop():
     model, optimizer = make()
-    with (
-        pytest.raises(hookline.NotSuppliedError, match="time_limit"),
-        hookline.attach(model, optimizer, hooks=[TimeLimit("1h")]),
-    ):
-        for x, y in batches(1):
+    reasons = []
+    with hookline.attach(model, optimizer, hooks=[TimeLimit(SHORT)]) as session:
+        session.stop = reasons.append
+        for x, y in batches(3):
+            optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
+            time.sleep(2 * SHORT)
             optimizer.step()
+    assert len(reasons) == 1
+    assert "the time limit of" in reasons[0]
+    assert session.hooks.summary().failures == {}
 
 
 def test_its_name_and_that_it_means_to_change_training():

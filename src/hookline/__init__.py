@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Summary as Summary
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import ConfigError as ConfigError
+    from hookline.errors import HookConfigError as HookConfigError
     from hookline.errors import HookFailedError as HookFailedError
     from hookline.errors import HooklineError as HooklineError
     from hookline.errors import HookStateError as HookStateError
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from hookline.errors import ObserverError as ObserverError
     from hookline.errors import OrderError as OrderError
     from hookline.errors import ProbeError as ProbeError
+    from hookline.errors import RandomNumberError as RandomNumberError
     from hookline.errors import RegistrationError as RegistrationError
     from hookline.errors import RunError as RunError
     from hookline.errors import SignatureError as SignatureError
@@ -107,10 +109,11 @@ _MODULES = {
         *("Schedule", "StateReport", "Summary"),
     ),
     "errors": (
-        *("CheckpointError", "ConfigError", "HookFailedError", "HookStateError", "HooklineError"),
+        *("CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
+        *("HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
-        *("OrderError", "ProbeError", "RegistrationError", "RunError", "SignatureError"),
-        *("TrainingError", "UnknownEventError", "UnknownHookError"),
+        *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
+        *("SignatureError", "TrainingError", "UnknownEventError", "UnknownHookError"),
     ),
     "events": ("EVENTS",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),

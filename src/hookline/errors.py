@@ -16,7 +16,9 @@
     ├── RunError                   a run's folder cannot be created, opened or used
     ├── ProbeError                 a probe cannot be attached, or does what it is not allowed to
     ├── HookFailedError            a hook that training depends on has failed
+    │   ├── HookConfigError        (also a ConfigError) a hook's options do not fit the model
     │   └── ObserverError          a hook that only observes has changed training
+    │       └── RandomNumberError  it used a global generator, whose state was restored
     └── HookStateError             a hook could not load its saved state
 
 Messages say what was found, what was expected and what to do.
@@ -30,6 +32,7 @@ from difflib import get_close_matches
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "HookConfigError",
     "HookFailedError",
     "HookStateError",
     "HooklineError",
@@ -40,6 +43,7 @@ __all__ = [
     "ObserverError",
     "OrderError",
     "ProbeError",
+    "RandomNumberError",
     "RegistrationError",
     "RunError",
     "SignatureError",
@@ -111,8 +115,16 @@ class HookFailedError(HooklineError):
     """A hook that training depends on failed; its own exception is the `__cause__`."""
 
 
+class HookConfigError(ConfigError, HookFailedError):
+    """A hook's options do not fit the model, which is found when training starts."""
+
+
 class ObserverError(HookFailedError):
     """A hook that only observes has changed what it observes, or consumed random numbers."""
+
+
+class RandomNumberError(ObserverError):
+    """A hook that only observes used a global random number generator, which was restored."""
 
 
 class ProbeError(HooklineError):

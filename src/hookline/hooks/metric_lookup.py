@@ -1,13 +1,23 @@
-"""Metrics in hooks: looking one up, with an error that lists the others, and showing them."""
+"""Metrics in hooks: looking one up, with an error that lists the others, and showing texts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from hookline.errors import TrainingError, listed, nearest
 
-__all__ = ["RequiresMetrics", "metric_value", "metrics_text", "number_text", "require_metric"]
+__all__ = [
+    "RequiresMetrics",
+    "log_or_print",
+    "metric_value",
+    "metrics_text",
+    "number_text",
+    "require_metric",
+]
+
+log = logging.getLogger("hookline")
 
 
 class RequiresMetrics:
@@ -47,6 +57,14 @@ def _supply(name: str, trainer: Any) -> str:
     if where in ("val", "eval"):
         return f" Log it with `session.log('{short}', value)` within `with session.validation():`."
     return f" Log it with `session.log('{short if where == 'train' else name}', value)`."
+
+
+def log_or_print(text: str) -> None:
+    """Log a text that the user asked for; print it if logging would not show it."""
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info("%s", text)
+    else:
+        print(text, flush=True)
 
 
 def number_text(value: Any) -> str:

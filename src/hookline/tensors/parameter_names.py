@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 import torch
 
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, listed
 from hookline.tensors.name_patterns import (
     clean_name,
     compile_regex,
@@ -96,8 +97,11 @@ def _match(pattern: str, names: Sequence[str]) -> list[str]:
 def _describe_mismatch(pattern: str, names: Sequence[str]) -> str:
     parts = {".".join(name.split(".")[:end]) for name in names for end in range(1, 9)}
     parts |= {part for name in names for part in name.split(".")}
-    hint = explain_mismatch(pattern, [*names, *sorted(parts - set(names))])
+    candidates = [*names, *sorted(parts - set(names))]
+    close = get_close_matches(pattern, candidates, n=4, cutoff=0.6)[1:]  # the first is in the hint
+    similar = f" Similar names: {listed(close)}." if close else ""
     return (
         f"No parameter matches '{pattern}', neither as a part of its name, nor as a glob, nor as a "
-        f"regular expression.{hint} The parameters are: {list_names(names)}."
+        f"regular expression.{explain_mismatch(pattern, candidates)}{similar} The parameters are: "
+        f"{list_names(names)}."
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from hookline.checkpoint.retention import Retention
-from hookline.context import Metrics
+from hookline.context import LazyFloat, Metrics
 from hookline.errors import ConfigError
 from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
 from hookline.hooks.checkpointing.filename import Filename
@@ -113,7 +113,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         """Enable saving: a validation before training is not saved."""
         self._is_training = True
 
-    def on_step_end(self, trainer: Any, step: int, epoch: int, loss: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int, epoch: int, loss: LazyFloat) -> None:
         """Save every N steps; skipped steps are not counted."""
         if self._every_steps is None or step % self._every_steps or step == self._saved_step:
             return

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from pydantic import PositiveInt
 
+from hookline.context import LazyFloat
 from hookline.errors import ConfigError
 from hookline.hook import Rank
+from hookline.hooks.metric_lookup import log_or_print
 from hookline.options import BuiltIn
 from hookline.tensors.finiteness import all_finite, first_nonfinite
 from hookline.tensors.nested import describe_structure, named_tensors
@@ -30,7 +32,8 @@ class DebugHook(BuiltIn):
     The first gradient or parameter in the model's order is named; for a loss, also the first
     parameter, buffer or tensor of the batch that is not finite. The message is logged once, and
     again only if the values were finite in between. Gradients are not checked under a `GradScaler`,
-    which lets them overflow by design.
+    which lets them overflow by design. A bare loop that does not run backward through its session
+    has its loss checked at the end of the step.
 
     Args:
         break_on_nan: break into a debugger; False: only warn.
@@ -47,6 +50,7 @@ class DebugHook(BuiltIn):
         "and parameters, whose norms it computes."
     )
     hookline_rank = Rank.MONITOR
+    hookline_optional_events = frozenset({"on_before_backward", "on_train_batch_start"})
 
     def __init__(
         self,
@@ -67,13 +71,16 @@ class DebugHook(BuiltIn):
         self._structures: dict[str, str] = {}
         self._failed_in_a_row: dict[Check, int] = {}
         self._counts: dict[Check, int] = {}
+        self._check = frozenset(check)
+        self._has_backward = self._warned_no_loss = False
+        if log_shapes:  # it is pointless without batches
+            self.hookline_optional_events = frozenset({"on_before_backward"})  # type: ignore[misc]
         # Unused events are turned off: they cost nothing, and a bare loop need not provide them.
         needed = {
             "on_before_backward": "loss" in check,
             "on_gradients_ready": "gradients" in check,
-            "on_step_end": "parameters" in check,
-            # A bare loop that does not load batches through its session cannot be stopped.
-            "on_train_batch_start": "loss" in check or log_shapes or self._action != "warn",
+            "on_step_end": "loss" in check or "parameters" in check,
+            "on_train_batch_start": "loss" in check or log_shapes,
         }
         self.__dict__.update((event, None) for event, used in needed.items() if not used)
 
@@ -85,20 +92,18 @@ class DebugHook(BuiltIn):
             if self._structures.get(dataloader_name) != structure:
                 changed = "now " if dataloader_name in self._structures else ""
                 self._structures[dataloader_name] = structure
-                text = f"A batch of '{dataloader_name}' is {changed}{structure}"
-                if log.isEnabledFor(logging.INFO):
-                    log.info("%s", text)
-                else:  # it was requested, so show it if logging is not configured, too
-                    print(text, flush=True)
+                log_or_print(f"A batch of '{dataloader_name}' is {changed}{structure}")
 
     def on_before_backward(self, trainer: Any, step: int, loss: torch.Tensor) -> None:
         """Check the loss before backward."""
-        if (step + 1) % self._every:
-            return
-        value = loss.item()
+        self._has_backward = True
+        if (step + 1) % self._every == 0:
+            self._check_loss(trainer, step + 1, loss.item(), skip=True)
+
+    def _check_loss(self, trainer: Any, step: int, value: float, *, skip: bool = False) -> None:
         if self._is_new("loss", math.isfinite(value)):
             problem = f"The loss is {value}. {self._explain_loss(trainer.model)}"
-            self._act(trainer, step + 1, problem, skip=True)
+            self._act(trainer, step, problem, skip=skip)
 
     def on_gradients_ready(self, trainer: Any, step: int, optimizer_idx: int) -> None:
         """Check the gradients before they are clipped or changed."""
@@ -110,9 +115,20 @@ class DebugHook(BuiltIn):
             problem = f"The gradient of {first_nonfinite(named)} is not finite."
             self._act(trainer, step + 1, problem, skip=True)
 
-    def on_step_end(self, trainer: Any, step: int) -> None:
-        """Check the parameters after the step."""
+    def on_step_end(self, trainer: Any, step: int, loss: LazyFloat | None = None) -> None:
+        """Check the parameters, and the loss if `on_before_backward` is not provided."""
         if step % self._every:
+            return
+        if "loss" in self._check and not self._has_backward:
+            if loss is not None:
+                self._check_loss(trainer, step, float(loss))
+            elif not self._warned_no_loss:
+                self._warned_no_loss = True
+                log.warning(
+                    "DebugHook cannot check the loss, because this loop does not provide it. Let "
+                    "the session run backward: `session.backward(loss)`."
+                )
+        if "parameters" not in self._check:
             return
         if self._is_new("parameters", all_finite(_parameters(trainer.optimizers))):
             found = first_nonfinite(_named_parameters(trainer))
@@ -121,6 +137,7 @@ class DebugHook(BuiltIn):
     def on_train_end(self) -> None:
         """Log how many checks failed."""
         self._batch = None
+        self._has_backward = self._warned_no_loss = False
         for check, count in self._counts.items():
             log.warning("In this run the %s had NaN or Inf in %d checks.", check, count)
         self._counts.clear()

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from hookline.context import LazyFloat
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.options import BuiltIn
@@ -22,7 +23,8 @@ class ConsoleLogHook(BuiltIn):
 
     A line has the epoch, the batch and the steps, each counted from 1, the batch's loss, and the
     average over the batches since the last line (100 at most). Lines are written with `print`, and
-    appear above a progress bar.
+    appear above a progress bar. In a bare loop that does not load batches through its session,
+    there is a line every N steps, with the step's loss.
 
     Args:
         log_every_n_batches: print every N batches of a loader, starting with the first.
@@ -30,27 +32,48 @@ class ConsoleLogHook(BuiltIn):
 
     cost = "Keeps each loss; when it prints, it reads those since the last line and waits for them."
     hookline_rank = Rank.WRITER
-    hookline_optional_events = frozenset({"on_epoch_end", "on_validation_end"})
+    hookline_optional_events = frozenset(
+        {"on_train_batch_end", "on_epoch_end", "on_validation_end"}
+    )
 
     def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
         self._every = log_every_n_batches
-        self._losses: deque[Any] = deque(maxlen=min(self._every, MAX_LOSSES))
+        self._losses: deque[LazyFloat] = deque(maxlen=min(self._every, MAX_LOSSES))
+        self._has_batches = False
+
+    def on_train_start(self) -> None:
+        """Reset what an earlier training run has left."""
+        self._losses.clear()
+        self._has_batches = False
 
     def on_train_batch_end(
-        self, epoch: int, batch_idx: int, dataloader_name: str, step: int, loss: Any
+        self,
+        batch_idx: int,
+        dataloader_name: str,
+        step: int,
+        loss: LazyFloat,
+        epoch: int | None = None,
     ) -> None:
         """Print a line every N batches."""
+        self._has_batches = True
         self._losses.append(loss)
-        if batch_idx % self._every:
-            return
+        if batch_idx % self._every == 0:
+            loader = "" if dataloader_name == "train" else f"{dataloader_name} "
+            self._print(f"{loader}batch {batch_idx + 1}  step {step}", loss, epoch)
+
+    def on_step_end(self, step: int, loss: LazyFloat, epoch: int | None = None) -> None:
+        """Print a line every N steps, if the loop does not provide batches."""
+        if not self._has_batches:
+            self._losses.append(loss)
+            if (step - 1) % self._every == 0:
+                self._print(f"step {step}", loss, epoch)
+
+    def _print(self, position: str, loss: LazyFloat, epoch: int | None) -> None:
         average = sum(map(float, self._losses)) / len(self._losses)
         self._losses.clear()
-        loader = "" if dataloader_name == "train" else f"{dataloader_name} "
-        print(
-            f"epoch {epoch + 1}  {loader}batch {batch_idx + 1}  step {step}  "
-            f"loss {number_text(loss)}  average {number_text(average)}",
-            flush=True,
-        )
+        numbers = f"loss {number_text(loss)}  average {number_text(average)}"
+        start = "" if epoch is None else f"epoch {epoch + 1}  "
+        print(f"{start}{position}  {numbers}", flush=True)
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the validation metrics."""

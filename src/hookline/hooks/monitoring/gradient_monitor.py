@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, HookConfigError
 from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
@@ -109,10 +109,12 @@ class GradientMonitor(BuiltIn):
         self._exploding_layers: set[str] = set()
 
     def on_train_start(self, model: torch.nn.Module) -> None:
-        """Find the parameters to monitor."""
-        self._names = None  # also if the next call fails
+        """Find the parameters to monitor; raise an error that ends training if there are none."""
         self._measured.clear()
-        self._names = named_parameters(model, self.param_filter)
+        try:
+            self._names = named_parameters(model, self.param_filter)
+        except ConfigError as error:
+            raise HookConfigError(f"GradientMonitor: param_filter: {error}") from None
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -121,6 +123,7 @@ class GradientMonitor(BuiltIn):
         if (step + 1) % self.log_frequency:
             return
         if self._names is None:  # the hook was added during training
+            self._names = {}  # if the next call fails, it is reported once
             self._names = named_parameters(model, self.param_filter)
         gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names)
         if gradients.names:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from hookline.context import LazyFloat
 from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
@@ -22,6 +23,8 @@ class JSONLogHook(BuiltIn):
 
     Each line has `timestamp` (UTC), `event` (the name without `on_`), `epoch` and `step`. Lines of
     batches also have `batch`, `loader` and `loss`; those of epochs and validations have `metrics`.
+    In a bare loop that does not load batches through its session, lines of steps, with `loss`, take
+    the place of those of batches.
     Epochs and batches are counted from 0, as in hooks. Lines are written atomically: a killed
     process leaves no partial line. Values that JSON does not support are written as their `repr`,
     NaN as the string "NaN".
@@ -35,7 +38,7 @@ class JSONLogHook(BuiltIn):
     cost = "Reads and waits for the loss of the batches that it writes; one system call per line."
     hookline_rank = Rank.WRITER
     hookline_optional_events = frozenset(
-        {"on_epoch_end", "on_validation_end", "on_checkpoint_save"}
+        {"on_train_batch_end", "on_epoch_end", "on_validation_end", "on_checkpoint_save"}
     )
 
     def __init__(
@@ -44,19 +47,34 @@ class JSONLogHook(BuiltIn):
         self._every = log_every_n_batches
         self._requested_path = None if path is None else Path(path)
         self._file: JsonlFile | None = None
-        self._failed = False
+        self._failed = self._has_batches = False
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
         """Open the file, so that an error is raised before training."""
+        self._has_batches = False
         self._write(trainer, "train_start", epoch=epoch, step=step)
 
     def on_train_batch_end(
-        self, trainer: Any, epoch: int, batch_idx: int, dataloader_name: str, step: int, loss: Any
+        self,
+        trainer: Any,
+        batch_idx: int,
+        dataloader_name: str,
+        step: int,
+        loss: LazyFloat,
+        epoch: int | None = None,
     ) -> None:
         """Write a line every N batches."""
+        self._has_batches = True
         if not batch_idx % self._every:
             position = {"epoch": epoch, "batch": batch_idx, "loader": dataloader_name, "step": step}
             self._write(trainer, "train_batch_end", **position, loss=loss)
+
+    def on_step_end(
+        self, trainer: Any, step: int, loss: LazyFloat, epoch: int | None = None
+    ) -> None:
+        """Write a line every N steps, if the loop does not provide batches."""
+        if not self._has_batches and not (step - 1) % self._every:
+            self._write(trainer, "step_end", epoch=epoch, step=step, loss=loss)
 
     def on_validation_end(
         self, trainer: Any, step: int, metrics: Mapping[str, Any], epoch: int | None = None

@@ -31,6 +31,9 @@ class RuntimeProfile(BuiltIn):
     - `backward`.
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
 
+    In a bare loop that does not load batches through its session, `data` lasts until the model is
+    called, `forward` until it returns, and `backward` includes the loss; samples are not counted.
+
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are computed over the
     whole time except validation and checkpoints; with a schedule such as `every=10`, only over
     batches whose loading was measured too. `profile/memory_peak_mb` is the peak of allocated memory
@@ -48,7 +51,12 @@ class RuntimeProfile(BuiltIn):
         "wait for the device."
     )
     hookline_rank = Rank.MONITOR
-    hookline_optional_events = frozenset({"on_validation_end", "on_checkpoint_save"})
+    hookline_optional_events = frozenset(
+        {
+            *("on_train_batch_start", "on_train_batch_end", "on_before_backward"),
+            *("on_validation_end", "on_checkpoint_save"),
+        }
+    )
 
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
         self.log_frequency = log_frequency
@@ -59,8 +67,12 @@ class RuntimeProfile(BuiltIn):
         # When waiting for the next batch, and its time for throughput, began; None if not measured.
         self._idle_since: float | None = None
         self._throughput_since: float | None = None
-        self._completes_step = False
-        self._loader = ""
+        self._completes_step = self._has_batches = False
+        self._loader = "train"
+        # Of the last call of the model, if the loop does not provide batches: when the host called
+        # it, and the marks of its begin and end.
+        self._called_at = 0.0
+        self._forward: tuple[Mark, Mark | None] | None = None
         self._reset()
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
@@ -69,11 +81,13 @@ class RuntimeProfile(BuiltIn):
         self._clock = _PhaseClock(self._device)
         self._reported = self._step = step
         self._tokens_before = tokens_seen
+        self._has_batches, self._loader, self._forward = False, "train", None
         self._reset()
         self._resume()
 
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
         """Measure the time it took to load the batch, and start the forward phase."""
+        self._has_batches = True
         if step != self._step:  # steps before were not measured, nor when loading began
             self._step, self._tokens_before = step, tokens_seen
             self._idle_since = self._throughput_since = None
@@ -83,12 +97,34 @@ class RuntimeProfile(BuiltIn):
         self._completes_step = False
         self._clock.start()
 
+    def on_before_forward(self) -> None:
+        """Begin the forward phase, if the loop does not provide batches."""
+        if not self._has_batches:
+            self._called_at = perf_counter()
+            self._forward = self._clock.now(), None
+
+    def on_after_forward(self) -> None:
+        """End the forward phase, if the loop does not provide batches."""
+        if self._forward is not None:
+            self._forward = self._forward[0], self._clock.now()
+
     def on_before_backward(self) -> None:
         """End the forward phase."""
-        self._clock.lap(self._loader, "forward")
+        if self._has_batches:
+            self._clock.lap(self._loader, "forward")
 
     def on_after_backward(self) -> None:
         """End the backward phase."""
+        if self._forward is not None:  # counted only here: evaluation calls the model, too
+            if self._idle_since is not None:
+                data_ms = elapsed_ms(self._idle_since, self._called_at)
+                self._clock.add(self._loader, "data", data_ms)
+            (begin, end), self._forward = self._forward, None
+            self._clock.start(begin)
+            self._clock.lap(self._loader, "forward", end)
+            self._idle_since = perf_counter()
+        elif not self._has_batches:
+            return  # the model was not called since the last backward
         self._clock.lap(self._loader, "backward")
 
     def on_before_optimizer_step(self) -> None:
@@ -109,6 +145,9 @@ class RuntimeProfile(BuiltIn):
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         """Log a report every N steps."""
+        if not self._has_batches and self._completes_step:
+            self._clock.lap(self._loader, "optimizer")
+            self._completes_step = False
         if step % self.log_frequency == 0 and step != self._reported:
             self._reported = step
             for name, value in self._report():
@@ -151,13 +190,17 @@ class _PhaseClock:
         self._open: deque[tuple[str, str, Mark, Mark]] = deque()
         self._sums: dict[tuple[str, str], tuple[float, int]] = {}
 
-    def start(self) -> None:
-        """Begin the first phase."""
-        self._last = mark(self._device)
+    def now(self) -> Mark:
+        """Return a mark of this point in time."""
+        return mark(self._device)
 
-    def lap(self, loader: str, phase: str) -> None:
-        """End a phase, and begin the next one."""
-        now = mark(self._device)
+    def start(self, begin: Mark = None) -> None:
+        """Begin the first phase, now or at a mark."""
+        self._last = self.now() if begin is None else begin
+
+    def lap(self, loader: str, phase: str, end: Mark = None) -> None:
+        """End a phase, now or at a mark, and begin the next one."""
+        now = self.now() if end is None else end
         if self._device is None:
             self.add(loader, phase, elapsed_ms(self._last, now))
         else:

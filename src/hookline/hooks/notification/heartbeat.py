@@ -30,11 +30,12 @@ WAIT_AT_END = 2.0
 class Heartbeat(BuiltIn):
     """Writes a file or requests a URL every few seconds, as long as batches are processed.
 
-    The heartbeat comes from the training loop itself, at the end of a batch, so it stops if a run
-    hangs or dies. A run needs attention if `time` is older than a few times `every_seconds` plus
-    the duration of a batch. The file is JSON and replaced atomically: `time` (seconds since 1970),
-    `step`, `epoch`, `status`, `pid` and `host`. When training ends, `status` shows how. A URL is
-    requested with GET, in the background, and only until training ends.
+    The heartbeat comes from the training loop itself, at the end of a batch, or of a step in a bare
+    loop that does not load batches through its session, so it stops if a run hangs or dies. A run
+    needs attention if `time` is older than a few times `every_seconds` plus the duration of a
+    batch. The file is JSON and replaced atomically: `time` (seconds since 1970), `step`, `epoch`,
+    `status`, `pid` and `host`. When training ends, `status` shows how. A URL is requested with GET,
+    in the background, and only until training ends.
 
     Args:
         path: the file; None: `heartbeat.json` in the run's folder, unless there is a `url`.
@@ -44,7 +45,7 @@ class Heartbeat(BuiltIn):
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
     hookline_rank = Rank.WRITER
-    hookline_optional_events = frozenset({"on_validation_batch_end"})
+    hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_batch_end"})
 
     def __init__(
         self,
@@ -60,16 +61,23 @@ class Heartbeat(BuiltIn):
         self._due = 0.0
         self._path: Path | None = None
         self._sender: Sender | None = None
-        self._failed = False
+        self._failed = self._has_batches = False
 
     def on_train_start(self, trainer: Any) -> None:
         """Send the first heartbeat."""
-        self._path, self._failed = None, False
+        self._path = None
+        self._failed = self._has_batches = False
         self._beat(trainer)
 
     def on_train_batch_end(self, trainer: Any) -> None:
         """Send a heartbeat if it is due."""
+        self._has_batches = True
         if time.monotonic() >= self._due:
+            self._beat(trainer)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Send a heartbeat if it is due, if the loop does not provide batches."""
+        if not self._has_batches and time.monotonic() >= self._due:
             self._beat(trainer)
 
     def on_validation_batch_end(self, trainer: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt
 
 from hookline.hook import Rank
-from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
+from hookline.hooks.metric_lookup import RequiresMetrics, log_or_print, metric_value
 from hookline.options import BuiltIn
 
 __all__ = ["EarlyStopping"]
@@ -23,8 +23,8 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
 
     The metric is checked after each validation, or at the end of each epoch. A validation before
     training and a second validation at the same step are not counted. In a bare loop it needs
-    `session.validation()` with a `session.log("loss", value)` inside, and `session.batches()` to
-    stop the loop.
+    `session.validation()` with a `session.log("loss", value)` inside; the loop ends if it loads its
+    batches with `session.batches()`, or looks at `session.should_stop`.
 
     Args:
         monitor: the metric.
@@ -33,7 +33,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         min_delta: an improvement has to be larger than this.
         check_on_train_epoch_end: check at the end of epochs instead of after validation.
         strict: raise an error if the metric is missing; False: skip the check.
-        verbose: log every check.
+        verbose: log every check; print it if the program has not configured logging.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
         check_finite: stop as soon as the metric is NaN or infinite; False: count it as a check
@@ -117,9 +117,11 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         self._checked_at = step
         reason = self._evaluate(value)
         if self._verbose:
-            counts = f"{self.wait_count} of {self._patience} checks without an improvement"
-            best = f"the best is {_score_text(self.best_score)}, {counts}"
-            log.info("EarlyStopping: %s is %.6g at step %d; %s.", self._monitor, value, step, best)
+            log_or_print(
+                f"EarlyStopping: {self._monitor} is {value:.6g} at step {step}; the best is "
+                f"{_score_text(self.best_score)}, {self.wait_count} of {self._patience} checks "
+                "without an improvement."
+            )
         if reason is not None:
             log.info("EarlyStopping stops training at step %d: %s", step, reason)
             trainer.stop(f"EarlyStopping: {reason}")

@@ -34,7 +34,8 @@ class EMA(BuiltIn):
 
     Every N completed steps, `average = d * average + (1 - d) * weights` with `d = decay ** N` is
     computed on the device: the average has the same time constant as one that is updated in every
-    step. Training itself does not change, bit for bit. For validation the average is copied into
+    step. In the first N steps it is updated in every step, so that it can be used from the first
+    one on. Training itself does not change, bit for bit. For validation the average is copied into
     the model; afterwards the training weights are restored, also if validation fails. Checkpoints
     always contain the training weights as the model's, and the average as this hook's state: while
     the average is in the model, `model.state_dict()` returns the training weights.
@@ -53,7 +54,7 @@ class EMA(BuiltIn):
         decay: the decay of the average per step.
         warmup: limit the decay to `(1 + n) / (w + n)` after n updates, so that the initial weights
             are forgotten quickly: w is this number, or 10 for True.
-        every_n_steps: update the average every N steps.
+        every_n_steps: update the average every N steps, after the first N.
         validate_with: use the average for validation.
         include_buffers: also average floating-point buffers such as running statistics; False: use
             the model's.
@@ -75,7 +76,7 @@ class EMA(BuiltIn):
         validate_with: bool = True,
         include_buffers: bool = False,
     ) -> None:
-        self._decay = decay**every_n_steps
+        self._decay = decay
         self._warmup = _DEFAULT_WARMUP if warmup is True else int(warmup)
         self._every = every_n_steps
         self._include_buffers = include_buffers
@@ -101,8 +102,10 @@ class EMA(BuiltIn):
         self._attach(model)
         self._is_training = True
 
-    def on_before_optimizer_step(self) -> None:
+    def on_before_optimizer_step(self, model: nn.Module) -> None:
         """Start averages of unfrozen parameters; check that the training weights are in place."""
+        if not self._is_training:  # the hook was added during training
+            self.on_train_start(model)
         for name in [name for name, tensor in self._frozen.items() if tensor.requires_grad]:
             self._start_average(name, self._frozen.pop(name))  # unchanged so far
         if self._training_weights is not None:
@@ -122,8 +125,10 @@ class EMA(BuiltIn):
             return
         self._stepped = False
         self._steps += 1
-        if self._steps % self._every == 0:
-            self._update()
+        if self._steps <= self._every:
+            self._update(self._decay)
+        elif self._steps % self._every == 0:
+            self._update(self._decay**self._every)
 
     def on_validation_start(self) -> None:
         """Copy the average into the model."""
@@ -210,8 +215,7 @@ class EMA(BuiltIn):
         self._weights[name] = tensor
 
     @torch.no_grad()
-    def _update(self) -> None:
-        decay = self._decay
+    def _update(self, decay: float) -> None:
         if self._warmup:
             decay = min(decay, (1 + self.updates) / (self._warmup + self.updates))
         averages = [self._averages[name] for name in self._weights]

@@ -38,7 +38,7 @@ class TimeLimit(BuiltIn):
 
     cost = "Reads a clock in every batch."
     hookline_rank = Rank.CONTROL
-    hookline_optional_events = frozenset({"on_validation_end"})
+    hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_end"})
     intervenes = True
 
     def __init__(
@@ -59,11 +59,14 @@ class TimeLimit(BuiltIn):
         self._before = 0.0  # seconds before the run was resumed
         self._started_at: float | None = None
         self._end = 0.0
-        self._stopped = False
+        self._stopped = self._has_batches = False
 
     def on_train_start(self, trainer: Any) -> None:
         """Start the clock."""
-        self._stopped = False
+        self._stopped = self._has_batches = False
+        self._start_clock(trainer)
+
+    def _start_clock(self, trainer: Any) -> None:
         self._started_at = time.monotonic()
         self._end = self._started_at + self._allowed - (self._before if self._total else 0.0)
         if self._started_at >= self._end:  # used up before the resume
@@ -71,7 +74,13 @@ class TimeLimit(BuiltIn):
 
     def on_train_batch_end(self, trainer: Any) -> None:
         """Stop training if the limit is reached."""
+        self._has_batches = True
         if time.monotonic() >= self._end:
+            self._stop(trainer, save=self._checkpoint)
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Stop training if the limit is reached, if the loop does not provide batches."""
+        if not self._has_batches and time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
     def on_validation_end(self, trainer: Any) -> None:
@@ -99,7 +108,7 @@ class TimeLimit(BuiltIn):
         if self._stopped:
             return  # the remaining batches of an accumulation are running
         if self._started_at is None:  # the hook was added during training
-            self.on_train_start(trainer)
+            self._start_clock(trainer)
             return
         self._stopped = True
         trainer.stop(f"the time limit of {timedelta(seconds=int(self._limit))} is reached")
