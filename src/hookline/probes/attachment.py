@@ -123,6 +123,15 @@ class Attachment:
             self.taps.detach(permanently=True)
         self._detach_boundaries()
 
+    def __enter__(self) -> Probe:
+        return self.probe
+
+    def __exit__(self, *exc: object) -> None:
+        if self.probe.attachment is self:
+            self.probe.detach()
+        else:
+            self.close()
+
     def refresh(self) -> None:
         """Update the flag that compiled edits read."""
         is_active = self.enabled and self.probe.is_active
@@ -333,7 +342,7 @@ class Site:
         call = self._make_call(tuple(tensors), {}, index, compiled=True)
         attachment.local.state.calls.append((call, sys.exception()))
         if probe.wants_before:
-            attachment.guard(probe.before, call)
+            self._check_not_returned(attachment.guard(probe.before, call))
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """Handle the operator after the module having run."""
@@ -349,11 +358,7 @@ class Site:
         if call is None or not call.compiled:  # its start was not compiled with it
             call = self._make_call((), {}, index, compiled=True)
         call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
-        if self._check_returned(attachment.guard(probe.after, call)) is not None:
-            raise ProbeError(
-                f"The probe '{probe.probe_name}' returned a value for '{self.name}', which is "
-                "compiled: an edit has to be compiled with it. Implement its compiled_edit()."
-            )
+        self._check_not_returned(attachment.guard(probe.after, call))
         if not attachment.local.state.depth:
             attachment.end_alone(self.module)
 
@@ -364,6 +369,14 @@ class Site:
         if (context := self.attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         return call
+
+    def _check_not_returned(self, returned: Any) -> None:
+        if self._check_returned(returned) is not None:
+            raise ProbeError(
+                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
+                f"'{self.name}', which is compiled: an edit has to be compiled with it. Implement "
+                "its compiled_edit()."
+            )
 
     def _check_returned(self, returned: Any) -> Any:
         """Return what the probe returned; raise if it may not return a value."""

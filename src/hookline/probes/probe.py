@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -39,6 +39,9 @@ class Probe(Hook):
 
     This needs `enable_intervention`, and a failure stops training.
     """
+
+    edits_input: bool = False
+    """Whether the edit is of a module's arguments, so what `compiled_edit` returns gets these."""
 
     enable_intervention: bool = False
     """The permission to edit. `Edit` takes it as an option; other subclasses set it."""
@@ -156,6 +159,12 @@ class Probe(Hook):
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
 
     def call_guarded(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function of the probe that is not called by the attachment, if it is enabled."""
