@@ -15,6 +15,8 @@ from loops import Net, batches, make, recorder, same, weights
 import hookline
 from hookline import ForwardHook, HookFailedError, ObserverError, Trainer, TrainerConfig
 from hookline.hooks.monitoring.activation_stats import ActivationStats
+from hookline.tensors import fingerprints, observation
+from hookline.tensors.fingerprints import Comparison, Fingerprint
 
 
 def config(**fields):
@@ -102,19 +104,145 @@ def test_a_change_in_place_is_noticed_also_when_the_hook_fails_after_it():
         lambda: numpy.random.permutation(3),
     ],
 )
-def test_drawing_trainings_random_numbers_is_fatal_and_a_generator_of_its_own_is_fine(draw):
+def test_random_numbers_of_training_are_put_back_and_the_hook_is_disabled(draw, caplog):
+    calls = []
+
     def draws(activations):
+        calls.append(1)
         draw()
+
+    def draws_later(activations):
+        calls.append(1)
+        if len(calls) == 4:
+            draw()
 
     def draws_its_own(activations):
         torch.randn(3, generator=torch.Generator().manual_seed(0))
         random.Random(0).random()
         numpy.random.default_rng(0).random()
 
-    with pytest.raises(ObserverError, match="draws used a global random number generator"):
-        fit(function=draws)
-    plain, observed = fit(), fit(function=draws_its_own)
-    assert same(weights(plain.model), weights(observed.model))
+    def states():
+        random.seed(5)
+        numpy.random.seed(5)
+        numpy.random.randn()  # it keeps a second number, which is part of the state
+        trainer = fit(function=function) if function else fit()
+        drawn = random.random(), numpy.random.randn(), numpy.random.randn()
+        return trainer, (*drawn, *weights(trainer.model))
+
+    function = None
+    _, expected = states()
+    for function in (draws, draws_later):
+        calls.clear()
+        caplog.clear()
+        trainer, found = states()
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(found, expected, strict=True)
+        )
+        assert (trainer.status, trainer.step) == ("completed", 4)
+        assert len(calls) == (1 if function is draws else 4)
+        (info,) = [info for info in trainer.hooks.describe() if info.name == function.__name__]
+        assert (info.status, info.failures) == ("failed", 1)
+        (record,) = [r for r in caplog.records if "DISABLED" in r.message]
+        assert record.levelname == "WARNING"
+        assert "used a global random number generator" in record.message
+        assert "enable_hook" in record.message
+    function = draws_its_own
+    assert states()[0].hooks.summary().failures == {}
+
+
+def test_in_strict_mode_drawing_random_numbers_is_an_error():
+    def draws(activations):
+        torch.randn(3)
+
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(draws, kind="forward", strict=True)
+    with pytest.raises(hookline.RandomNumberError, match="draws used a global random number gen"):
+        trainer.fit(batches(4))
+
+
+# -- writes that are not in-place operations -------------------------------------------------------
+
+
+def through_data(activations):
+    activations.data[0, 0] += 1
+
+
+def through_numpy(activations):
+    activations.numpy()[0, 0] += 1
+
+
+def by_permuting(activations):
+    activations.data.copy_(activations.flip(0))
+
+
+def negating(activations):
+    activations.data.neg_()
+
+
+@pytest.mark.parametrize("write", [through_data, through_numpy, by_permuting, negating])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_writes_that_torch_does_not_count_are_fatal_and_name_the_hook(
+    write, on_device, monkeypatch
+):
+    if on_device:  # as memory of an accelerator: hashed there, compared with the next call
+        monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+    calls = []
+
+    def observe(activations):
+        calls.append(1)
+        write(activations)
+
+    with pytest.raises(ObserverError, match=r"observe changed the model's outputs in place"):
+        fit(function=observe)
+    assert len(calls) == 1
+
+
+def test_writes_are_looked_for_in_the_first_calls_and_then_periodically(monkeypatch):
+    monkeypatch.setattr(observation, "EVERY_CALLS", 6)
+    calls = []
+
+    def observe(activations):
+        calls.append(1)
+        if len(calls) > 4:
+            through_data(activations)
+
+    with pytest.raises(ObserverError, match="observe"):
+        fit(function=observe, max_epochs=3)
+    assert len(calls) == 7  # the calls are counted from 0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_values_that_are_not_numbers_are_no_change(on_device, monkeypatch):
+    if on_device:
+        monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+    values = torch.tensor([float("nan"), 1.0, float("inf")])
+    a, b = Fingerprint([values]), Fingerprint([values.clone()])
+    comparison = Comparison(a, b)
+    assert not comparison.is_pending
+    assert not comparison.differs_on_host
+    assert not comparison.differs_on_devices
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("size", [1, 7, 8, 1001])
+def test_a_hash_on_a_device_notices_any_bit_and_any_order(dtype, size, monkeypatch):
+    monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+    monkeypatch.setattr(fingerprints, "_PIECE", 100)
+    base = torch.arange(1, size + 1).to(dtype)
+    bits = base.view(torch.uint8)
+    changes = [base.flip(0)] if size > 1 else []
+    for at in {0, len(bits) // 2, len(bits) - 1}:
+        for bit in (1, 128):
+            changed = base.clone()
+            changed.view(torch.uint8)[at] ^= bit
+            changes.append(changed)
+    if dtype.is_floating_point:
+        changes.append(-base)
+    for changed in changes:
+        assert Comparison(Fingerprint([base]), Fingerprint([changed])).differs_on_devices
+    assert not Comparison(Fingerprint([base]), Fingerprint([base.clone()])).differs_on_devices
 
 
 def test_a_thread_that_draws_is_not_taken_for_the_hook():

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hookline.errors import ObserverError as ObserverError
     from hookline.errors import OrderError as OrderError
     from hookline.errors import ProbeError as ProbeError
+    from hookline.errors import RandomNumberError as RandomNumberError
     from hookline.errors import RegistrationError as RegistrationError
     from hookline.errors import RunError as RunError
     from hookline.errors import SignatureError as SignatureError
@@ -109,8 +110,8 @@ _MODULES = {
     "errors": (
         *("CheckpointError", "ConfigError", "HookFailedError", "HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
-        *("OrderError", "ProbeError", "RegistrationError", "RunError", "SignatureError"),
-        *("TrainingError", "UnknownEventError", "UnknownHookError"),
+        *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
+        *("SignatureError", "TrainingError", "UnknownEventError", "UnknownHookError"),
     ),
     "events": ("EVENTS",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),

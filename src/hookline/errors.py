@@ -17,6 +17,7 @@
     ├── ProbeError                 a probe cannot be attached, or does what it is not allowed to
     ├── HookFailedError            a hook that training depends on has failed
     │   └── ObserverError          a hook that only observes has changed training
+    │       └── RandomNumberError  it used a global generator, whose state was restored
     └── HookStateError             a hook could not load its saved state
 
 Messages say what was found, what was expected and what to do.
@@ -40,6 +41,7 @@ __all__ = [
     "ObserverError",
     "OrderError",
     "ProbeError",
+    "RandomNumberError",
     "RegistrationError",
     "RunError",
     "SignatureError",
@@ -113,6 +115,10 @@ class HookFailedError(HooklineError):
 
 class ObserverError(HookFailedError):
     """A hook that only observes has changed what it observes, or consumed random numbers."""
+
+
+class RandomNumberError(ObserverError):
+    """A hook that only observes used a global random number generator, which was restored."""
 
 
 class ProbeError(HooklineError):

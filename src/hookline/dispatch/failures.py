@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.settings import HookSettings
-from hookline.errors import HookFailedError, HooklineError, NotSuppliedError
+from hookline.errors import HookFailedError, HooklineError, NotSuppliedError, RandomNumberError
 
 __all__ = ["FailureHandler"]
 
@@ -43,6 +43,11 @@ class FailureHandler:
         """
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
             raise error
+        if isinstance(error, RandomNumberError) and not entry.critical:
+            entry.count_failure(method, call)
+            entry.last_error = str(error)
+            self._disable(entry, str(error), logging.WARNING)
+            return None
         if isinstance(error, HookFailedError):
             return error  # raised by an event that this hook fired: still fatal
         label = entry.bindings[method].label if method in entry.bindings else method
@@ -99,10 +104,11 @@ class FailureHandler:
             self._disable(entry, str(error))
         return fatal
 
-    def _disable(self, entry: Entry, reason: str) -> None:
+    def _disable(self, entry: Entry, reason: str, level: int = logging.ERROR) -> None:
         entry.status = "failed"
         self._on_disabled(entry)
-        log.error(
+        log.log(
+            level,
             "The hook '%s' is DISABLED and not called any more. %s enable_hook('%s') enables it "
             "again.",
             entry.name,
