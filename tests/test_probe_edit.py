@@ -513,7 +513,7 @@ def test_a_function_that_works_in_place_changes_nothing_but_what_it_returns() ->
 
 
 def test_a_captured_state_without_that_output_is_an_error_when_the_edit_is_made() -> None:
-    with pytest.raises(ProbeError, match="The output of .first. was not captured"):
+    with pytest.raises(ProbeError, match=r"The output of .first. was not captured"):
         allowed(Edit.patch, CapturedState("first"))
 
 
