@@ -79,7 +79,7 @@ class Edit(BuiltIn, Probe):
             )
         super().__init__(modules, taps)
         if isinstance(at, str) and at in ("input", "output"):
-            where, at = at, None
+            where, at = ("input" if at == "input" else "output"), None
         if where == "input" and taps:
             raise ConfigError("Edit: a tap has no input. Use where='output' for taps.")
         self._where = where
