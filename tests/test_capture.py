@@ -510,13 +510,22 @@ def test_what_a_function_returns_is_kept_without_its_graph():
     assert not out.requires_grad
 
 
-def test_a_function_that_changes_what_it_gets_or_draws_random_numbers_is_fatal():
+def test_a_function_that_changes_what_it_gets_is_fatal():
     with pytest.raises(ObserverError, match="in place"):
         captured(model(), "0", select=lambda t: t.mul_(2))
-    with pytest.raises(ObserverError, match="global random number generator"):
-        captured(model(), "0", reduce=lambda t: t + torch.rand(1))
     with pytest.raises(ProbeError, match="returned a float, not a tensor"):
         captured(model(), "0", reduce=lambda t: 1.0)
+
+
+def test_a_function_that_draws_random_numbers_disables_the_probe(caplog):
+    net, x = model(), torch.ones(2, 4)
+    state = torch.get_rng_state()
+    with probe(net, "0", reduce=lambda t: t + torch.rand(1)) as seen:
+        net(x)
+    assert "The probe 'probe' is DISABLED" in caplog.text
+    assert "used a global random number generator" in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not seen.states()
 
 
 def test_every_n_forwards_all_calls_of_it_together():

@@ -513,7 +513,7 @@ def test_a_function_that_works_in_place_changes_nothing_but_what_it_returns() ->
 
 
 def test_a_captured_state_without_that_output_is_an_error_when_the_edit_is_made() -> None:
-    with pytest.raises(ProbeError, match="without any tensor"):
+    with pytest.raises(ProbeError, match=r"The output of .first. was not captured"):
         allowed(Edit.patch, CapturedState("first"))
 
 
@@ -745,3 +745,112 @@ def test_an_edit_of_one_s_own_that_cannot_be_compiled_is_an_error() -> None:
     with pytest.raises(ProbeError, match="compiled_edit"):
         torch.compile(inner, backend="aot_eager")(x_of())
     edit.detach()
+
+
+# -- inputs, blocks and patches from a probe ------------------------------------------------------
+
+
+class HalvesInput(Model):
+    """What an edit of the second layer's input does, by hand."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.inner(x) * 0.5)
+
+
+@pytest.mark.parametrize("option", [{"at": "input"}, {"where": "input"}])
+@pytest.mark.parametrize("how", ["plain", "reentrant", "other"])
+def test_the_input_of_a_module_is_edited_with_gradients(option: Any, how: str) -> None:
+    edit = Edit.scale("second", 0.5, enable_intervention=True, **option)
+    assert any_rank(results(Model(how=how), edit), results(HalvesInput()))
+    assert not Model().second._forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_the_input_of_a_compiled_module_is_edited_and_toggled() -> None:
+    torch.compiler.reset()
+    model, x = Model(), x_of()
+    edit = Edit.scale("second", 0.5, at="input", enable_intervention=True)
+    edit.attach(model)
+    call = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(call(x), HalvesInput()(x))
+    edit.active = False
+    torch.testing.assert_close(call(x), Model()(x))
+    edit.detach()
+
+
+def test_a_part_of_the_input_is_chosen_by_position_or_keyword() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, *, bias: torch.Tensor) -> torch.Tensor:
+            return x + 10 * y + 100 * bias
+
+    model, one = Adds(), torch.ones(2, 3)
+    expected = {None: 110.0, 0: 110.0, 1: 101.0, "bias": 11.0}
+    for part, value in expected.items():
+        with Edit.ablate("", at="input", part=part, enable_intervention=True).attach(model):
+            assert torch.equal(model(one, one, bias=one), one * value)
+    with Edit.ablate("", where="input", at=":, 0", enable_intervention=True).attach(model):
+        assert model(one, one, bias=one)[0].tolist() == [110.0, 111.0, 111.0]
+    with (
+        Edit.ablate("", at="input", part="mask", enable_intervention=True).attach(model),
+        pytest.raises(ProbeError, match=r"The input of '' has no part 'mask'.*with \['bias'\]"),
+    ):
+        model(one, one, bias=one)
+    with pytest.raises(ConfigError, match="a tap has no input"):
+        Edit.ablate(None, at="input", taps="x", enable_intervention=True)
+
+
+def test_training_edits_inputs_also_in_validation(tmp_path) -> None:
+    from hookline import Trainer, TrainerConfig
+
+    net, hand = Model(), HalvesInput()
+    edit = Edit.scale("second", 0.5, at="input", enable_intervention=True)
+    for model, hooks in ((net, [edit]), (hand, [])):
+        config = TrainerConfig(runs=tmp_path, max_epochs=1, progress=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(config, model, optimizer, hooks=hooks, loss_fn=nn.MSELoss())
+        trainer.fit([(torch.ones(2, 4), torch.ones(2, 3)), (torch.zeros(2, 4), torch.ones(2, 3))])
+    for ours, theirs in zip(net.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_edit_ends_with_its_block() -> None:
+    model, x = Model(), x_of()
+    plain = model(x)
+    edit = Edit.ablate("first", enable_intervention=True)
+    with edit.attach(model) as attached:
+        assert attached is edit
+        assert not torch.equal(model(x), plain)
+    assert edit.attachment is None
+    assert torch.equal(model(x), plain)
+    with pytest.raises(ZeroDivisionError), edit:
+        edit.attach(model)
+        assert not torch.equal(model(x), plain)
+        raise ZeroDivisionError
+    assert torch.equal(model(x), plain)
+    assert not model.first._forward_hooks
+
+
+def test_a_patch_takes_what_a_probe_returned() -> None:
+    model, clean, corrupt = Model(), x_of(), x_of() * 3
+    with hookline.probe(model, ["first", "second"], input=True) as seen:
+        out = model(clean)
+    for source in (seen, seen["first"], seen["first"][-1], seen.capture):
+        with Edit.patch("first", source, enable_intervention=True).attach(model):
+            torch.testing.assert_close(model(corrupt), out)
+    with Edit.patch(["first", "second"], seen, enable_intervention=True).attach(model):
+        torch.testing.assert_close(model(corrupt), out)
+    with Edit.patch("second", seen, at="input", enable_intervention=True).attach(model):
+        torch.testing.assert_close(model(corrupt), out)
+
+
+def test_a_patch_from_a_probe_without_what_it_needs_is_an_error() -> None:
+    model = Model()
+    with hookline.probe(model, ["first", "second"]) as seen:
+        with pytest.raises(ProbeError, match="nothing was captured to patch with"):
+            Edit.patch("first", seen, enable_intervention=True)
+        model(x_of())
+    with pytest.raises(ProbeError, match=r"The input of 'first' was not captured.*input=True"):
+        Edit.patch("second", seen, at="input", enable_intervention=True)
+    edit = Edit.patch("", seen, enable_intervention=True)
+    with pytest.raises(ProbeError, match=r"no captured state of ''.*'first', 'second'"):
+        edit.attach(model)

@@ -10,7 +10,7 @@ from loops import batches, make, same, weights
 from torch.utils.checkpoint import checkpoint
 
 import hookline
-from hookline import HookFailedError, Trainer, TrainerConfig
+from hookline import HookFailedError, ObserverError, Trainer, TrainerConfig
 from hookline.probes import Capture, Debug, Edit, Monitor
 from hookline.probes.probe import Probe
 
@@ -116,6 +116,107 @@ def test_a_probe_that_returns_a_value_without_permission_is_an_error():
     trainer = Trainer(config(), model, optimizer, hooks=[Meddles("first")])
     with pytest.raises(hookline.ProbeError, match="'meddles' returned a value for 'first'"):
         trainer.fit(batches(1))
+
+
+class Meddles(Probe):
+    """Doubles what it should only observe, in `how` of several ways."""
+
+    def __init__(self, how):
+        super().__init__("first")
+        self.how = how
+
+    def before(self, call):
+        if self.how == "input":
+            call.args[0].mul_(2)
+
+    def after(self, call):
+        with torch.no_grad():
+            if self.how == "in place":
+                call.output.mul_(2)
+            elif self.how == "data":
+                call.output.data.mul_(2)
+            elif self.how == "numpy":
+                call.output.detach().numpy()[:] *= 2
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "numpy", "input"])
+def test_an_observing_probe_that_changes_tensors_is_fatal(how):
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer, hooks=[Meddles(how)])
+    with pytest.raises(ObserverError, match="Meddles changed the input or output of 'first'"):
+        trainer.fit(batches(2))
+    assert hooks_on(model) == 0
+    Meddles(how).attach(model)
+    with pytest.raises(ObserverError, match="Meddles changed"):
+        model(next(iter(batches(1)))[0])
+    with hookline.probes.HookManager() as manager:
+        manager.register_probe(model.second, "second", Meddles(how))
+        with pytest.raises(ObserverError, match="Meddles changed"):
+            model.second(torch.ones(1, model.second.in_features))
+
+
+class Draws(Probe):
+    """Uses global random numbers in one of its methods."""
+
+    def __init__(self, where="after"):
+        super().__init__("first")
+        self.where, self.calls = where, 0
+
+    def draw(self, where):
+        if where == self.where:
+            self.calls += 1
+            torch.rand(3)
+
+    def before(self, call):
+        self.draw("before")
+
+    def after(self, call):
+        self.draw("after")
+
+    def forward_end(self):
+        self.draw("forward_end")
+
+
+@pytest.mark.parametrize("where", ["before", "after", "forward_end"])
+def test_a_probe_that_draws_random_numbers_is_disabled_and_training_is_the_same(where, caplog):
+    trained = []
+    for hooks in ([], [Draws(where)]):
+        model, optimizer = make()
+        torch.manual_seed(3)
+        trainer = Trainer(config(), model, optimizer, hooks=hooks)
+        trainer.fit(batches(4))
+        trained.append((weights(model), torch.rand(2)))
+    assert same(trained[0][0], trained[1][0])
+    assert torch.equal(trained[0][1], trained[1][1])
+    assert hooks[0].calls == 1
+    [info] = [info for info in trainer.hooks.describe() if info.name == "draws"]
+    assert (info.status, info.failures) == ("failed", 1)
+    warned = [r for r in caplog.records if "'draws' is DISABLED" in r.getMessage()]
+    assert [record.levelno for record in warned] == [logging.WARNING]
+
+
+def test_a_strict_probe_that_draws_random_numbers_ends_training():
+    model, optimizer = make()
+    trainer = Trainer(config(), model, optimizer)
+    trainer.add_hook(Draws(), strict=True)
+    with pytest.raises(ObserverError, match="Draws used a global random number generator"):
+        trainer.fit(batches(2))
+
+
+def test_a_probe_outside_of_training_that_draws_random_numbers_is_disabled(caplog):
+    model, _ = make()
+    probe = Draws()
+    with probe.attach(model), hookline.probes.HookManager() as manager:
+        manager.register_probe(model.second, "other", Draws())
+        x = next(iter(batches(1)))[0]
+        model.eval()  # its dropout draws random numbers, too
+        state = torch.get_rng_state()
+        for _ in range(2):
+            model(x)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert (probe.calls, manager.get_hook("other").calls) == (1, 1)
+        assert not manager.describe()[0].enabled
+    assert "The probe 'probe' is DISABLED" in caplog.text
 
 
 def test_it_is_listed_in_the_manifest(tmp_path):

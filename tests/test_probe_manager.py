@@ -167,9 +167,9 @@ def test_clearing_frees_also_what_a_failed_call_has_left():
 # -- the constructor's arguments
 
 
-def test_max_captured_states_is_for_each_hook():
+def test_max_states_per_hook_is_for_each_hook():
     layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
-    with HookManager(max_captured_states=3) as manager:
+    with HookManager(max_states_per_hook=3) as manager:
         manager.register_capture_hook(layer, "a")
         manager.register_capture_hook(other, "b")
         for i in range(5):
@@ -178,6 +178,32 @@ def test_max_captured_states_is_for_each_hook():
         assert [s.input[0][0, 0].item() for s in manager.get_captured_states("a")] == [2, 3, 4]
         assert len(manager.get_captured_states("b")) == 1
         assert manager.describe()[0].captured == Counts(captured=5, kept=3, dropped=2)
+
+
+@pytest.mark.parametrize("policy", ["drop_oldest", "sample", "spill", "error"])
+def test_max_captured_states_is_over_all_hooks(policy):
+    layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    limits = {"max_captured_states": 4, "max_states_per_hook": 3}
+    with HookManager(**limits, policy=policy) as manager:
+        manager.register_capture_hook(layer, "a")
+        manager.register_capture_hook(other, "b")
+        for i in range(2):
+            layer(torch.full((1, 2), float(i)))
+            other(torch.full((1, 2), float(i)))
+        if policy == "error":
+            with pytest.raises(StoreFullError, match="one more than 4 of all probes together"):
+                other(torch.ones(1, 2))
+        else:
+            for _ in range(3):
+                other(torch.ones(1, 2))
+        counts = {info.id: info.captured for info in manager.describe()}
+        assert sum(count.kept for count in counts.values()) == 4
+        assert all(count.kept <= 3 for count in counts.values())
+        if policy == "drop_oldest":
+            kept = [s.input[0][0, 0].item() for s in manager.get_captured_states("a")]
+            assert kept == [1]
+        if policy == "spill":
+            assert len(manager.get_captured_states("b")) == 5
 
 
 def test_cleanup_interval_is_the_captures_between_two_clean_ups():
@@ -240,6 +266,7 @@ def test_policy_and_folder(tmp_path):
     [
         {"max_captured_states": 0},
         {"max_captured_states": 1.5},
+        {"max_states_per_hook": 0},
         {"memory_limit_mb": -1},
         {"memory_limit_mb": "64"},
         {"memory_limit_mb": float("inf")},
@@ -268,9 +295,34 @@ def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
         assert {"mean", "std"} <= set(numbers)
         assert manager.report()["b"] == {"max": pytest.approx(out.max().item())}
         with pytest.raises(
-            ProbeError, match="'a' is registered as 'monitoring' and captures nothing"
+            ProbeError,
+            match=r"'a' is registered as 'monitoring' and captures nothing. get_metrics\('a'\)",
         ):
             manager.get_captured_states("a")
+
+
+ALL_METRICS = ["mean", "std", "max", "histogram", "dead", "forward_time_ms", "memory"]
+
+
+def test_reading_metrics_does_not_empty_a_monitoring_hook():
+    layer = nn.Linear(2, 3)
+    outputs, own = [], {"own": lambda x: x.mean()}
+    with HookManager() as manager:
+        manager.register_monitoring_hook(layer, "a", ALL_METRICS, functions=own)
+        for _ in range(3):
+            outputs.append(layer(torch.randn(4, 2)).detach())
+            numbers = manager.get_metrics("a")
+            assert manager.get_metrics("a") == numbers == manager.report()["a"]
+            together = torch.cat(outputs)
+            assert numbers["mean"] == pytest.approx(together.mean().item(), abs=1e-6)
+            assert numbers["own"] == pytest.approx(together.mean().item(), abs=1e-6)
+            assert numbers["std"] == pytest.approx(together.std(correction=0).item(), abs=1e-6)
+            assert sum(numbers["histogram"]["counts"]) == together.numel()
+        assert manager.get_metrics("a", reset=True) == numbers
+        assert manager.get_metrics("a") == {}
+        last = layer(torch.randn(4, 2)).detach()
+        assert manager.report(reset=True)["a"]["max"] == pytest.approx(last.max().item())
+        assert manager.report() == {"a": {}}
 
 
 def test_a_debug_hook_looks_for_what_is_not_finite(caplog):

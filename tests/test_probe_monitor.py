@@ -444,12 +444,19 @@ def test_a_function_that_changes_what_it_sees_is_fatal_and_named():
         report_of(torch.ones(2), functions={"own": meddle})
 
 
-def test_a_function_that_draws_random_numbers_is_fatal_and_named():
+def test_a_function_that_draws_random_numbers_is_named_and_its_monitor_disabled(caplog):
     def draws(x):
         return torch.rand(1)
 
-    with pytest.raises(ObserverError, match=r"draws used a global random number generator"):
-        report_of(torch.ones(2), functions={"own": draws})
+    state = torch.get_rng_state()
+    model, monitor = nn.Sequential(Gives()), Monitor("0", functions={"own": draws})
+    monitor.attach(model)
+    model(torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "'monitor' is DISABLED" in caplog.text
+    assert "draws used a global random number generator" in caplog.text
+    assert not monitor.attachment.enabled
+    assert monitor.report() == {}
 
 
 @pytest.mark.parametrize("value", [None, "text", torch.ones(2)])

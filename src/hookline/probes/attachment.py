@@ -10,6 +10,8 @@ runs, if the probe wants that, and again after it. These cases need care:
   toggling does not recompile. In an eager model the hooks of a disabled probe are removed.
 - A copy or a pickle of the model has no probe.
 - A module may raise, also when a recomputation stops early. `always_call=True` ends the call then.
+- A probe that only observes must not change training. The calls of a user's own class are checked;
+  built-in probes check the functions that they are given.
 - Calls are counted within the outermost call of the model, separately in each thread. Where that is
   not seen, because another method of the model is called, they are counted within the step in
   training, and each is a forward of its own elsewhere.
@@ -17,16 +19,18 @@ runs, if the probe wants that, and again after it. These cases need care:
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import ProbeError
+from hookline.errors import ProbeError, RandomNumberError
 from hookline.probes.call import Call, ThreadLocal
 from hookline.probes.module_callback import (
     ForwardCallback,
@@ -37,11 +41,14 @@ from hookline.probes.module_callback import (
 from hookline.probes.recomputation import has_gradients, is_recomputing, running_modules
 from hookline.probes.taps import Taps
 from hookline.probes.uncalled_modules import UncalledModules
+from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
     from hookline.probes.probe import Probe
 
-__all__ = ["Attachment", "Site", "call_directly"]
+__all__ = ["Attachment", "Site"]
+
+log = logging.getLogger("hookline")
 
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
 
@@ -71,7 +78,8 @@ class Attachment:
         self.sites = {name: Site(self, name, module) for name, module in sites.items()}
         self.root = root
         self.context = context
-        self.guard: Callable[..., Any] = guard or call_directly
+        self.guard: Callable[..., Any] = guard or self.call_directly
+        self.before, self.after = _check_observer(probe, "before"), _check_observer(probe, "after")
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")
         """Whether the probe is enabled, for compiled edits."""
@@ -123,6 +131,24 @@ class Attachment:
             self.taps.detach(permanently=True)
         self._detach_boundaries()
 
+    def __enter__(self) -> Probe:
+        return self.probe
+
+    def __exit__(self, *exc: object) -> None:
+        if self.probe.attachment is self:
+            self.probe.detach()
+        else:
+            self.close()
+
+    def call_directly(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the probe: the guard where there is no manager."""
+        try:
+            return function(*args)
+        except RandomNumberError as error:
+            log.warning("The probe '%s' is DISABLED. %s", self.probe.probe_name, error)
+            self.disable()
+            return None
+
     def refresh(self) -> None:
         """Update the flag that compiled edits read."""
         is_active = self.enabled and self.probe.is_active
@@ -161,7 +187,7 @@ class Attachment:
         if self.taps is not None:
             self.taps.enter()
         if self.enabled and self.probe.wants_forward_start:
-            self.guard(self.probe.forward_start)
+            self.guard(_check_observer(self.probe, "forward_start"))
 
     def _end(self, gradients: bool | None) -> None:
         state = self.local.state
@@ -181,7 +207,7 @@ class Attachment:
             return
         self.uncalled_modules.warn_after_forward()
         if self.probe.wants_forward_end:
-            self.guard(self.probe.forward_end)
+            self.guard(_check_observer(self.probe, "forward_end"))
 
     @property
     def is_training(self) -> bool:
@@ -239,7 +265,7 @@ class Attachment:
     def end_alone(self, module: torch.nn.Module | None) -> None:
         """Handle the end of a call outside of the model's own call."""
         if self.enabled and self.probe.wants_forward_end and self.is_alone(module):
-            self.guard(self.probe.forward_end)
+            self.guard(_check_observer(self.probe, "forward_end"))
 
 
 @dataclass(eq=False, weakref_slot=True, slots=True)
@@ -287,7 +313,7 @@ class Site:
         # A copy: the next hook may change the keyword arguments in place.
         call = self._make_call(args, dict(kwargs) if kwargs else {}, index, recomputed)
         state.calls.append((call, sys.exception()))
-        returned = attachment.guard(probe.before, call)
+        returned = attachment.guard(attachment.before, call)
         return None if returned is None else self._check_returned(returned)
 
     def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -319,7 +345,7 @@ class Site:
                 call.input_replaced = True
             call.args, call.kwargs, call.index = args, kwargs, index
         call.output = output
-        returned = attachment.guard(probe.after, call)
+        returned = attachment.guard(attachment.after, call)
         if alone and not recomputed:
             attachment.end_alone(self.module)
         return None if returned is None else self._check_returned(returned)
@@ -333,7 +359,7 @@ class Site:
         call = self._make_call(tuple(tensors), {}, index, compiled=True)
         attachment.local.state.calls.append((call, sys.exception()))
         if probe.wants_before:
-            attachment.guard(probe.before, call)
+            self._check_not_returned(attachment.guard(attachment.before, call))
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """Handle the operator after the module having run."""
@@ -349,11 +375,7 @@ class Site:
         if call is None or not call.compiled:  # its start was not compiled with it
             call = self._make_call((), {}, index, compiled=True)
         call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
-        if self._check_returned(attachment.guard(probe.after, call)) is not None:
-            raise ProbeError(
-                f"The probe '{probe.probe_name}' returned a value for '{self.name}', which is "
-                "compiled: an edit has to be compiled with it. Implement its compiled_edit()."
-            )
+        self._check_not_returned(attachment.guard(attachment.after, call))
         if not attachment.local.state.depth:
             attachment.end_alone(self.module)
 
@@ -364,6 +386,14 @@ class Site:
         if (context := self.attachment.context) is not None:
             call.step, call.epoch = context.step, context.epoch
         return call
+
+    def _check_not_returned(self, returned: Any) -> None:
+        if self._check_returned(returned) is not None:
+            raise ProbeError(
+                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
+                f"'{self.name}', which is compiled: an edit has to be compiled with it. Implement "
+                "its compiled_edit()."
+            )
 
     def _check_returned(self, returned: Any) -> Any:
         """Return what the probe returned; raise if it may not return a value."""
@@ -381,6 +411,18 @@ def _differ(kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
     return names != others.keys() or any(kwargs[name] is not others[name] for name in names)
 
 
-def call_directly(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a probe's method: the guard of an attachment without a manager."""
-    return function(*args)
+def _check_observer(probe: Probe, name: str) -> Callable[..., Any]:
+    """Return a probe's method that raises if it changes tensors or uses global random numbers."""
+    method: Callable[..., Any] = getattr(probe, name)
+    if probe.edits or type(probe).__module__.startswith("hookline."):
+        return method
+
+    @wraps(method)
+    def observe(*calls: Call) -> Any:
+        value = [(call.args, call.kwargs, call.output) for call in calls]
+        subject = f"the input or output of '{calls[0].name}'" if calls else "nothing"
+        returned: list[Any] = []
+        Observation(value, subject).carry(probe, lambda: returned.append(method(*calls)), (), {})
+        return returned[0]
+
+    return observe

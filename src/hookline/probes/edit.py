@@ -1,4 +1,4 @@
-"""Edit: changes the outputs of modules."""
+"""Edit: changes the inputs or outputs of modules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, Literal, Self
 
 import torch
 
-from hookline.errors import ConfigError, ProbeError
+from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
+from hookline.probes.capture import Calls, Capture
 from hookline.probes.captured_state import CapturedState, shape_text
 from hookline.probes.nested_paths import Part, get_at, parse_index, set_at
 from hookline.probes.probe import Probe
+from hookline.probes.probe_context import ProbeResults
 
 __all__ = ["Edit"]
 
@@ -23,12 +25,13 @@ Operation = Literal["replace", "scale", "ablate", "add", "patch"]
 
 
 class Edit(BuiltIn, Probe):
-    """Replaces, scales, ablates, adds to or patches the outputs of modules, with gradients.
+    """Replaces, scales, ablates, adds to or patches outputs or inputs of modules, with gradients.
 
     It needs `enable_intervention=True`: an edit changes what is trained and measured. A change of
     `edit.active` takes effect with the next step, or outside of training with the model's next
     forward: a backward that is still to come needs what its forward computed, also where activation
-    checkpointing computes it again. Run that backward before detaching the edit.
+    checkpointing computes it again. Run that backward before detaching the edit, which also happens
+    at the end of a block: `with edit.attach(model): …`.
 
     Args:
         modules: Whose outputs to change, as for every probe; None for none, only taps.
@@ -36,14 +39,17 @@ class Edit(BuiltIn, Probe):
             `value="mean"`, to the mean over all dimensions but the last; `add` `value` times
             `coefficient`; `patch` with a captured `value`.
         value: A tensor that can be broadcast to the output; a number; for `replace` also a function
-            of the output, which gets a copy; for `patch` a captured state.
+            of the output, which gets a copy; for `patch` what `hookline.probe` returned (each
+            module gets the last call of the module with its name, or of the only one captured),
+            the calls of one module, a captured state or a tensor.
         coefficient: The factor of `add`.
         at: An index into the tensor, such as `(slice(None), -1)` or, as text, `":, -1"`; None for
-            all of it.
+            all of it. `at="input"` is short for `where="input"`.
         part: Which tensor, if a module returns several: a position, a key, or a list of these from
-            the outside in; None for the first.
+            the outside in; None for the first. Of the input: a position, or a keyword.
         taps: Which of the values that `hookline.tap` names to change, too.
         enable_intervention: The permission to change training.
+        where: Whether to change the `"output"` of the modules or their `"input"`, before they run.
     """
 
     cost = "The computation of the edit itself, at each call of its modules."
@@ -51,7 +57,7 @@ class Edit(BuiltIn, Probe):
     critical = True
     intervenes = True
     edits = True
-    wants_before = False  # unless it is attached outside of training
+    wants_before = False  # unless it edits inputs, or is attached outside of training
     wants_input = False
     probe_name = "edit"
 
@@ -65,17 +71,24 @@ class Edit(BuiltIn, Probe):
         part: Part = None,
         taps: str | list[str] | tuple[str, ...] = (),
         enable_intervention: bool = False,
+        where: Literal["output", "input"] = "output",
     ) -> None:
         if not enable_intervention:
             raise ProbeError(
                 "An edit changes the outputs of modules. Allow it with enable_intervention=True."
             )
         super().__init__(modules, taps)
+        if isinstance(at, str) and at in ("input", "output"):
+            where, at = ("input" if at == "input" else "output"), None
+        if where == "input" and taps:
+            raise ConfigError("Edit: a tap has no input. Use where='output' for taps.")
+        self._where = where
+        self.wants_before = self.edits_input = where == "input"
+        self._part = _input_path(part) if self.edits_input else part
         self._operation: Operation = operation
-        self._value = _check_value(operation, value, part)
+        self._value = self._check_value(value)
         self._coefficient = coefficient
         self._at = None if at is None else parse_index(at, "at")
-        self._part = part
         self._converted: dict[Any, tuple[int, torch.Tensor]] = {}
         self._active = self._requested = True
         self.hookline_options = {
@@ -83,6 +96,7 @@ class Edit(BuiltIn, Probe):
             "modules": _describe(modules),
             "value": _describe(value),
             "at": _describe(at),
+            "where": where,
         }
 
     @classmethod
@@ -107,7 +121,7 @@ class Edit(BuiltIn, Probe):
 
     @classmethod
     def patch(cls, modules: Any, source: Any, **options: Any) -> Self:
-        """Replace the output by one captured before: a `CapturedState` or a tensor."""
+        """Replace the output by one captured before: by `hookline.probe`, or a tensor."""
         return cls(modules, "patch", source, **options)
 
     @property
@@ -129,11 +143,17 @@ class Edit(BuiltIn, Probe):
         if self.attachment is None or self.attachment.context is None:
             self._apply_request()
 
-    def before(self, call: Call) -> None:
-        """Apply a change of `active` if the call of the module is a forward of its own."""
+    def before(self, call: Call) -> Any:
+        """Return what replaces the arguments of a module, if the edit is of inputs.
+
+        Apply a change of `active` if the call of the module is a forward of its own.
+        """
         switched = self._active != self._requested and not call.recomputed
         if switched and self.attachment is not None and self.attachment.is_alone(call.module):
             self._apply_request()
+        if self.edits_input and self._active and not call.compiled:
+            return self._edit_within((call.args, dict(call.kwargs)), call.name)
+        return None
 
     def on_step_end(self) -> None:
         """Apply a change of `active`: no backward is still to come."""
@@ -149,22 +169,37 @@ class Edit(BuiltIn, Probe):
         """Attach the edit to a model; it acts from now on."""
         if self.attachment is None:
             self._apply_request()
-        self.wants_before = kwargs.get("context") is None  # training waits for the step
+        in_training = kwargs.get("context") is not None  # there, changes wait for the step's end
+        self.wants_before = self.edits_input or not in_training
         return super().attach(*args, **kwargs)
+
+    def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """Return the model's modules to edit; raise if there is no captured state for one."""
+        chosen = super().choose(model)
+        for name in chosen:
+            self._value_for(name)
+        return chosen
 
     def after(self, call: Call) -> Any:
         """Return what replaces the output of a module."""
-        if not self._active:
+        if self.edits_input or not self._active:
             return None
-        path, x = get_at(call.output, self._part, call.name)
-        return set_at(call.output, path, self._edit(x, call.name))
+        return self._edit_within(call.output, call.name)
+
+    def _edit_within(self, value: Any, name: str) -> Any:
+        """Return an output, or `(args, kwargs)`, with the edited tensor."""
+        path, x = get_at(value, self._part, self._subject(name))
+        return set_at(value, path, self._edit(x, name))
+
+    def _subject(self, name: str) -> str:
+        return f"{self._where} of '{name}'"
 
     def compiled_edit(self, name: str) -> Callable[[Any, torch.Tensor], Any]:
         """Return the edit as a function that can be compiled."""
 
-        def edit(output: Any, is_active: torch.Tensor) -> Any:
-            path, x = get_at(output, self._part, name)
-            return set_at(output, path, torch.where(is_active, self._edit(x, name), x))
+        def edit(value: Any, is_active: torch.Tensor) -> Any:
+            path, x = get_at(value, self._part, self._subject(name))
+            return set_at(value, path, torch.where(is_active, self._edit(x, name), x))
 
         return edit
 
@@ -175,7 +210,7 @@ class Edit(BuiltIn, Probe):
             selected = x[self._at]
         except (IndexError, RuntimeError, TypeError) as error:
             raise ProbeError(
-                f"at={_describe(self._at)} does not fit the output of '{name}', which is "
+                f"at={_describe(self._at)} does not fit the {self._subject(name)}, which is "
                 f"{shape_text(x)}: {error}"
             ) from error
         result = x.clone()
@@ -184,7 +219,7 @@ class Edit(BuiltIn, Probe):
 
     def _operate(self, x: torch.Tensor, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return what replaces `x`, the selected part of the full tensor."""
-        value = self._value
+        value = self._value_for(name)
         if self._operation == "ablate":
             if value == "zero":
                 return _replace(x, torch.zeros_like(x))
@@ -195,10 +230,10 @@ class Edit(BuiltIn, Probe):
         if self._operation == "add":
             return torch.add(x, self._coefficient * self._convert(value, x, name))
         if self._operation == "replace" and callable(value):
-            new = _check_result(value(x.clone()), x, name)  # it may work in place
+            new = _check_result(value(x.clone()), x, self._subject(name))  # it may work in place
             return new if new.requires_grad or not x.requires_grad else _replace(x, new)
         if isinstance(value, CapturedState):
-            value = get_at(value.output, self._part, f"the captured {value.module}")[1]
+            value = self._captured_tensor(value)
         if self._operation == "patch" and self._at is not None and value.shape == full.shape:
             value = value[self._at]
         return _replace(x, self._convert(value, x, name))
@@ -207,7 +242,7 @@ class Edit(BuiltIn, Probe):
         """Return a value with the dtype and on the device of `x`; a tensor is converted once."""
         if not isinstance(value, torch.Tensor):
             return value if self._operation in ("scale", "add") else x.new_full((), value)
-        _check_fit(value, x, name, self._operation)
+        _check_fit(value, x, name, self._operation, self._where)
         if value.dtype == x.dtype and value.device == x.device:
             return value
         if value.requires_grad or torch.compiler.is_compiling():
@@ -219,34 +254,88 @@ class Edit(BuiltIn, Probe):
             self._converted = {key: (value._version, converted)}
         return converted
 
+    def _check_value(self, value: Any) -> Any:
+        """Return the value, or for `patch` the values by the names of modules."""
+        operation = self._operation
+        is_valid = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+        expected = "a number or a tensor"
+        if operation == "ablate":
+            value = "zero" if value is None else value
+            is_valid = isinstance(value, str) and value in ("zero", "mean")
+            expected = "'zero' or 'mean'"
+        elif operation == "replace":
+            is_valid = is_valid or callable(value)
+            expected = "a tensor, a number or a function"
+        elif operation == "patch":
+            value = _last_captured(value)
+            states = value.values() if isinstance(value, _ByName) else [value]
+            is_valid = all(isinstance(state, torch.Tensor | CapturedState) for state in states)
+            expected = "what hookline.probe returned, a captured state or a tensor"
+        if not is_valid:
+            raise ConfigError(
+                f"Edit: '{operation}' needs {expected} as its value, not {_describe(value)}."
+            )
+        if isinstance(value, _ByName):
+            return _ByName((name, self._differentiable(state)) for name, state in value.items())
+        return self._differentiable(value)
 
-def _check_value(operation: Operation, value: Any, part: Part) -> Any:
-    is_valid = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
-    expected = "a number or a tensor"
-    if operation == "ablate":
-        value = "zero" if value is None else value
-        is_valid = isinstance(value, str) and value in ("zero", "mean")
-        expected = "'zero' or 'mean'"
-    elif operation == "replace":
-        is_valid = is_valid or callable(value)
-        expected = "a tensor, a number or a function"
-    elif operation == "patch":
-        is_valid = isinstance(value, torch.Tensor | CapturedState)
-        expected = "a captured state or a tensor"
-        if isinstance(value, CapturedState):
-            captured = get_at(value.output, part, f"the captured {value.module}")[1]
-            value = captured if captured.is_inference() else value
-    if not is_valid:
-        raise ConfigError(
-            f"Edit: '{operation}' needs {expected} as its value, not {_describe(value)}."
+    def _differentiable(self, value: Any) -> Any:
+        """Return the value, or a copy if autograd cannot use it: it is of inference mode."""
+        tensor = self._captured_tensor(value) if isinstance(value, CapturedState) else value
+        if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+            with torch.inference_mode(False):
+                return tensor.clone()
+        return value
+
+    def _captured_tensor(self, state: CapturedState) -> torch.Tensor:
+        captured = (state.input, state.kwargs) if self.edits_input else state.output
+        if captured is None or (self.edits_input and state.input is state.kwargs is None):
+            raise ProbeError(
+                f"The {self._where} of '{state.module}' was not captured. Capture it with "
+                f"{self._where}=True."
+            )
+        return get_at(captured, self._part, f"captured {self._where} of '{state.module}'")[1]
+
+    def _value_for(self, name: str) -> Any:
+        """Return the value for a module."""
+        value = self._value
+        if not isinstance(value, _ByName):
+            return value
+        if name in value:
+            return value[name]
+        if len(value) == 1:
+            return next(iter(value.values()))
+        raise ProbeError(
+            f"There is no captured state of '{name}' to patch it with. There are states of "
+            f"{listed(value)}. Choose one: results['{next(iter(value))}']."
         )
-    if isinstance(value, torch.Tensor) and value.is_inference():
-        with torch.inference_mode(False):
-            return value.clone()  # autograd cannot use tensors of inference mode
-    return value
 
 
-def _check_fit(value: torch.Tensor, x: torch.Tensor, name: str, operation: str) -> None:
+class _ByName(dict[str, Any]):
+    """The states to patch modules with, by the modules' names."""
+
+
+def _last_captured(source: Any) -> Any:
+    """Return the last call of each module that a probe has captured."""
+    if isinstance(source, ProbeResults):
+        source = source.capture
+    if isinstance(source, Capture):
+        states = _ByName((name, source[name][-1]) for name in source)
+        if not states:
+            raise ProbeError("Edit: nothing was captured to patch with. Call the model first.")
+        return states
+    return source[-1] if isinstance(source, Calls) else source
+
+
+def _input_path(part: Part) -> Part:
+    """Return the path within `(args, kwargs)`: positions are in the first, names in the second."""
+    if part is None:
+        return None
+    path = tuple(part) if isinstance(part, list | tuple) else (part,)
+    return (0 if isinstance(path[0], int) else 1, *path)
+
+
+def _check_fit(value: torch.Tensor, x: torch.Tensor, name: str, operation: str, where: str) -> None:
     try:
         shape = torch.broadcast_shapes(value.shape, x.shape)
     except RuntimeError:
@@ -257,7 +346,7 @@ def _check_fit(value: torch.Tensor, x: torch.Tensor, name: str, operation: str) 
     if shape != x.shape or not can_convert:
         raise ProbeError(
             f"The value to {operation} at '{name}' does not fit: it is {shape_text(value)}, and "
-            f"the output there is {shape_text(x)}."
+            f"the {where} there is {shape_text(x)}."
         )
 
 
@@ -270,13 +359,12 @@ def _replace(x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return x.clone().copy_(new)
 
 
-def _check_result(new: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+def _check_result(new: Any, x: torch.Tensor, subject: str) -> torch.Tensor:
     """Return what a user's function returned; raise if it does not fit."""
     if not isinstance(new, torch.Tensor) or new.shape != x.shape or new.dtype != x.dtype:
         got = shape_text(new) if isinstance(new, torch.Tensor) else f"a {type(new).__name__}"
         raise ProbeError(
-            f"The function that replaces the output of '{name}' returned {got}. Expected: "
-            f"{shape_text(x)}."
+            f"The function that replaces the {subject} returned {got}. Expected: {shape_text(x)}."
         )
     return new
 
@@ -291,6 +379,10 @@ def _describe(value: Any) -> Any:
             "call": value.call,
             "tensors": [_describe(tensor) for tensor in value.tensors()],
         }
+    if isinstance(value, ProbeResults | Capture | Calls):
+        value = _last_captured(value)
+    if isinstance(value, _ByName):
+        return {name: _describe(state) for name, state in value.items()}
     if isinstance(value, torch.Tensor):
         return f"{shape_text(value)} sha256:{_hash(value)}"
     if isinstance(value, torch.nn.Module):

@@ -24,6 +24,12 @@ __all__ = ["HookManager", "ProbeInfo", "Probes"]
 
 P = TypeVar("P", bound=Probe)
 
+_RESULTS = {
+    "capture": "get_captured_states('{}') returns its states.",
+    "monitoring": "get_metrics('{}') returns its numbers.",
+    "debug": "get_findings('{}') returns its findings.",
+}
+
 
 @dataclass(frozen=True)
 class ProbeInfo:
@@ -58,15 +64,16 @@ class Probes:
     With `every=N`, a hook sees only the calls N, 2N, 3N … of its module.
 
     Args:
-        max_captured_states: How many states to keep for each hook; None for any number.
-        cleanup_interval: The number of captures of a hook between two clean-ups: in between there
-            may be up to `cleanup_interval - 1` states more than `max_captured_states`.
+        max_captured_states: How many states to keep, over all hooks; None for any number.
+        cleanup_interval: The number of captures between two clean-ups: in between there may be up
+            to `cleanup_interval - 1` states more than `max_captured_states`.
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep, over all hooks; never
             exceeded. None for no limit.
         enable_intervention: Whether hooks may edit what flows through modules.
         policy: What happens to states that do not fit: `"drop_oldest"`, `"sample"`, `"spill"` (to
             disk) or `"error"`.
         folder: Where `"spill"` writes; by default the system's folder for temporary files.
+        max_states_per_hook: How many states to keep for each hook; None for any number.
 
     Example:
         >>> layer = torch.nn.Linear(2, 3)
@@ -86,18 +93,27 @@ class Probes:
         enable_intervention: bool = False,
         policy: Policy = "drop_oldest",
         folder: str | None = None,
+        max_states_per_hook: int | None = None,
     ) -> None:
         if not isinstance(enable_intervention, bool):
             raise ConfigError(f"enable_intervention is True or False, not {enable_intervention!r}.")
         _check_limit("max_captured_states", max_captured_states, int)
+        _check_limit("max_states_per_hook", max_states_per_hook, int)
         _check_limit("memory_limit_mb", memory_limit_mb, int | float)
         memory_limit = bytes_of(memory_limit_mb)
         self.enable_intervention = enable_intervention
-        self._limits = (max_captured_states, memory_limit, policy, cleanup_interval, folder)
+        self._limits: dict[str, Any] = {
+            "max_states": max_states_per_hook,
+            "max_total_states": max_captured_states,
+            "memory_limit": memory_limit,
+            "policy": policy,
+            "cleanup_interval": cleanup_interval,
+            "folder": folder,
+        }
         self._start()
 
     def _start(self) -> None:
-        self._store = Store(*self._limits)
+        self._store = Store(**self._limits)
         self._registered: dict[str, ModuleProbe] = {}
         self._hooks = Dispatch(on_change=lambda: self._sync.sync(is_running=True))
         self._sync = ModuleProbeSync(self._hooks, self._registered)
@@ -274,17 +290,20 @@ class Probes:
             if isinstance(entry.probe, Capture):
                 entry.probe.clear()
 
-    def get_metrics(self, hook_id: str) -> dict[str, float]:
-        """Return the values of a monitoring hook since the last report, by metric."""
+    def get_metrics(self, hook_id: str, *, reset: bool = False) -> dict[str, float]:
+        """Return the values of a monitoring hook over all its calls, by metric.
+
+        With `reset=True` the hook starts over: the next values are of the calls after this.
+        """
         from hookline.probes.monitor import Monitor
 
-        values = self._get(hook_id, Monitor, "measures nothing").report()
+        values = self._get(hook_id, Monitor, "measures nothing").report(reset)
         return dict(values.get(hook_id, {}))
 
-    def report(self) -> dict[str, dict[str, float]]:
-        """Return the values of all monitoring hooks, by id."""
-        entries = list(self._registered.items())
-        return {name: self.get_metrics(name) for name, e in entries if e.kind == "monitoring"}
+    def report(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
+        """Return the values of all monitoring hooks, by id; see `get_metrics`."""
+        ids = [name for name, entry in self._registered.items() if entry.kind == "monitoring"]
+        return {hook_id: self.get_metrics(hook_id, reset=reset) for hook_id in ids}
 
     def get_findings(self, hook_id: str) -> list[Any]:
         """Return the findings of a debug hook."""
@@ -301,7 +320,8 @@ class Probes:
         if isinstance(probe, cls):
             return probe
         kind = self._registered[hook_id].kind
-        raise ProbeError(f"'{hook_id}' is registered as '{kind}' and {otherwise}.")
+        hint = f" {_RESULTS[kind].format(hook_id)}" if kind in _RESULTS else ""
+        raise ProbeError(f"'{hook_id}' is registered as '{kind}' and {otherwise}.{hint}")
 
     def list_hooks(self) -> list[str]:
         """Return the ids of all hooks in the order of registration, disabled ones included."""

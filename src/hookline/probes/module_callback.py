@@ -73,6 +73,7 @@ class ModuleCallback(_NotCopied):
         self._number = register_receiver(self if before else site)
         self._wants_input = probe.wants_input
         self._wants_before = probe.wants_before
+        self._edits_input = probe.edits_input
         self._edit = probe.compiled_edit(site.name)
         self._is_active = site.attachment.flag
 
@@ -92,21 +93,27 @@ class ModuleCallback(_NotCopied):
             return site.before(args, kwargs) if self._wants_before else None
         return site.after(args, kwargs, output)
 
-    def _trace_before(self, args: Any, kwargs: Any) -> None:
+    def _trace_before(self, args: Any, kwargs: Any) -> Any:
         if self._wants_input:
             compiled.observe(compiled.find_tensors((args, kwargs)), self._number)
         elif self._edit is not None and self._wants_before:
             compiled.observe([], self._number)
+        return self._trace_edit((args, kwargs)) if self._edits_input else None
 
     def _trace_after(self, output: Any) -> Any:
-        tensors = compiled.find_tensors(output)
         if self._edit is None:
-            compiled.observe(tensors, self._number)
+            compiled.observe(compiled.find_tensors(output), self._number)
             return None
         compiled.observe([], self._number)
-        # Without a tensor in the output the edit raises its own error.
+        return None if self._edits_input else self._trace_edit(output)
+
+    def _trace_edit(self, value: Any) -> Any:
+        if self._edit is None:
+            return None
+        tensors = compiled.find_tensors(value)
+        # Without a tensor in the value the edit raises its own error.
         flag = self._is_active.to(tensors[0].device) if tensors else self._is_active
-        return self._edit(output, flag)
+        return self._edit(value, flag)
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """Handle the operator before a module having run."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field, PositiveInt
@@ -26,6 +27,8 @@ from hookline.tensors.sharded import local
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
 
 __all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
+
+T = TypeVar("T")
 
 DEFAULT_METRICS = ("mean", "std", "min", "max", "zeros", "nonfinite", "norm")
 METRICS = (
@@ -282,20 +285,25 @@ class Monitor(BuiltIn, Probe):
                 kind = "histogram" if metric == "histogram" else "scalar"
                 trainer.log(f"{prefix}/{metric}", value, kind)
 
-    def report(self) -> dict[str, dict[str, Any]]:
+    def report(self, reset: bool = True) -> dict[str, dict[str, Any]]:
         """Return what was measured since the last report, by module and metric, and start over.
 
-        This waits for the device once. Metrics without a value, such as the time of a backward that
-        did not run, are omitted, and so are modules that were not called.
+        With `reset=False`, what was measured is kept, and the next report includes it. This waits
+        for the device once. Metrics without a value, such as the time of a backward that did not
+        run, are omitted, and so are modules that were not called.
         """
-        self._measured = False
+
+        def source(running: T) -> T:  # a shallow copy can be emptied without the original
+            return running if reset else copy(running)
+
         names = list(self._numbers)
-        table = self._sums.take(len(names)) if self._sums_wanted else None
-        counts = self._histograms.take() if self._histograms is not None else {}
-        alive = self._alive.take() if self._alive is not None else {}
+        table = source(self._sums).take(len(names)) if self._sums_wanted else None
+        counts = source(self._histograms).take() if self._histograms is not None else {}
+        alive = source(self._alive).take() if self._alive is not None else {}
         with self._lock:
-            custom, self._custom = self._custom, {}
-            memory, self._memory = self._memory, {}
+            custom, memory = dict(self._custom), dict(self._memory)
+            if reset:
+                self._measured, self._custom, self._memory = False, {}, {}
         living = [count for several, _ in alive.values() for count in several]
         averages = [mean.total / mean.calls for mean in custom.values()]
         unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
@@ -313,8 +321,8 @@ class Monitor(BuiltIn, Probe):
         for name, metric in custom:
             found[name][metric] = next(read)
         costs: dict[str, Mapping[str, float]] = {
-            "forward_time_ms": self._forward.take(),
-            "backward_time_ms": self._backward.take(),
+            "forward_time_ms": source(self._forward).take(),
+            "backward_time_ms": source(self._backward).take(),
             "memory": memory,
         }
         for metric, values in costs.items():

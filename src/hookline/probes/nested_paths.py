@@ -1,4 +1,4 @@
-"""Addressing a tensor within a module's output, and elements within a tensor.
+"""Addressing a tensor within a module's input or output, and elements within a tensor.
 
 `get_at` and `set_at` can be compiled.
 """
@@ -21,25 +21,28 @@ Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
 """The path to a tensor: a position, a key or an attribute, or several; None for the first."""
 
 
-def get_at(output: Any, part: Part, name: str) -> tuple[tuple[Any, ...], torch.Tensor]:
-    """Return the path to a tensor in what a module returned, and the tensor."""
+def get_at(value: Any, part: Part, subject: str) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """Return the path to a tensor within a value, and the tensor.
+
+    `subject` is what the value is, for messages: "output of 'blocks.0'".
+    """
     if part is None:
-        path = _find_first(output)
+        path = _find_first(value)
         if path is None:
             raise ProbeError(
-                f"'{name}' returned a {type(output).__name__} without any tensor. There is nothing "
+                f"The {subject} is a {type(value).__name__} without any tensor. There is nothing "
                 "to edit."
             )
     else:
         path = tuple(part) if isinstance(part, list | tuple) else (part,)
-    value = output
+    found = value
     for key in path:
-        value = _get_item(value, key, name)
-    if not isinstance(value, torch.Tensor):
+        found = _get_item(found, key, subject)
+    if not isinstance(found, torch.Tensor):
         raise ProbeError(
-            f"part={part!r} of the output of '{name}' is a {type(value).__name__}, not a tensor."
+            f"part={part!r} of the {subject} is a {type(found).__name__}, not a tensor."
         )
-    return path, value
+    return path, found
 
 
 def set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
@@ -80,7 +83,7 @@ def _find_first(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _get_item(value: Any, key: Any, name: str) -> Any:
+def _get_item(value: Any, key: Any, subject: str) -> Any:
     if isinstance(value, Mapping) and key in value:
         return value[key]
     if isinstance(value, tuple | list):
@@ -92,9 +95,7 @@ def _get_item(value: Any, key: Any, name: str) -> Any:
         return getattr(value, key)
     items = f" with {list(value)}" if isinstance(value, Mapping) else ""
     items = f" of {len(value)}" if isinstance(value, tuple | list) else items
-    raise ProbeError(
-        f"The output of '{name}' has no part {key!r}: it is a {type(value).__name__}{items}."
-    )
+    raise ProbeError(f"The {subject} has no part {key!r}: it is a {type(value).__name__}{items}.")
 
 
 def _fields(value: Any) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
-from hookline.probes.attachment import Attachment, call_directly
+from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, select
 from hookline.probes.recomputation import recall_call, remember_call
@@ -25,6 +25,9 @@ __all__ = ["ForwardSchedule", "Probe"]
 
 class Probe(Hook):
     """Sees the calls of some modules. Subclass it and implement `after(call)` or `before(call)`.
+
+    A probe that only observes must not change tensors in place, which raises an `ObserverError`, or
+    use global random number generators: these are restored, and the probe is disabled.
 
     Args:
         modules: Which modules: names, globs, regular expressions, types, predicates, or modules
@@ -39,6 +42,9 @@ class Probe(Hook):
 
     This needs `enable_intervention`, and a failure stops training.
     """
+
+    edits_input: bool = False
+    """Whether the edit is of a module's arguments, so what `compiled_edit` returns gets these."""
 
     enable_intervention: bool = False
     """The permission to edit. `Edit` takes it as an option; other subclasses set it."""
@@ -129,7 +135,7 @@ class Probe(Hook):
             sites = self.choose(model)
             self.attachment = Attachment(self, sites, model, context, guard, self.taps)
         if every is not None:
-            self.attachment.guard = ForwardSchedule(self, every, call_directly)
+            self.attachment.guard = ForwardSchedule(self, every, self.attachment.call_directly)
         self.attachment.enable()
         return self.attachment
 
@@ -156,6 +162,12 @@ class Probe(Hook):
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
 
     def call_guarded(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function of the probe that is not called by the attachment, if it is enabled."""
@@ -194,8 +206,8 @@ class ForwardSchedule:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the probe with these arguments, if it is due."""
-        is_after = function == self._probe.after
-        if is_after or function == self._probe.before:
+        is_after = function.__name__ == "after"
+        if is_after or function.__name__ == "before":
             due = self._is_due(args[0], is_after=is_after)
         elif args:
             due = True  # a gradient of a call that was due

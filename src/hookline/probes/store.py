@@ -7,13 +7,10 @@ import logging
 import math
 import os
 import random
-import shutil
-import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, get_args, overload
 
@@ -26,6 +23,8 @@ from hookline.probes.stored_state import (
     SpillError,
     StorageCounter,
     StoredState,
+    make_folder,
+    remove_folder,
     write_state,
 )
 from hookline.tensors.memory import storages
@@ -59,13 +58,15 @@ class Store:
             - `"spill"`: the oldest is written to disk and read back on demand. Only what cannot be
               written is dropped;
             - `"error"`: `StoreFullError` is raised, and the states before are kept.
-        cleanup_interval: How many captures of a probe to wait between two checks of `max_states`:
-            in between, up to `cleanup_interval - 1` more are kept. The limit on bytes, and the
-            policy `"error"`, are always checked at once.
+        cleanup_interval: How many captures to wait between two checks of `max_states` (captures of
+            the probe) and `max_total_states` (of all): in between, up to `cleanup_interval - 1`
+            more are kept. The limit on bytes, and the policy `"error"`, are always checked at once.
         folder: Where `"spill"` writes, in a new folder that `close` removes; by default the
             system's folder for temporary files.
         seed: The seed of `"sample"`: the same captures and seed give the same sample. Other random
             generators are not touched.
+        max_total_states: How many states to keep in memory, over all probes; None for all. With
+            `"sample"`, the probe that holds the most states drops one first.
     """
 
     def __init__(
@@ -76,9 +77,17 @@ class Store:
         cleanup_interval: int = 1,
         folder: str | os.PathLike[str] | None = None,
         seed: int = 0,
+        max_total_states: int | None = None,
     ) -> None:
-        _check(max_states, memory_limit, policy, cleanup_interval, folder)
+        limits = {
+            "max_states": max_states,
+            "memory_limit": memory_limit,
+            "max_total_states": max_total_states,
+        }
+        _check(limits, policy, cleanup_interval, folder)
         self.max_states = max_states
+        self.max_total_states = max_total_states
+        self._since_cleanup = 0
         self.memory_limit = memory_limit
         self.policy: Policy = policy
         self.cleanup_interval = cleanup_interval
@@ -93,10 +102,10 @@ class Store:
         self._keys = count()
         self._files = count()
         self._closed = False
-        self.folder = _new_folder(folder) if policy == "spill" else None
+        self.folder = make_folder(folder) if policy == "spill" else None
         """Where spilled states are written."""
         self._process = os.getpid()
-        self._remove_folder = weakref.finalize(self, _remove, self.folder, self._process)
+        self._remove_folder = weakref.finalize(self, remove_folder, self.folder, self._process)
 
     # -- adding
 
@@ -120,6 +129,8 @@ class Store:
                 self._keep(states, stored)
             if self.max_states is not None:
                 self._enforce_max_states(states, self.max_states)
+            if self.max_total_states is not None:
+                self._enforce_max_total(self.max_total_states)
             if self._storages.nbytes > self._limit:
                 self._make_room()
             return stored.key
@@ -268,6 +279,8 @@ class Store:
             problem = f"would take {needed} bytes, but memory_limit is {self._limit}"
         elif self.max_states is not None and len(states.memory) >= self.max_states:
             problem = f"would be one more than max_states, {self.max_states}"
+        elif self.max_total_states is not None and len(self._oldest) >= self.max_total_states:
+            problem = f"would be one more than {self.max_total_states} of all probes together"
         else:
             return
         states.dropped += 1
@@ -294,13 +307,23 @@ class Store:
             while len(states.memory) > max_states:
                 self._evict(states)
 
+    def _enforce_max_total(self, max_states: int) -> None:
+        self._since_cleanup += 1
+        if self._since_cleanup >= self.cleanup_interval:
+            self._since_cleanup = 0
+            while len(self._oldest) > max_states:
+                self._evict(self._next_to_evict(lambda states: len(states.memory)))
+
     def _make_room(self) -> None:
         """Enforce the limit on bytes. States that share memory free it with the last of them."""
         while self._storages.nbytes > self._limit:
-            if self.policy == "sample":
-                self._evict(max(self._probes.values(), key=lambda states: states.nbytes))
-            else:
-                self._evict(next(iter(self._oldest.values())))
+            self._evict(self._next_to_evict(lambda states: states.nbytes))
+
+    def _next_to_evict(self, size: Callable[[ProbeStates], int]) -> ProbeStates:
+        """Return the probe that drops a state: that of the oldest, or for a sample the largest."""
+        if self.policy == "sample":
+            return max(self._probes.values(), key=size)
+        return next(iter(self._oldest.values()))
 
     def _evict(self, states: ProbeStates) -> None:
         """Drop or spill one of a probe's states: the oldest, or that of the highest rank.
@@ -404,24 +427,7 @@ def _set(state: CapturedState, contents: dict[str, Any]) -> None:
         setattr(state, name, value)
 
 
-def _new_folder(parent: str | os.PathLike[str] | None) -> Path:
-    try:
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="hookline-probes-", dir=parent))
-    except OSError as error:
-        raise ConfigError(f"Cannot write to the folder {parent}: {error}.") from error
-
-
-def _remove(folder: Path | None, process: int) -> None:
-    if folder is not None and os.getpid() == process:  # not in a forked worker
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check(
-    max_states: Any, memory_limit: Any, policy: Any, cleanup_interval: Any, folder: Any
-) -> None:
-    limits = {"max_states": max_states, "memory_limit": memory_limit}
+def _check(limits: dict[str, Any], policy: Any, cleanup_interval: Any, folder: Any) -> None:
     for name, value in (*limits.items(), ("cleanup_interval", cleanup_interval)):
         optional = name in limits
         if value is None and optional:

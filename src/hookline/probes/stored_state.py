@@ -8,7 +8,10 @@ become tensors of their own, without the graph that made them.
 from __future__ import annotations
 
 import math
+import os
 import random
+import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,12 +23,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hookline.errors import HooklineError
+from hookline.errors import ConfigError, HooklineError
 from hookline.probes.captured_state import CONTENTS, CapturedState, shape_text
 from hookline.tensors.memory import unshared
 from hookline.tensors.nested import map_tensors
 
-__all__ = ["Counts", "ProbeStates", "SpillError", "StorageCounter", "StoredState", "write_state"]
+__all__ = [
+    "Counts",
+    "ProbeStates",
+    "SpillError",
+    "SpilledState",
+    "StorageCounter",
+    "StoredState",
+    "make_folder",
+    "remove_folder",
+    "write_state",
+]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NATIVE = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
@@ -157,6 +170,22 @@ class StorageCounter:
     def count_new(self, storages: Mapping[Any, tuple[int, Any]]) -> int:
         """Return how many bytes `hold` would add."""
         return sum(size for key, (size, _) in storages.items() if key not in self._holders)
+
+
+def make_folder(parent: str | os.PathLike[str] | None) -> Path:
+    """Return a new folder for spilled states; None stands for the system's temporary files."""
+    try:
+        if parent is not None:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="hookline-probes-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"Cannot write to the folder {parent}: {error}.") from error
+
+
+def remove_folder(folder: Path | None, process: int) -> None:
+    """Remove a folder of spilled states, unless this is a fork of the process that made it."""
+    if folder is not None and os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_state(state: CapturedState, path: Path) -> SpilledState:
