@@ -103,14 +103,14 @@ def _restore_functions() -> None:
 def _cell_of(name: str) -> CellType:
     """Return the closure cell that holds the function which a clipping function calls."""
     function = getattr(clip_grad, name, None)
-    names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
-    if "func" not in names or function.__closure__ is None:
-        raise LoopError(
-            f"torch {torch.__version__} defines torch.nn.utils.clip_grad.{name} in a way that "
-            "Hookline does not know, so it would not notice gradient clipping. Use another "
-            "version of torch, or a newer version of Hookline."
-        )
-    return function.__closure__[names.index("func")]
+    if isinstance(function, FunctionType) and "func" in function.__code__.co_freevars:
+        cells = function.__closure__ or ()
+        return cells[function.__code__.co_freevars.index("func")]
+    raise LoopError(
+        f"torch {torch.__version__} defines torch.nn.utils.clip_grad.{name} in a way that "
+        "Hookline does not know, so it would not notice gradient clipping. Use another "
+        "version of torch, or a newer version of Hookline."
+    )
 
 
 def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
