@@ -9,6 +9,7 @@ are changed while at least one listener is there, and restored when the last one
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -61,28 +62,32 @@ class ClipListener(Protocol):
         ...
 
 
-_lock = threading.Lock()
-_listeners: tuple[ClipListener, ...] = ()  # replaced as a whole, so that calls need no lock
+_lock = threading.RLock()  # a listener may be collected at any time
+_listeners: tuple[weakref.ref[ClipListener], ...] = ()  # replaced as a whole: calls need no lock
 _originals: dict[str, Callable[..., Any]] = {}  # by function, while the cells are changed
 _thread = threading.local()
 
 
 def add_clip_listener(listener: ClipListener) -> None:
-    """Call this listener around every clipping call, until it is removed."""
+    """Call this listener around every clipping call, until it is removed or collected."""
     global _listeners
     with _lock:
         if not _listeners:
             _replace_functions()
-        _listeners = (*_listeners, listener)
+        _listeners = (*_listeners, weakref.ref(listener, _drop))
 
 
 def remove_clip_listener(listener: ClipListener) -> None:
     """Stop calling a listener; with the last one, torch's functions are as they were."""
+    for reference in _listeners:
+        if reference() is listener:
+            _drop(reference)
+
+
+def _drop(reference: weakref.ref[ClipListener]) -> None:
     global _listeners
     with _lock:
-        if not any(other is listener for other in _listeners):
-            return
-        _listeners = tuple(other for other in _listeners if other is not listener)
+        _listeners = tuple(other for other in _listeners if other is not reference)
         if not _listeners:
             _restore_functions()
 
@@ -137,11 +142,12 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         call = ClipCall(public, tensors, norm_type)
         _thread.inside = True
         try:
-            for listener in _listeners:
+            listeners = [listener for ref in _listeners if (listener := ref()) is not None]
+            for listener in listeners:
                 listener.before_clip(call)
             rest = {key: value for key, value in kwargs.items() if key != first}
             call.result = original(call.tensors, *args[1:], **rest)
-            for listener in _listeners:
+            for listener in listeners:
                 listener.after_clip(call)
         finally:
             _thread.inside = False

@@ -146,20 +146,14 @@ class Session(AttachedLoop):
             optimizer: whose gradients, where several have backwards of their own; by default all.
             options: further arguments of `torch.nn.utils.clip_grad_norm_`.
         """
-        self._supplied.add("clip")
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
-        for i, clipped in enumerate(self.optimizers):
-            if optimizer not in (None, clipped):
-                continue
-            parameters = [p for group in clipped.param_groups for p in group["params"]]
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
-            self._context.clipped_norm = norms[-1]
-            self._context.optimizer_idx = i
-            self._fire("on_gradient_clip")
+        for clipped in self.optimizers:
+            if optimizer in (None, clipped):
+                parameters = [p for group in clipped.param_groups for p in group["params"]]
+                norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
-        self._context.clipped_norm = norms[0] if len(norms) == 1 else total
-        return self._context.clipped_norm
+        return norms[0] if len(norms) == 1 else total
 
     def checkpoint(self, path: Any) -> None:
         """Fire `on_checkpoint_save`: the loop has written a complete checkpoint at this path."""
