@@ -270,7 +270,7 @@ def test_a_loop_that_does_not_clip_is_told_before_its_first_step():
     model, optimizer = make()
     before = weights(model)
     with (
-        pytest.raises(NotSuppliedError, match="on_gradient_clip.*torch's functions"),
+        pytest.raises(NotSuppliedError, match=r"on_gradient_clip.*torch's functions"),
         hookline.attach(model, optimizer, hooks=[recorder("on_gradient_clip")]),
     ):
         train(model, optimizer, batches(1))

@@ -86,19 +86,6 @@ def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, cal
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
-def test_the_loss_of_an_accumulating_loop_is_refused_not_guessed():
-    model, optimizer = make()
-    before = weights(model)
-    with (
-        pytest.raises(NotSuppliedError, match=r"backward ran 2 times.*session\.backward\(loss\)"),
-        hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]),
-    ):
-        for x, y in batches(2):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-    assert same(weights(model), before)
-
-
 def test_a_backward_on_many_numbers_has_no_loss():
     model, optimizer = make()
     with (
@@ -108,34 +95,6 @@ def test_a_backward_on_many_numbers_has_no_loss():
         outputs = model(batches(1)[0][0])
         outputs.backward(torch.ones_like(outputs))
         optimizer.step()
-
-
-def test_the_loss_of_a_batch_that_ends_without_a_step_is_refused():
-    model, optimizer = make()
-    with (
-        pytest.raises(NotSuppliedError, match=r"ended without a step.*session\.backward\(loss\)"),
-        hookline.attach(
-            model, optimizer, hooks=[recorder(on_train_batch_end=("loss",))]
-        ) as session,
-    ):
-        for x, y in session.batches(batches(2)):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-
-
-def test_accumulation_that_begins_later_does_not_stop_the_run():
-    hook = recorder(on_step_end=("step", "loss"))
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[hook, recorder("on_step_end")]) as session:
-        train(model, optimizer, batches(1))
-        optimizer.zero_grad()
-        for x, y in batches(2):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-        train(model, optimizer, batches(1))
-    assert session.step == 3
-    assert [arguments["step"] for _, arguments in hook.told] == [1]
-    assert [info.status for info in session.hooks.describe()] == ["failed", "enabled"]
 
 
 def test_a_backward_that_does_not_pass_through_the_model_is_refused():

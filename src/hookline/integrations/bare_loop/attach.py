@@ -29,6 +29,7 @@ def attach(
     config: Any = None,
     tokens: Callable[[Any], int] | None = None,
     settings: HookSettings | None = None,
+    loss_divided: bool | None = None,
     runs: str | os.PathLike[str] | Run | None = None,
 ) -> Session:
     """Attach hooks to a training loop, which stays unchanged.
@@ -48,6 +49,9 @@ def attach(
         config: the configuration, for hooks that ask for `config`.
         tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
         settings: how failing and costly hooks are treated.
+        loss_divided: whether a loop with gradient accumulation divides its loss by the number of
+            batches in a step. By default, this is read from the loss's graph; a loss that comes out
+            of a compiled function needs it.
         runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
             and toggles are recorded, as by the trainer. Or a run that is open for writing:
             `Run.open(folder, resume=True)` continues one. None writes no run.
@@ -65,6 +69,7 @@ def attach(
         config=config,
         tokens=tokens,
         settings=settings,
+        loss_divided=loss_divided,
         runs=runs,
     )
 

@@ -50,6 +50,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         config: Any,
         tokens: Callable[[Any], int] | None,
         settings: HookSettings | None,
+        loss_divided: bool | None,
         runs: str | os.PathLike[str] | Run | None = None,
     ) -> None:
         self.model = model
@@ -82,7 +83,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             unmet_requirements=lambda: list(unmet_requirements(self.hooks, self._supplied)),
             requirements_met=self._requirements_met,
         )
-        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks)
+        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks, loss_divided)
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
 

@@ -63,6 +63,7 @@ class StepWatch:
         hooks: HookManager,
         scaler: torch.amp.GradScaler | None,
         callbacks: StepCallbacks,
+        loss_divided: bool | None = None,
     ) -> None:
         self.context = context
         self.hooks = hooks
@@ -73,7 +74,7 @@ class StepWatch:
         self._has_started = False
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
-        self.losses = LossTracker(context, scaler)
+        self.losses = LossTracker(context, scaler, loss_divided)
         self._checks = LoopChecks(context, hooks, scaler)
         self._clips = ClipTracker(context, hooks, self._prepare_clip)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
@@ -116,14 +117,17 @@ class StepWatch:
             handle.remove()
         ScalerWatch.leave(self.scaler, self)
         self._clips.listen(False)
+        self.losses.wanted = False
 
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more."""
         hooks = self.hooks
         wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
         ends = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
-        self.losses.wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
-        self.losses.wanted |= any("state" in names for names in wanted.values())
+        recorded = self.callbacks.record_step is not None
+        loss_wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
+        loss_wanted |= any("state" in names for names in wanted.values())
+        self.losses.wanted = loss_wanted or recorded
         self._asks_for_loss = [
             label
             for event in ("on_step_end", "on_train_batch_end")
@@ -131,7 +135,7 @@ class StepWatch:
         ]
         fire = self.dispatchers
         compiled = is_compiled_in_place(self.context.model)
-        backward = self.losses.wanted or bool(fire.on_after_backward or fire.on_gradients_ready)
+        backward = loss_wanted or bool(fire.on_after_backward or fire.on_gradients_ready)
         reads_norm = any({"grad_norm", "ctx"} & names.keys() for names in wanted.values())
         self._clips.wants_norm = reads_norm
         reads_clips = reads_norm or bool(
@@ -142,8 +146,6 @@ class StepWatch:
             self._checks.check_compiled()
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        recorded = self.callbacks.record_step is not None
-        self.losses.wanted |= recorded
         if not compiled:
             calls, backward = calls or starts, backward or recorded or reads_clips
         self._model.watch(calls=calls, backward=backward)
