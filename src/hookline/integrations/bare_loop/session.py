@@ -49,7 +49,7 @@ class Session(AttachedLoop):
         self._supplied.add("batches")
         trains = self._validation is None
         kind = "train" if trains else "validation"
-        if self.should_stop and trains:
+        if self._is_stopping and trains:
             return
         for i, batch in enumerate(loader):
             self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
@@ -58,7 +58,7 @@ class Session(AttachedLoop):
             self._fire(f"on_{kind}_batch_start")
             yield batch
             self._end_batch(tokens)
-            if self.should_stop and trains:
+            if self._is_stopping and trains:
                 break
         self._context.known_batch = None
 

@@ -55,6 +55,7 @@ class StepWatch:
 
     Attributes:
         end_probes: called at the end of each step, where the model has probes.
+        after_step: called when a step has ended.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class StepWatch:
         self.dispatchers = hooks.dispatchers
         self.callbacks = callbacks
         self.end_probes: Callable[[], None] | None = None
+        self.after_step: Callable[[], None] | None = None
         self.scaler = scaler
         self._has_started = False
         self.optimizers = context.optimizers
@@ -84,9 +86,8 @@ class StepWatch:
         self._skips: dict[int, str] = {}  # reasons to skip, by optimizer; -1 for all
         self._found_inf: torch.Tensor | None = None
         self._in_scaler_step = False
-        self._unchecked = True
+        self._unchecked = self._is_first_step = True
         self._verified = False
-        self._is_first_step = True
         self._has_new_gradients = False  # backward has run since the last step
         self._closure_evaluated = False
         self._takes_short_path = False
@@ -294,8 +295,7 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if i in self._stepped:
             self._checks.report_second_step(i)
-            self._end_step(skipped=not any(self._stepped.values()))
-            self._stepped.clear()
+            self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
             self._checks.check_closure(optimizer)
@@ -371,11 +371,15 @@ class StepWatch:
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
         if len(self._stepped) == len(self.optimizers):
-            self._end_step(skipped=not any(self._stepped.values()))
-            self._stepped.clear()
+            self._end_all_turns()
             # From here on, one optimizer without a scaler takes the short path.
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
+
+    def _end_all_turns(self) -> None:
+        skipped = not any(self._stepped.values())
+        self._stepped.clear()
+        self._end_step(skipped=skipped)
 
     def _end_step(self, *, skipped: bool) -> None:
         context, losses = self.context, self.losses
@@ -407,6 +411,8 @@ class StepWatch:
         if self.callbacks.record_step is not None:
             is_new = context.latest_loss is not latest_loss
             self.callbacks.record_step(context.latest_loss if is_new else None)
+        if self.after_step is not None:
+            self.after_step()
 
     # -- before the first step --------------------------------------------------------------------
 
@@ -427,8 +433,7 @@ class StepWatch:
     def _problems_at_step(self) -> list[str]:
         """Return what is known only when an optimizer steps."""
         problems = self._checks.unnamed_scaler() if self._is_first_step else []
-        is_last = len(self._stepped) == len(self.optimizers) - 1
-        if self.dispatchers.on_gradient_clip is not None and is_last and not self._clips.seen:
+        if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
             problems += self._checks.missing_clip()
         return problems
 
