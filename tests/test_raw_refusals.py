@@ -86,19 +86,6 @@ def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, cal
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
-def test_the_loss_of_an_accumulating_loop_is_refused_not_guessed():
-    model, optimizer = make()
-    before = weights(model)
-    with (
-        pytest.raises(NotSuppliedError, match=r"backward ran 2 times.*session\.backward\(loss\)"),
-        hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]),
-    ):
-        for x, y in batches(2):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-    assert same(weights(model), before)
-
-
 def test_a_backward_on_many_numbers_has_no_loss():
     model, optimizer = make()
     with (
@@ -108,34 +95,6 @@ def test_a_backward_on_many_numbers_has_no_loss():
         outputs = model(batches(1)[0][0])
         outputs.backward(torch.ones_like(outputs))
         optimizer.step()
-
-
-def test_the_loss_of_a_batch_that_ends_without_a_step_is_refused():
-    model, optimizer = make()
-    with (
-        pytest.raises(NotSuppliedError, match=r"ended without a step.*session\.backward\(loss\)"),
-        hookline.attach(
-            model, optimizer, hooks=[recorder(on_train_batch_end=("loss",))]
-        ) as session,
-    ):
-        for x, y in session.batches(batches(2)):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-
-
-def test_accumulation_that_begins_later_does_not_stop_the_run():
-    hook = recorder(on_step_end=("step", "loss"))
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[hook, recorder("on_step_end")]) as session:
-        train(model, optimizer, batches(1))
-        optimizer.zero_grad()
-        for x, y in batches(2):
-            (F.mse_loss(model(x), y) / 2).backward()
-        optimizer.step()
-        train(model, optimizer, batches(1))
-    assert session.step == 3
-    assert [arguments["step"] for _, arguments in hook.told] == [1]
-    assert [info.status for info in session.hooks.describe()] == ["failed", "enabled"]
 
 
 def test_a_backward_that_does_not_pass_through_the_model_is_refused():
@@ -164,22 +123,26 @@ def test_a_model_whose_own_call_is_never_seen_is_refused(call):
         optimizer.step()
 
 
-def test_gradients_that_were_clipped_before_hooks_could_read_them_are_refused():
+def halve_gradients(model):
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def test_gradients_that_were_changed_before_hooks_could_read_them_are_refused():
     model, optimizer = make()
     before = weights(model)
     with (
         pytest.raises(LoopError, match=r"session\.updates\(\)"),
         hookline.attach(model, optimizer, hooks=[recorder("on_gradients_ready")]),
     ):
-        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
-        train(model, optimizer, batches(1), clip)
+        train(model, optimizer, batches(1), lambda: halve_gradients(model))
     assert same(weights(model), before)
 
 
-def test_clipping_that_begins_later_is_said_once_and_training_goes_on(caplog):
+def test_changes_that_begin_later_are_said_once_and_training_goes_on(caplog):
     hook = recorder("on_gradients_ready")
     model, optimizer = make()
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
+    clip = lambda: halve_gradients(model)  # noqa: E731
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
         train(model, optimizer, batches(1))
         train(model, optimizer, batches(3), clip)
@@ -187,13 +150,13 @@ def test_clipping_that_begins_later_is_said_once_and_training_goes_on(caplog):
     assert caplog.text.count("session.updates()") == 1
 
 
-def test_clipping_does_not_matter_to_hooks_that_do_not_read_gradients_before_it():
+def test_the_norm_of_a_step_is_the_one_before_clipping():
     hook = recorder("on_before_optimizer_step", on_step_end=("grad_norm",))
     model, optimizer = make()
     clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
     with hookline.attach(model, optimizer, hooks=[hook]):
         train(model, optimizer, batches(1), clip)
-    assert float(hook.told[-1][1]["grad_norm"]) == pytest.approx(0.1, rel=1e-3)
+    assert float(hook.told[-1][1]["grad_norm"]) > 1.0
 
 
 def test_a_hook_added_later_that_cannot_be_supplied_does_not_stop_the_run(caplog):

@@ -522,16 +522,50 @@ def test_a_stop_holds_for_all_loops_over_session_batches_that_follow():
     assert session.step == 2
 
 
-def test_a_loop_that_cannot_be_stopped_says_so(caplog):
-    class Stops(hookline.Hook):
-        def on_step_end(self, trainer):
-            trainer.stop("enough")
+class Stops(hookline.Hook):
+    def on_step_end(self, trainer):
+        trainer.stop("enough")
 
+
+def test_a_loop_that_does_not_look_whether_to_stop_is_warned_once(caplog):
     model, optimizer = make()
     with hookline.attach(model, optimizer, hooks=[Stops()]) as session:
-        train(model, optimizer, batches(1))
-    assert session.status == "completed"
-    assert "session.batches(loader)" in caplog.text
+        train(model, optimizer, batches(5))
+    assert session.should_stop
+    assert (session.step, session.status) == (5, "completed")
+    assert caplog.text.count("session.batches(loader)") == 1
+    assert "asked to stop in step 1 (enough)" in caplog.text
+    assert [info.failures for info in session.hooks.describe()] == [0]
+
+
+def test_a_loop_that_looks_whether_to_stop_is_not_warned(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Stops()], on_stop="raise") as session:
+        for batch in batches(5):
+            train(model, optimizer, [batch])
+            if session.should_stop and session.step == 3:
+                break
+    assert (session.step, session.status) == (3, "stopped")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("grace", [0, 2])
+def test_a_loop_that_does_not_look_ends_by_an_exception_where_asked_for(grace):
+    hook, model, optimizer = tell("on_exception", on_train_end=("status",))
+    with (
+        pytest.raises(hookline.StopTraining, match=r"in step 1.*enough"),
+        hookline.attach(
+            model, optimizer, hooks=[Stops(), hook], on_stop="raise", stop_grace=grace
+        ) as session,
+    ):
+        train(model, optimizer, batches(5))
+    assert session.step == 1 + grace
+    assert hook.told == [("on_train_end", {"status": "stopped"})]
+
+
+def test_on_stop_takes_two_words():
+    with pytest.raises(ValueError, match="warn"):
+        hookline.attach(*make(), on_stop="explode")
 
 
 def test_hooks_may_talk_to_each_other_through_the_trainer():

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from hookline.errors import RegistrationError as RegistrationError
     from hookline.errors import RunError as RunError
     from hookline.errors import SignatureError as SignatureError
+    from hookline.errors import StopTraining as StopTraining
     from hookline.errors import TrainingError as TrainingError
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
@@ -113,7 +114,8 @@ _MODULES = {
         *("HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
-        *("SignatureError", "TrainingError", "UnknownEventError", "UnknownHookError"),
+        *("SignatureError", "StopTraining", "TrainingError", "UnknownEventError"),
+        *("UnknownHookError",),
     ),
     "events": ("EVENTS",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),

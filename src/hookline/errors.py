@@ -10,6 +10,7 @@
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
     ├── NotSuppliedError           the loop does not provide what a hook asks for
     ├── LoopError                  a bare loop is ambiguous
+    ├── StopTraining               a hook asked to stop, and a bare loop went on
     ├── ConfigError                (also a ValueError) invalid configuration
     ├── TrainingError              invalid model, optimizer, data or loss
     ├── CheckpointError            a checkpoint cannot be saved, found or loaded
@@ -47,6 +48,7 @@ __all__ = [
     "RegistrationError",
     "RunError",
     "SignatureError",
+    "StopTraining",
     "TrainingError",
     "UnknownEventError",
     "UnknownHookError",
@@ -93,6 +95,10 @@ class NotSuppliedError(HooklineError):
 
 class LoopError(HooklineError):
     """A bare loop does something that cannot be interpreted without guessing."""
+
+
+class StopTraining(HooklineError):  # noqa: N818 - a request, not a failure
+    """A hook asked to stop, and the loop went on: `attach(…, on_stop="raise")` ends it."""
 
 
 class ConfigError(HooklineError, ValueError):

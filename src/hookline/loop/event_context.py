@@ -15,7 +15,7 @@ from hookline.context import LazyFloat
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import Gradients, NamedParameters
 
-__all__ = ["EventContext", "device_of"]
+__all__ = ["EventContext", "device_of", "gradients_of", "total_norm"]
 
 
 class EventContext:
@@ -71,24 +71,36 @@ class EventContext:
         """Return the norm of all gradients, on the device."""
         if self.clipped_norm is not None:
             return self.clipped_norm
-        norm = torch.nn.utils.get_total_norm(self.all_gradients())
         # A rank has a part of sharded gradients; the norm of that part would be wrong.
-        return whole(norm)
+        return whole(total_norm(self.all_gradients()))
 
     def all_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all optimizers' parameters."""
-        return [
-            parameter.grad
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        return [gradient for optimizer in self.optimizers for gradient in gradients_of(optimizer)]
 
     @cached_property
     def model_params(self) -> int:
         """The number of the model's parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the gradients of an optimizer's parameters."""
+    return [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of gradients as torch does, unseen by listeners to the loop's own calls."""
+    get_total_norm = torch.nn.utils.get_total_norm
+    compute = getattr(get_total_norm, "__wrapped__", get_total_norm)
+    with torch.no_grad():
+        norm: torch.Tensor = compute(gradients)
+    return norm
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

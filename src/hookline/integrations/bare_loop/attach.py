@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,6 +29,9 @@ def attach(
     config: Any = None,
     tokens: Callable[[Any], int] | None = None,
     settings: HookSettings | None = None,
+    loss_divided: bool | None = None,
+    on_stop: Literal["warn", "raise"] = "warn",
+    stop_grace: int = 10,
     runs: str | os.PathLike[str] | Run | None = None,
 ) -> Session:
     """Attach hooks to a training loop, which stays unchanged.
@@ -48,10 +51,18 @@ def attach(
         config: the configuration, for hooks that ask for `config`.
         tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
         settings: how failing and costly hooks are treated.
+        loss_divided: whether a loop with gradient accumulation divides its loss by the number of
+            batches in a step. By default, this is read from the loss's graph; a loss that comes out
+            of a compiled function needs it.
+        on_stop: what happens if a hook asks to stop and the loop goes on without reading
+            `session.should_stop`: a warning, or `StopTraining` at the end of a step.
+        stop_grace: how many more steps such a loop may take before `StopTraining`.
         runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
             and toggles are recorded, as by the trainer. Or a run that is open for writing:
             `Run.open(folder, resume=True)` continues one. None writes no run.
     """
+    if on_stop not in ("warn", "raise"):
+        raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
@@ -65,6 +76,9 @@ def attach(
         config=config,
         tokens=tokens,
         settings=settings,
+        loss_divided=loss_divided,
+        on_stop=on_stop,
+        stop_grace=stop_grace,
         runs=runs,
     )
 

@@ -6,13 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import HooklineError, NotSuppliedError
+from hookline.errors import HooklineError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.requirements import (
@@ -50,6 +50,9 @@ class AttachedLoop(TrainingLoop[HookManager]):
         config: Any,
         tokens: Callable[[Any], int] | None,
         settings: HookSettings | None,
+        loss_divided: bool | None,
+        on_stop: Literal["warn", "raise"],
+        stop_grace: int,
         runs: str | os.PathLike[str] | Run | None = None,
     ) -> None:
         self.model = model
@@ -68,6 +71,9 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._validation: Means | None = None
         self._validated: dict[str, Any] = {}
         self._stop_reason: str | None = None
+        self._stop_step = 0
+        self._on_stop, self._stop_grace = on_stop, stop_grace
+        self._has_read_stop = self._ignores_stop = False
         self.started = self._ended = False
         self._warned_late_log = False
         self.hooks = HookManager(source=self._context, settings=settings)
@@ -82,7 +88,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             unmet_requirements=lambda: list(unmet_requirements(self.hooks, self._supplied)),
             requirements_met=self._requirements_met,
         )
-        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks)
+        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks, loss_divided)
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
 
@@ -90,14 +96,41 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
     @property
     def should_stop(self) -> bool:
-        """Whether `stop` was called."""
+        """Whether `stop` was called. A loop that reads it is expected to end itself."""
+        self._has_read_stop |= self._is_stopping
+        return self._is_stopping
+
+    @property
+    def _is_stopping(self) -> bool:
         return self._stop_reason is not None
 
     def stop(self, reason: str = "") -> None:
-        """Stop training after this batch. Only a loop over `session.batches` can be stopped."""
-        if "batches" not in self._supplied:
-            raise NotSuppliedError(f"This loop cannot be stopped by a hook. {CALLS['batches']}")
-        self._stop_reason = reason
+        """Ask the loop to end: `should_stop` is True from now on; the first reason is kept.
+
+        A loop over `session.batches` ends after the batch in progress.
+        """
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            self._stop_step = self._context.step_in_progress
+            self._step_watch.after_step = self._check_stop
+
+    def _check_stop(self) -> None:
+        """Warn about a loop that goes on after a request to stop; raise if the user chose so."""
+        steps = self._context.step - self._stop_step
+        if steps < 0 or self._has_read_stop:
+            return
+        why = f" ({self._stop_reason})" if self._stop_reason else ""
+        if self._on_stop == "raise" and steps >= self._stop_grace:
+            raise StopTraining(f"Training was asked to stop in step {self._stop_step}{why}.")
+        if steps >= 1 and not self._ignores_stop:
+            self._ignores_stop = True
+            log.warning(
+                "Training was asked to stop in step %d%s, but the loop goes on. %s Or end it where "
+                "`session.should_stop` is True, or by an exception: `attach(…, on_stop='raise')`.",
+                self._stop_step,
+                why,
+                CALLS["batches"],
+            )
 
     # -- start and end ----------------------------------------------------------------------------
 
@@ -123,7 +156,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         context = self._context
         context.exception = error
         context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-        if isinstance(error, SystemExit | GeneratorExit):
+        if isinstance(error, SystemExit | GeneratorExit | StopTraining):
             context.status = "stopped"  # leaving early is not a failure
         for end in (self._fire_exception, self.detach):
             try:
@@ -153,7 +186,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._ended = True
         try:
             if self._context.status == "training":
-                self._context.status = "stopped" if self.should_stop else "completed"
+                ends_early = self._is_stopping and not self._ignores_stop
+                self._context.status = "stopped" if ends_early else "completed"
             if self.started:
                 self._fire("on_train_end")
         finally:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import threading
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["differentiated_tensor", "is_being_called"]
+__all__ = ["caller_of", "differentiated_tensor"]
 
 _BACKWARD = torch.autograd.backward.__code__  # `Tensor.backward` calls it, too
 
@@ -43,11 +44,11 @@ def _find(frame: FrameType | None) -> torch.Tensor | None:
     return None
 
 
-def is_being_called(code: CodeType) -> bool:
-    """Return whether a function with this code is on the stack of this thread."""
+def caller_of(code: CodeType) -> Any:
+    """Return the object whose method with this code is on this thread's stack; None without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            return True
+            return frame.f_locals["self"]
         frame = frame.f_back
-    return False
+    return None

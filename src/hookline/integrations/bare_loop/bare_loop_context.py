@@ -16,8 +16,9 @@ import torch
 from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
 from hookline.errors import NotSuppliedError
 from hookline.integrations.bare_loop.requirements import CALLS, not_supplied
-from hookline.loop.event_context import EventContext, device_of
+from hookline.loop.event_context import EventContext, device_of, gradients_of, total_norm
 from hookline.loop.means import Means
+from hookline.tensors.sharded import whole
 
 __all__ = ["BareLoopEventContext", "Batch", "ProbeContext"]
 
@@ -69,6 +70,7 @@ class BareLoopEventContext(EventContext):
         self.latest_loss: LazyFloat | None = None
         self.means = Means()
         self.metrics = Metrics()
+        self.norms: dict[int, torch.Tensor] = {}  # before clipping, by optimizer
 
     # -- what the loop may not provide -----------------------------------------------------------
 
@@ -96,6 +98,17 @@ class BareLoopEventContext(EventContext):
         return loss
 
     # -- what is made when it is read -------------------------------------------------------------
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all gradients before clipping, on the device."""
+        if self.clipped_norm is not None or not self.norms:
+            return super().norm()
+        norms = [
+            self.norms[i] if i in self.norms else total_norm(gradients_of(optimizer))
+            for i, optimizer in enumerate(self.optimizers)
+        ]
+        norms = [whole(norm) for norm in norms]
+        return norms[0] if len(norms) == 1 else total_norm(norms)
 
     @property
     def ctx(self) -> StepContext:

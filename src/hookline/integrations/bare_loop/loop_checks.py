@@ -11,9 +11,10 @@ import logging
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import LoopError
-from hookline.integrations.bare_loop.backward_frame import is_being_called
+from hookline.errors import LoopError, NotSuppliedError
+from hookline.integrations.bare_loop.backward_frame import caller_of
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
 from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.model_watch import ModelWatch
 
@@ -48,6 +49,16 @@ class LoopChecks:
         if key not in self._warned:
             self._warned.add(key)
             log.warning("%s", message)
+
+    def raise_or_warn(self, problems: list[str], *, is_first: bool) -> None:
+        """Raise for what hooks need and do not get in the first step; later, warn."""
+        if problems and is_first:
+            raise NotSuppliedError(
+                "Hooks need what this loop does not provide:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+            )
+        for problem in problems:
+            self.warn_once(problem, problem)
 
     def _report(self, key: str, message: str) -> None:
         if self._context.step == 0:
@@ -100,34 +111,68 @@ class LoopChecks:
                 "on_after_backward."
             )
 
-    def report_changed_gradients(self) -> None:
+    def check_versions(self, versions: Versions, optimizer: torch.optim.Optimizer) -> None:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
+        if versions == gradient_versions(optimizer):
+            return
         listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
         self._report(
             "changed gradients",
             f"{listeners} reads gradients before anything has changed them, but this loop changes "
-            "them between backward and optimizer.step (clipping?). Call `session.updates()` before "
-            "that, or let the session clip: `session.clip(max_norm)`.",
+            "them between backward and optimizer.step, other than with torch's clipping functions. "
+            "Call `session.updates()` before that, or let the session clip: "
+            "`session.clip(max_norm)`.",
         )
 
-    def unseen_calls(self, model: ModelWatch, *, needs_backward: bool) -> list[str]:
+    def report_scaled_clip(self, function: str) -> None:
+        """Report gradients that are clipped before the scaler has unscaled them."""
+        self._report(
+            "scaled clip",
+            f"{function} clips gradients that are still scaled, so they are clipped to another "
+            "norm than the one that is asked for. Call `scaler.unscale_(optimizer)` before it.",
+        )
+
+    def report_backward_after_clip(self) -> None:
+        """Report gradients that are added to clipped ones."""
+        self._report(
+            "backward after clip",
+            "Backward runs after gradients were clipped, before optimizer.step, so hooks have seen "
+            "a part of the gradients only. Clip once, after the last backward of a step.",
+        )
+
+    def unnamed_scaler(self) -> list[str]:
+        """Return a line if the loop steps through a scaler that attach was not given."""
+        scaler = None if self._scaler is not None else caller_of(_SCALER_STEP)
+        if scaler is None or not scaler.is_enabled():
+            return []
+        return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
+
+    def missing_clip(self) -> list[str]:
+        """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
+        listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
+        return [f"{listeners} needs on_gradient_clip. {CALLS['clip']}"] if listeners else []
+
+    def unseen_calls(
+        self, model: ModelWatch, *, needs_calls: bool, needs_backward: bool
+    ) -> list[str]:
         """Return what should have been seen before the first step, but was not."""
-        if self._scaler is None and is_being_called(_SCALER_STEP):
-            return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
-        if model.on and not model.calls_seen:
-            return [
+        problems: list[str] = []
+        if (needs_calls or needs_backward) and not model.calls_seen:
+            problems.append(
                 "The optimizer steps, but the attached model was not called. Attach what the loop "
                 "calls: the compiled or wrapped model, not the one inside; and call it as "
                 "`model(x)`, not `model.forward(x)`."
-            ]
-        if model.on and not model.backwards_seen and needs_backward:
-            return [f"Backward did not pass through what the model returned. {CALLS['backward']}"]
+            )
+        elif needs_backward and not model.backwards_seen:
+            problems.append(
+                f"Backward did not pass through what the model returned. {CALLS['backward']}"
+            )
         if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
-            return [
+            problems.append(
                 f"Two of the optimizers share the parameter '{shared}', so updates would transform "
                 "its gradient twice. Give each parameter to one of them."
-            ]
-        return []
+            )
+        return problems
 
     def _shared_parameter(self) -> str | None:
         seen: set[int] = set()

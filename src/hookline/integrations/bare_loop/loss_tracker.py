@@ -1,12 +1,14 @@
 """The losses of batches and steps in a bare loop.
 
 The loop may give them (`session.backward(loss)`). Otherwise the loss is the tensor that backward
-was called on, if backward ran once in the step. With gradient accumulation, an unchanged loop
-usually divides the loss by a number that cannot be seen; then the loss is not known.
+was called on. Under gradient accumulation most loops divide it by the number of backwards in a
+step, which is known when the step ends; a loss that was divided by this number is multiplied by it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,33 +16,70 @@ import torch
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_frame import differentiated_tensor
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.integrations.bare_loop.loss_divisor import read_graphs, running_graph
 from hookline.integrations.bare_loop.requirements import CALLS
 
 __all__ = ["LossTracker"]
 
+log = logging.getLogger("hookline")
+
 
 @dataclass
 class BackwardLoss:
-    """The loss of one backward, None if it is not known, and whether the loop gave it."""
+    """The loss of one backward.
+
+    Attributes:
+        loss: the tensor, unscaled; None if it is not known.
+        given: whether the loop gave its own loss (`session.backward`).
+        divisor: the constant that it was divided by last; None without one.
+        compiled: whether it comes out of a compiled function, which hides a division.
+    """
 
     loss: torch.Tensor | None
-    given: bool
+    given: bool = False
+    divisor: float | None = None
+    compiled: bool = False
 
 
 class LossTracker:
-    """The losses of the step and of the batch in progress."""
+    """The losses of the step and of the batch in progress.
 
-    def __init__(self, context: BareLoopEventContext, scaler: torch.amp.GradScaler | None) -> None:
-        self.wanted = False
+    Args:
+        context: gets the losses.
+        scaler: what multiplies the loss before backward.
+        divided: whether the loop divides its losses by the number of batches in a step; None to
+            find out.
+    """
+
+    def __init__(
+        self,
+        context: BareLoopEventContext,
+        scaler: torch.amp.GradScaler | None,
+        divided: bool | None = None,
+    ) -> None:
+        self._wanted = False
         self._context = context
         self._scaler = scaler
-        parameters = context.optimizer.param_groups[0]["params"]
-        self._parameter = next((p for p in parameters if p.requires_grad), parameters[0])
+        self._divided = divided
+        self._parameter = _first_parameter(context.optimizer)
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
         self._is_given = False
-        self._once_per_step: bool | None = None  # learned from the first step
+        self._group = 0  # the number of backwards that a whole step has divided by
+        self._is_known = False  # whether a step with several backwards has ended
+        self._backwards = 0  # in the step that ends now; 0 while it is in progress
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the losses of an unchanged loop are read."""
+        return self._wanted
+
+    @wanted.setter
+    def wanted(self, wanted: bool) -> None:
+        if wanted != self._wanted:
+            self._wanted = wanted
+            read_graphs(self, wanted and self._divided is not False)
 
     def set_loss(self, loss: torch.Tensor | None) -> None:
         """Set the loss that the loop runs backward on; None after it."""
@@ -50,22 +89,26 @@ class LossTracker:
 
     def backward_begins(self) -> None:
         """Read the loss while backward runs."""
-        if not self._is_given:
-            self._add(BackwardLoss(self._unscaled(differentiated_tensor()), given=False))
+        if self._is_given:
+            return
+        loss = differentiated_tensor()
+        if loss is None:
+            self._add(BackwardLoss(None))
+            return
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        graph = running_graph(loss)
+        divisor = None if graph is None else graph.divisor(is_scaled=scaled)
+        compiled = graph is not None and divisor is None and graph.compiled(is_scaled=scaled)
+        loss = loss.detach()
+        if self._scaler is not None and scaled:
+            loss = loss / self._scaler.scale(torch.ones_like(loss))  # on the device; nothing waits
+        self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled))
 
     def _add(self, seen: BackwardLoss) -> None:
         if self._parameter.grad is None:  # gradients were dropped since the last backward, if any
             self._step.clear()
         self._step.append(seen)
         self._batch.append(seen)
-
-    def _unscaled(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        if loss is None:
-            return None
-        loss = loss.detach()
-        if self._scaler is None or not self._scaler.is_enabled():
-            return loss
-        return loss / self._scaler.scale(torch.ones_like(loss))  # on the device; nothing waits
 
     def keep_first(self) -> None:
         """Keep the loss of a closure's first evaluation as that of the step."""
@@ -77,48 +120,111 @@ class LossTracker:
 
     def set_batch_loss(self) -> LazyFloat | None:
         """Set the context's loss to that of the batch that ends; return it."""
-        loss, why = _mean(self._batch)
-        is_read = any(not seen.given for seen in self._batch)
-        if loss is not None and is_read and not self._once_per_step:
-            loss = None
-            why = (
-                ", because the batch ended without a step, and it cannot be seen whether "
-                f"its loss was divided. {CALLS['backward']}"
-            )
-        self._context.known_loss, self._context.why_no_loss = loss, why
+        self._set(self._batch, self._backwards)
+        loss: LazyFloat | None = self._context.known_loss
         return loss
 
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
-        loss, why = _mean(self._first or self._step)
-        self._context.known_loss, self._context.why_no_loss = loss, why
+        losses = self._first or self._step
+        self._set(losses, len(losses))
 
     def end_step(self) -> None:
-        """Learn how often backward runs in a step, and add its loss to the means."""
-        if self._once_per_step is None:
-            self._once_per_step = len(self._first or self._step) == 1
-        loss, _ = _mean(self._first or self._step)
-        if loss is not None:
-            self._context.latest_loss = loss
-            for seen in self._first or self._step:
-                self._context.means.add("train/loss", seen.loss)
+        """Learn whether losses are divided, and add the step's loss to the means."""
+        losses = self._first or self._step
+        self._backwards = len(losses)
+        self._learn(losses)
+        own = self._set(losses, len(losses))
+        if own:
+            self._context.latest_loss = self._context.known_loss
+            for loss in own:
+                self._context.means.add("train/loss", loss)
 
     def forget(self) -> None:
         """Forget the losses of the step."""
         self._step.clear()
         self._first = []
+        self._backwards = 0
+
+    # -- losses that the loop has divided ---------------------------------------------------------
+
+    def _learn(self, losses: list[BackwardLoss]) -> None:
+        """Find out from a whole step whether its losses were divided; say so once."""
+        count = len(losses)
+        if self._divided:
+            self._group = max(self._group, count)
+        if self._divided is not None or count < 2 or any(seen.given for seen in losses):
+            return
+        is_divided = any(_is(seen.divisor, count) for seen in losses)
+        if is_divided:
+            self._group = max(self._group, count)
+        if not self._is_known:
+            what = f"divides the loss by {count}," if is_divided else "does not divide the loss by"
+            log.info(
+                "Backward runs %d times in a step, and the loop %s the number of backwards: `loss` "
+                "is that of the batches. If this is wrong: attach(…, loss_divided=%s).",
+                count,
+                what,
+                not is_divided,
+            )
+        self._is_known = True
+
+    def _divisor(self, seen: BackwardLoss, count: int) -> float | None:
+        """Return what this loss was divided by for accumulation; None if that is not known.
+
+        Args:
+            seen: the loss.
+            count: the number of backwards in its step; 0 while the step is in progress.
+        """
+        if seen.given or self._divided is False:
+            return 1.0
+        if self._divided:
+            return seen.divisor or max(self._group, count) or None
+        if seen.compiled:
+            return 1.0 if count == 1 else None
+        is_guess = count == 0 and not self._is_known and _is_whole(seen.divisor)
+        if is_guess or _is(seen.divisor, count) or _is(seen.divisor, self._group):
+            return seen.divisor
+        return 1.0
+
+    def _set(self, losses: list[BackwardLoss], count: int) -> list[torch.Tensor]:
+        """Set the context's loss to the mean of these losses, undivided; return them."""
+        context = self._context
+        context.known_loss, context.why_no_loss = None, ""
+        own: list[torch.Tensor] = []
+        for seen in losses:
+            divisor = self._divisor(seen, count)
+            if seen.loss is not None and divisor is not None:
+                own.append(seen.loss if divisor == 1.0 else seen.loss * divisor)
+            elif seen.loss is not None:
+                context.why_no_loss = (
+                    ", because it comes out of a compiled function, and it cannot be seen whether "
+                    "it was divided for gradient accumulation. Say so: "
+                    "`attach(…, loss_divided=True)` or `False`."
+                )
+        if not losses or len(own) < len(losses):
+            context.why_no_loss = context.why_no_loss or (
+                f", because backward was not called on a single number. {CALLS['backward']}"
+            )
+            return []
+        if len(own) == 1:
+            context.known_loss = LazyFloat(own[0])
+        else:
+            context.known_loss = LazyFloat(
+                lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
+            )
+        return own
 
 
-def _mean(seen: list[BackwardLoss]) -> tuple[LazyFloat | None, str]:
-    """Return the mean loss; or None, and why it is not known."""
-    losses = [one.loss for one in seen if one.loss is not None]
-    if not losses or len(losses) < len(seen):
-        return None, f", because backward was not called on a single number. {CALLS['backward']}"
-    if len(losses) == 1:
-        return LazyFloat(losses[0]), ""
-    if not all(one.given for one in seen):
-        return None, (
-            f", because backward ran {len(seen)} times before the step, and it cannot be "
-            f"seen whether each loss was divided. {CALLS['backward']}"
-        )
-    return LazyFloat(lambda: torch.stack([loss.float().reshape(()) for loss in losses]).mean()), ""
+def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
+    return next((p for p in parameters if p.requires_grad), parameters[0])
+
+
+def _is(divisor: float | None, count: int) -> bool:
+    """Return whether the divisor is this number, more than one."""
+    return divisor is not None and count > 1 and math.isclose(divisor, count, rel_tol=1e-4)
+
+
+def _is_whole(divisor: float | None) -> bool:
+    return divisor is not None and _is(divisor, round(divisor))

@@ -18,7 +18,7 @@ CALLS: Mapping[str, str] = {
     "validation": "Wrap validation: `with session.validation():`.",
     "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
     "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
-    "clip": "Let the session clip: `session.clip(max_norm)`.",
+    "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
     "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
     "count: `attach(…, tokens=lambda batch: …)`.",
     "config": "Give it to attach: `attach(…, config=…)`.",
@@ -32,7 +32,6 @@ _EVENTS = {
     "on_train_batch_start": "batches",
     "on_train_batch_end": "batches",
     "on_before_backward": "backward",
-    "on_gradient_clip": "clip",
     "on_validation_start": "validation",
     "on_validation_batch_start": "validation",
     "on_validation_batch_end": "validation",

@@ -49,7 +49,7 @@ class Session(AttachedLoop):
         self._supplied.add("batches")
         trains = self._validation is None
         kind = "train" if trains else "validation"
-        if self.should_stop and trains:
+        if self._is_stopping and trains:
             return
         for i, batch in enumerate(loader):
             self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
@@ -58,7 +58,7 @@ class Session(AttachedLoop):
             self._fire(f"on_{kind}_batch_start")
             yield batch
             self._end_batch(tokens)
-            if self.should_stop and trains:
+            if self._is_stopping and trains:
                 break
         self._context.known_batch = None
 
@@ -146,20 +146,14 @@ class Session(AttachedLoop):
             optimizer: whose gradients, where several have backwards of their own; by default all.
             options: further arguments of `torch.nn.utils.clip_grad_norm_`.
         """
-        self._supplied.add("clip")
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
-        for i, clipped in enumerate(self.optimizers):
-            if optimizer not in (None, clipped):
-                continue
-            parameters = [p for group in clipped.param_groups for p in group["params"]]
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
-            self._context.clipped_norm = norms[-1]
-            self._context.optimizer_idx = i
-            self._fire("on_gradient_clip")
+        for clipped in self.optimizers:
+            if optimizer in (None, clipped):
+                parameters = [p for group in clipped.param_groups for p in group["params"]]
+                norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
-        self._context.clipped_norm = norms[0] if len(norms) == 1 else total
-        return self._context.clipped_norm
+        return norms[0] if len(norms) == 1 else total
 
     def checkpoint(self, path: Any) -> None:
         """Fire `on_checkpoint_save`: the loop has written a complete checkpoint at this path."""

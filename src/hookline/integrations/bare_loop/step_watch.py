@@ -3,6 +3,7 @@
     backward begins   the loss is read
     backward ends     on_after_backward
     unscale_          on_gradients_ready      (a loop with a GradScaler)
+    the first clip    on_gradients_ready, unless fired before · on_gradient_clip
     step, before      on_gradients_ready, unless fired before · on_before_optimizer_step
     step, after       on_after_optimizer_step, or on_step_skipped
     after the last optimizer      on_train_batch_end · on_step_end
@@ -25,6 +26,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.integrations.bare_loop.clip_tracker import ClipTracker, Versions, gradient_versions
 from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_in_place
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
@@ -33,9 +35,6 @@ from hookline.loop.model_watch import ModelCallback, ModelWatch
 __all__ = ["StepCallbacks", "StepWatch"]
 
 _OVERFLOW = "the scaler found non-finite gradients"
-
-Versions = tuple[tuple[int, int], ...]
-"""For each gradient the tensor's id, and how often it was changed in place."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class StepWatch:
 
     Attributes:
         end_probes: called at the end of each step, where the model has probes.
+        after_step: called when a step has ended.
     """
 
     def __init__(
@@ -64,28 +64,32 @@ class StepWatch:
         hooks: HookManager,
         scaler: torch.amp.GradScaler | None,
         callbacks: StepCallbacks,
+        loss_divided: bool | None = None,
     ) -> None:
         self.context = context
         self.hooks = hooks
         self.dispatchers = hooks.dispatchers
         self.callbacks = callbacks
         self.end_probes: Callable[[], None] | None = None
+        self.after_step: Callable[[], None] | None = None
         self.scaler = scaler
         self._has_started = False
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
-        self.losses = LossTracker(context, scaler)
+        self.losses = LossTracker(context, scaler, loss_divided)
         self._checks = LoopChecks(context, hooks, scaler)
+        self._clips = ClipTracker(context, hooks, self._prepare_clip)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._ready: set[int] = set()
         self._versions: dict[int, Versions] = {}
         self._stale: dict[int, Versions] = {}  # of those ready when another backward began
-        self._says_ready = False  # the loop calls `updates` or `clip`
         self._skips: dict[int, str] = {}  # reasons to skip, by optimizer; -1 for all
         self._found_inf: torch.Tensor | None = None
         self._in_scaler_step = False
-        self._unchecked = True
+        self._unchecked = self._is_first_step = True
         self._verified = False
+        self._has_new_gradients = False  # backward has run since the last step
+        self._closure_evaluated = False
         self._takes_short_path = False
         self._model = ModelWatch(
             context.model,
@@ -113,14 +117,18 @@ class StepWatch:
         for handle in self._handles:
             handle.remove()
         ScalerWatch.leave(self.scaler, self)
+        self._clips.listen(False)
+        self.losses.wanted = False
 
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more."""
         hooks = self.hooks
         wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
         ends = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
-        self.losses.wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
-        self.losses.wanted |= any("state" in names for names in wanted.values())
+        recorded = self.callbacks.record_step is not None
+        loss_wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
+        loss_wanted |= any("state" in names for names in wanted.values())
+        self.losses.wanted = loss_wanted or recorded
         self._asks_for_loss = [
             label
             for event in ("on_step_end", "on_train_batch_end")
@@ -128,19 +136,21 @@ class StepWatch:
         ]
         fire = self.dispatchers
         compiled = is_compiled_in_place(self.context.model)
-        backward = self.losses.wanted or bool(
-            fire.on_after_backward or fire.on_gradients_ready or (fire.update and self._says_ready)
+        backward = loss_wanted or bool(fire.on_after_backward or fire.on_gradients_ready)
+        reads_norm = any({"grad_norm", "ctx"} & names.keys() for names in wanted.values())
+        self._clips.wants_norm = reads_norm
+        reads_clips = reads_norm or bool(
+            fire.on_gradients_ready or fire.update or fire.on_gradient_clip
         )
         calls = bool(fire.on_before_forward or fire.on_after_forward or fire.forward)
         if backward or calls:
             self._checks.check_compiled()
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        recorded = self.callbacks.record_step is not None
-        self.losses.wanted |= recorded
         if not compiled:
-            calls, backward = calls or starts, backward or recorded
+            calls, backward = calls or starts, backward or recorded or reads_clips
         self._model.watch(calls=calls, backward=backward)
+        self._clips.listen(reads_clips)
         self._unchecked = True
         self._takes_short_path = False
 
@@ -150,16 +160,20 @@ class StepWatch:
         if self.losses.wanted:
             self.losses.backward_begins()
         if self._ready:  # a step was left out, or the optimizers have backwards of their own
-            self._stale = {i: self._version_of(i) for i in self._ready}
+            ready = self._ready - self._stepped.keys()
+            self._stale = {i: gradient_versions(self.optimizers[i]) for i in ready}
 
     def _backward_ends(self) -> None:
+        self._has_new_gradients = True
         if self._stale:
             for i, versions in self._stale.items():
-                if self._version_of(i) != versions:
+                if gradient_versions(self.optimizers[i]) != versions:
+                    if self._clips.was_clipped(i, versions) and not self._closure_evaluated:
+                        self._checks.report_backward_after_clip()
                     self._new_gradients(i)
             self._stale = {}
         if self.dispatchers.on_gradients_ready is not None:
-            self._versions = {i: self._version_of(i) for i in range(len(self.optimizers))}
+            self._versions = dict(enumerate(map(gradient_versions, self.optimizers)))
         if self.dispatchers.on_after_backward is not None:
             self.dispatchers.on_after_backward(self.context)
 
@@ -191,6 +205,7 @@ class StepWatch:
     def _new_gradients(self, i: int) -> None:
         """Forget about gradients that no step has used."""
         self._ready.discard(i)
+        self._clips.forget(i)
         self._skips.pop(i, None)
         self._skips.pop(-1, None)
 
@@ -202,12 +217,6 @@ class StepWatch:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
         if which is not None:
             self._checks.check_attached(which)
-        if not self._says_ready:
-            self._says_ready = True
-            watched = self._model.on
-            self.hooks_changed()
-            if not watched:
-                self._model.calls_seen += 1  # it was called before it was watched
         for i, optimizer in enumerate(self.optimizers):
             if i in self._ready or i in self._stepped or which not in (None, optimizer):
                 continue
@@ -216,10 +225,24 @@ class StepWatch:
             else:
                 self._gradients_ready(i)
 
-    def _gradients_ready(self, i: int) -> None:
+    def _prepare_clip(self, i: int, function: str) -> bool:
+        """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
+        has_stepped = i in self._stepped or self._closure_evaluated
+        if has_stepped or (self._model.backwards_seen and not self._has_new_gradients):
+            return False
+        if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
+            if function != "get_total_norm":
+                self._checks.report_scaled_clip(function)
+            return False
+        self.callbacks.begin()
+        self._gradients_ready(i)
+        return True
+
+    def _gradients_ready(self, i: int, problems: list[str] | None = None) -> None:
         if i in self._ready:
+            self._checks.raise_or_warn(problems or [], is_first=self._is_first_step)
             return
-        self._check(i)
+        self._check(i, problems or [])
         self._ready.add(i)
         self.context.optimizer_idx = i
         if self.dispatchers.on_gradients_ready is not None:
@@ -227,15 +250,6 @@ class StepWatch:
         if self.dispatchers.update is not None:
             self.dispatchers.update(self.context)
             self.context.made_gradients = None  # frees them
-
-    def _version_of(self, i: int) -> Versions:
-        """Return a value that differs after a gradient was changed in place or replaced."""
-        return tuple(
-            (id(parameter.grad), parameter.grad._version)
-            for group in self.optimizers[i].param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        )
 
     # -- the scaler -------------------------------------------------------------------------------
 
@@ -247,7 +261,7 @@ class StepWatch:
         """Fire on_gradients_ready: gradients have just been unscaled."""
         i = self._index[id(optimizer)]
         if i in self._versions:
-            self._versions[i] = self._version_of(i)
+            self._versions[i] = gradient_versions(optimizer)
         if i in self._ready:  # of a step that the loop left out: a scaler unscales once
             self._new_gradients(i)
         self._gradients_ready(i)
@@ -281,8 +295,7 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if i in self._stepped:
             self._checks.report_second_step(i)
-            self._end_step(skipped=not any(self._stepped.values()))
-            self._stepped.clear()
+            self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
             self._checks.check_closure(optimizer)
@@ -293,7 +306,7 @@ class StepWatch:
         return None
 
     def _start_turn(self, i: int) -> None:
-        self._gradients_ready(i)
+        self._gradients_ready(i, self._problems_at_step())
         if self.dispatchers.on_before_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_before_optimizer_step(self.context)
@@ -315,7 +328,7 @@ class StepWatch:
             nonlocal evaluated
             result = closure()
             if not evaluated:
-                evaluated = True
+                evaluated = self._closure_evaluated = True
                 self.losses.keep_first()
                 self._start_turn(i)
             return result
@@ -358,11 +371,15 @@ class StepWatch:
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
         if len(self._stepped) == len(self.optimizers):
-            self._end_step(skipped=not any(self._stepped.values()))
-            self._stepped.clear()
+            self._end_all_turns()
             # From here on, one optimizer without a scaler takes the short path.
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
+
+    def _end_all_turns(self) -> None:
+        skipped = not any(self._stepped.values())
+        self._stepped.clear()
+        self._end_step(skipped=skipped)
 
     def _end_step(self, *, skipped: bool) -> None:
         context, losses = self.context, self.losses
@@ -385,44 +402,49 @@ class StepWatch:
         if self._ready:
             self._ready.clear()
             self._versions.clear()
+            self._clips.end_step()
+        self._is_first_step = self._has_new_gradients = self._closure_evaluated = False
         if self.end_probes is not None:
             self.end_probes()
         context.skipped = False
         context.step_in_progress = context.step + 1
-        context.clipped_norm = None
         if self.callbacks.record_step is not None:
             is_new = context.latest_loss is not latest_loss
             self.callbacks.record_step(context.latest_loss if is_new else None)
+        if self.after_step is not None:
+            self.after_step()
 
     # -- before the first step --------------------------------------------------------------------
 
-    def _check(self, i: int) -> None:
+    def _check(self, i: int, problems: list[str]) -> None:
         """Raise before the first step if hooks would not get what they need; later, warn."""
-        if self._unchecked:
+        if self._unchecked or problems:
+            if self._unchecked:
+                problems = [*self.callbacks.unmet_requirements(), *problems]
+                if not self._verified:
+                    problems += self._unseen()
             self._unchecked = False
-            problems = self.callbacks.unmet_requirements()
-            if not self._verified:
-                problems += self._unseen()
-            if problems and not self._verified:
-                raise NotSuppliedError(
-                    "Hooks need what this loop does not provide:\n"
-                    + "\n".join(f"  - {problem}" for problem in problems)
-                )
-            for problem in problems:
-                self._checks.warn_once(problem, problem)
+            self._checks.raise_or_warn(problems, is_first=not self._verified)
             self._verified = True
             self.callbacks.requirements_met()
-        reads_gradients = self.dispatchers.on_gradients_ready is not None
-        if reads_gradients and i in self._versions and self._versions[i] != self._version_of(i):
-            self._checks.report_changed_gradients()
+        if self.dispatchers.on_gradients_ready is not None and i in self._versions:
+            self._checks.check_versions(self._versions[i], self.optimizers[i])
+
+    def _problems_at_step(self) -> list[str]:
+        """Return what is known only when an optimizer steps."""
+        problems = self._checks.unnamed_scaler() if self._is_first_step else []
+        if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
+            problems += self._checks.missing_clip()
+        return problems
 
     def _unseen(self) -> list[str]:
         fire = self.dispatchers
-        needs_backward = fire.on_after_backward or fire.on_gradients_ready or self._asks_for_loss
-        problems = self._checks.unseen_calls(self._model, needs_backward=bool(needs_backward))
-        if problems:
-            return problems
+        needs_calls = bool(fire.on_before_forward or fire.on_after_forward or fire.forward)
+        needs_backward = bool(fire.on_after_backward or self._asks_for_loss)
+        problems = self._checks.unseen_calls(
+            self._model, needs_calls=needs_calls, needs_backward=needs_backward
+        )
         self.losses.set_step_loss()
-        if self._asks_for_loss and self.context.known_loss is None:
-            return [str(self._unknown_loss())]
-        return []
+        if not problems and self._asks_for_loss and self.context.known_loss is None:
+            problems.append(str(self._unknown_loss()))
+        return problems

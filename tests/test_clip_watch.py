@@ -1,0 +1,190 @@
+"""Calls of torch's clipping functions are noticed by every way of calling them, and only then."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import utils
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grads_with_norm_ as scale_by_name
+from torch.nn.utils import get_total_norm as norm_by_name
+
+from hookline.errors import LoopError
+from hookline.integrations.bare_loop import clip_watch
+from hookline.integrations.bare_loop.clip_watch import (
+    ClipCall,
+    add_clip_listener,
+    remove_clip_listener,
+)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.before: list[tuple[str, int, float | None]] = []
+        self.after: list[tuple[str, Any]] = []
+
+    def before_clip(self, call: ClipCall) -> None:
+        self.before.append((call.function, len(call.tensors), call.norm_type))
+
+    def after_clip(self, call: ClipCall) -> None:
+        self.after.append((call.function, None if call.result is None else call.result.item()))
+
+
+@pytest.fixture
+def listener():
+    one = Listener()
+    add_clip_listener(one)
+    yield one
+    remove_clip_listener(one)
+
+
+@pytest.fixture
+def model():
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    return model
+
+
+NORM = 2.0 * 8**0.5
+
+
+def test_what_this_relies_on_in_torch_is_there():
+    for name in clip_watch._FUNCTIONS:
+        assert getattr(clip_grad, name).__code__.co_freevars == ("func",), name
+    assert utils.get_total_norm is clip_grad._get_total_norm
+    assert utils.clip_grads_with_norm_ is clip_grad._clip_grads_with_norm_
+
+
+def test_another_torch_is_an_error_that_names_the_function(monkeypatch):
+    monkeypatch.setattr(clip_grad, "clip_grad_value_", lambda parameters, value: None)
+    with pytest.raises(LoopError, match=r"torch .*clip_grad\.clip_grad_value_"):
+        add_clip_listener(Listener())
+    monkeypatch.undo()
+    assert not clip_watch._listeners
+    assert not clip_watch._originals
+
+
+def test_a_function_imported_by_name_is_noticed_with_its_norm(listener, model):
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(NORM)
+    assert listener.before == [("clip_grad_norm_", 2, 2.0)]
+    assert listener.after == [("clip_grad_norm_", norm.item())]
+    assert torch.linalg.vector_norm(
+        torch.cat([p.grad.flatten() for p in model.parameters()])
+    ).item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("through", [utils, utils.clip_grad])
+def test_a_function_called_through_its_module_is_noticed(listener, model, through):
+    through.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0, norm_type=1)
+    through.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
+    assert [norm_type for _, _, norm_type in listener.before] == [1.0, float("inf")]
+
+
+def test_clipping_by_value_and_the_public_pair_are_noticed(listener, model):
+    clip_grad_value_(model.parameters(), 1.5)
+    gradients = [p.grad for p in model.parameters()]
+    norm = norm_by_name(gradients, 1.0)
+    scale_by_name(model.parameters(), 1.0, norm)
+    assert listener.before == [
+        ("clip_grad_value_", 2, None),
+        ("get_total_norm", 2, 1.0),
+        ("clip_grads_with_norm_", 2, None),
+    ]
+    assert norm.item() == pytest.approx(12.0)
+    assert gradients[0][0, 0].item() == pytest.approx(1.5 / 12.0)
+
+
+def test_a_listener_may_replace_the_gradients_that_a_norm_is_taken_of(model):
+    class Doubling(Listener):
+        def before_clip(self, call: ClipCall) -> None:
+            call.tensors = [2 * tensor for tensor in call.tensors]
+
+    listener = Doubling()
+    add_clip_listener(listener)
+    try:
+        norm = norm_by_name([p.grad for p in model.parameters()])
+    finally:
+        remove_clip_listener(listener)
+    assert norm.item() == pytest.approx(2 * NORM)
+
+
+def test_torch_is_as_it_was_when_the_last_listener_has_left(model):
+    cells = {name: clip_watch._cell_of(name) for name in clip_watch._FUNCTIONS}
+    originals = {name: cell.cell_contents for name, cell in cells.items()}
+    first, second = Listener(), Listener()
+    add_clip_listener(first)
+    add_clip_listener(second)
+    clip_grad_norm_(model.parameters(), 1.0)
+    remove_clip_listener(first)
+    clip_grad_norm_(model.parameters(), 1.0)
+    remove_clip_listener(second)
+    remove_clip_listener(second)  # once is enough, twice does no harm
+    clip_grad_norm_(model.parameters(), 1.0)
+    assert (len(first.before), len(second.before)) == (1, 2)
+    assert {name: cell.cell_contents for name, cell in cells.items()} == originals
+
+
+def test_an_error_in_torch_or_in_a_listener_leaves_calls_noticed(listener, model):
+    with pytest.raises(RuntimeError, match="non-finite"):
+        model.weight.grad.fill_(float("nan"))
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert listener.after == []
+    clip_grad_value_(model.parameters(), 1.0)
+    assert [name for name, *_ in listener.before] == ["clip_grad_norm_", "clip_grad_value_"]
+
+
+def test_nothing_to_clip_is_left_to_torch(listener):
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((p for p in ()), 1.0)
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        clip_grad_norm_([nn.Parameter(torch.ones(1))])
+    assert listener.after == []
+
+
+def test_threads_are_told_apart(listener):
+    barrier = threading.Barrier(4)
+
+    def clip() -> None:
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        barrier.wait()
+        for _ in range(50):
+            clip_grad_norm_([parameter], 1.0)
+
+    threads = [threading.Thread(target=clip) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert listener.before == [("clip_grad_norm_", 1, 2.0)] * 200
+    assert len(listener.after) == 200
+
+
+def test_a_clip_in_a_compiled_function_runs_eagerly_or_is_an_error(model):
+    compiling = []
+
+    class Looking(Listener):
+        def before_clip(self, call: ClipCall) -> None:
+            super().before_clip(call)
+            compiling.append(torch.compiler.is_compiling())
+
+    parameters = list(model.parameters())
+    in_parts = torch.compile(lambda: clip_grad_norm_(parameters, 1.0), backend="eager")
+    whole = torch.compile(lambda: clip_grad_norm_(parameters, 1.0), backend="eager", fullgraph=True)
+    in_parts(), whole()  # compiled before anybody listens
+    listener = Looking()
+    add_clip_listener(listener)
+    try:
+        in_parts()
+        assert compiling == [False]
+        with pytest.raises(Exception, match="Call it outside the compiled function"):
+            whole()
+    finally:
+        remove_clip_listener(listener)
+    whole()
+    assert len(listener.before) == 1
