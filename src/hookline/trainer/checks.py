@@ -9,19 +9,122 @@ from typing import Any
 import torch
 
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
-from hookline.errors import TrainingError
+from hookline.dispatch.binding import bind
+from hookline.errors import TrainingError, nearest
+from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
+from hookline.options import BuiltIn
 
 __all__ = [
+    "check_arguments",
     "check_gradient",
+    "check_metrics",
     "checked_config",
+    "checked_hparams",
     "checked_model",
     "checked_optimizers",
     "device_for",
     "match_schedulers",
+    "needs_metric",
+    "users_add_metrics",
 ]
 
 log = logging.getLogger("hookline")
+_ARGUMENTS = ("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams")
+
+
+def check_arguments(
+    config: Any, model: Any, optimizers: Any, loss_fn: Any, step_fn: Any, unknown: Iterable[str]
+) -> None:
+    """Raise for arguments in the wrong places, and for classes where instances are expected."""
+    for name in unknown:
+        if name in TrainerConfig.model_fields:
+            hint = f" It is a field of the configuration: Trainer(TrainerConfig({name}=…), …)."
+        elif name.startswith(("val", "train", "loader", "data")):
+            hint = " Data is given to fit(loader, val_loaders=…)."
+        else:
+            hint = nearest(name, _ARGUMENTS)
+        raise TypeError(f"Trainer() has no argument '{name}'.{hint}")
+    if isinstance(config, torch.nn.Module):
+        raise TypeError(
+            "The configuration comes first: Trainer(config, model, optimizer). It may be None, for "
+            f"the defaults: Trainer(None, model, optimizer). Got a {type(config).__name__} as the "
+            "configuration."
+        )
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    given = [("config", config), ("model", model), ("loss_fn", loss_fn), ("step_fn", step_fn)]
+    for name, value in [*given, *(("optimizers", optimizer) for optimizer in several)]:
+        if isinstance(value, type):
+            arguments = "model.parameters(), …" if name == "optimizers" else ""
+            raise TypeError(
+                f"{name} is the class {value.__name__}; expected an instance of it: "
+                f"{value.__name__}({arguments})."
+            )
+
+
+def checked_hparams(hparams: Any) -> dict[str, Any]:
+    """Return the hyperparameters as a dict; an `argparse.Namespace` counts as a mapping."""
+    if hparams is None:
+        return {}
+    values = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
+    if values is None or not all(isinstance(name, str) for name in values):
+        raise TypeError(f"hparams is {hparams!r}; expected a mapping from names to values.")
+    return dict(values)
+
+
+def validates_in_fit(trainer: Any) -> bool:
+    """Return whether `fit` validates: there is data for it, and it is due at some time."""
+    config = trainer.config
+    when = config.validate_every_epochs, config.validate_every_steps
+    return trainer.validates and when != (None, None)
+
+
+def check_metrics(trainer: Any) -> None:
+    """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
+    if validates_in_fit(trainer):
+        return
+    missing = "there is no validation data: give val_loaders to fit()"
+    if trainer.validates:
+        missing = "validate_every_epochs and validate_every_steps are None: set one of them"
+    for name, hook, active in trainer.hooks.of_kind("loop"):
+        if active and isinstance(hook, RequiresMetrics):
+            event, names = hook.required_metrics(trainer)
+            needed = [one for one in names if one.startswith(("val/", "eval/"))]
+            if event == "on_validation_end" and names:
+                needed = names
+            elif users_add_metrics(trainer.hooks):
+                continue
+            if needed:
+                raise TrainingError(
+                    f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}', "
+                    f"which is not measured, because {missing}."
+                )
+    for scheduler in trainer.schedulers:
+        if needs_metric(scheduler):
+            raise TrainingError(
+                f"{type(scheduler).__name__} needs the metric 'val/loss', which is not measured, "
+                f"because {missing}. To follow the training loss, step the scheduler in a hook: "
+                "on_epoch_end(metrics) has 'train/loss'."
+            )
+
+
+def users_add_metrics(hooks: Any) -> bool:
+    """Return whether hooks that are not built in receive the metrics, and may add to them."""
+    users = [
+        bind(hook)
+        for _, hook, active in hooks.of_kind("loop")
+        if active and not isinstance(hook, BuiltIn)
+    ]
+    return any(
+        event in bindings and "metrics" in bindings[event].accepted
+        for bindings in users
+        for event in ("on_validation_end", "on_epoch_end")
+    )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Return whether `scheduler.step` takes a metric."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def checked_config(config: Any) -> TrainerConfig:
@@ -76,6 +179,11 @@ def checked_optimizers(
     given: Any, model: torch.nn.Module, every: Sequence[int] | None
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list; raise if they do not fit the model or each other."""
+    if isinstance(given, str):
+        raise TypeError(
+            f"optimizers is {given!r}; expected a torch.optim.Optimizer, such as "
+            "torch.optim.Adam(model.parameters())."
+        )
     several = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(several) if isinstance(several, Iterable) else [several]
     for optimizer in optimizers:

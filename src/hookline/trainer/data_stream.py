@@ -47,6 +47,10 @@ __all__ = ["LoadedBatch", "Stream"]
 
 _END: Final = object()
 _Tuple = tuple[Any, int, int, str]
+_RESTARTABLE = (
+    "Pass something that can be started again: a DataLoader, a list (`list(iterator)`, if it fits "
+    "in memory), or an object whose `__iter__` makes a new iterator."
+)
 
 
 class LoadedBatch(NamedTuple):
@@ -123,6 +127,16 @@ class Stream:
             return sum(known)
         return self._order.longest(known) if wanted == "longest" else self._order.shortest(known)
 
+    def check_restartable(self, epochs: int) -> None:
+        """Raise if a loader is an iterator, which has batches for one epoch only."""
+        for name, loader in zip(self.names, self.loaders, strict=True):
+            if isinstance(loader, Iterator):
+                raise TypeError(
+                    f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), "
+                    f"which can be iterated over only once, but {epochs} epochs are asked for. "
+                    + _RESTARTABLE
+                )
+
     def epoch(self, skip: int = 0) -> Iterator[LoadedBatch]:
         """Iterate over one epoch.
 
@@ -191,9 +205,7 @@ class Stream:
             raise TypeError(
                 f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}) that "
                 "is exhausted, and it is needed again, for another epoch or because it was too "
-                "short. Pass something that can be started again: a DataLoader, a list "
-                "(`list(iterator)`, if it fits in memory), or an object whose `__iter__` makes a "
-                "new iterator."
+                "short. " + _RESTARTABLE
             )
         if self.on_pass_start is not None:
             self.on_pass_start(idx)

@@ -1,4 +1,4 @@
-"""Computing the loss of a batch, and checking that it is finite."""
+"""Computing the loss of a batch, checking that it is finite, and counting tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from hookline.errors import TrainingError
 from hookline.tensors.nested import describe_structure
 
-__all__ = ["BatchPlace", "LossCheck", "LossComputer"]
+__all__ = ["BatchPlace", "LossCheck", "LossComputer", "count_tokens"]
 
 log = logging.getLogger("hookline")
 _NO_METRICS: Mapping[str, Any] = MappingProxyType({})
+_TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
 
@@ -27,15 +28,20 @@ class LossComputer:
     In this order: `step_fn(model, batch)`, which returns a loss or a mapping with `loss` and
     further metrics; `loss_fn(outputs, targets)`; the loss that the model returns itself, as `.loss`
     or `["loss"]`; for batches of inputs and targets, cross-entropy for integer targets and mean
-    squared error for others.
+    squared error for others. In cross-entropy, the classes are the second dimension of the outputs,
+    or the last one, as in a language model's (batch, tokens, vocabulary).
     """
 
     def __init__(
-        self, step_fn: Callable[..., Any] | None, loss_fn: Callable[..., Any] | None
+        self,
+        step_fn: Callable[..., Any] | None,
+        loss_fn: Callable[..., Any] | None,
+        announce: Callable[[str], None],
     ) -> None:
         self.step_fn = step_fn
         self.loss_fn = loss_fn
-        self._logged_default = False
+        self._announce = announce
+        self._announced_default = False
 
     def __call__(
         self, model: torch.nn.Module, batch: Any
@@ -48,7 +54,10 @@ class LossComputer:
             outputs = model(inputs)
             if self.loss_fn is None:
                 return self._default_loss(outputs, targets), _NO_METRICS
-            loss = self.loss_fn(outputs, targets)
+            try:
+                loss = self.loss_fn(outputs, targets)
+            except IndexError as error:
+                raise _explain_index_error(error, outputs, targets) from error
             if type(loss) is torch.Tensor and not loss.ndim:
                 return loss, _NO_METRICS
             return _checked(loss, "loss_fn")[0], _NO_METRICS
@@ -91,14 +100,65 @@ class LossComputer:
                 "step_fn(model, batch)."
             )
         is_integer = not targets.is_floating_point()
-        if not self._logged_default:
-            self._logged_default = True
-            log.info(
-                "No loss function was given: using %s, because the targets are %s.",
-                "cross-entropy" if is_integer else "the mean squared error",
-                targets.dtype,
+        if not self._announced_default:
+            self._announced_default = True
+            name = "cross-entropy" if is_integer else "the mean squared error"
+            self._announce(
+                f"No loss function was given: using {name}, because the targets are "
+                f"{targets.dtype}."
             )
-        return F.cross_entropy(outputs, targets) if is_integer else F.mse_loss(outputs, targets)
+        if not is_integer:
+            if outputs.shape != targets.shape:
+                raise _shapes_differ("the mean squared error", outputs, targets, "the same shape")
+            return F.mse_loss(outputs, targets)
+        try:
+            return F.cross_entropy(_classes_second(outputs, targets), targets.long())
+        except IndexError as error:
+            raise _explain_index_error(error, outputs, targets) from error
+
+
+def _classes_second(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the outputs with the classes in the second dimension, as torch expects them."""
+    shape, expected = outputs.shape, targets.shape
+    is_second = outputs.ndim == targets.ndim + 1 and shape[:1] + shape[2:] == expected
+    is_last = outputs.ndim == targets.ndim + 1 and shape[:-1] == expected
+    if is_second and is_last and outputs.ndim > 2:
+        raise TrainingError(
+            f"The outputs are {describe_structure(outputs)} and the targets "
+            f"{describe_structure(targets)}: the classes may be the second or the last dimension. "
+            "Give loss_fn(outputs, targets)."
+        )
+    if not is_second and not is_last:
+        needed = "one dimension more in the outputs, with the classes"
+        raise _shapes_differ("cross-entropy", outputs, targets, needed)
+    return outputs if is_second else outputs.movedim(-1, 1)
+
+
+def _shapes_differ(
+    loss: str, outputs: torch.Tensor, targets: torch.Tensor, needed: str
+) -> TrainingError:
+    return TrainingError(
+        f"The default loss for these targets is {loss}, which needs {needed}, but the outputs are "
+        f"{describe_structure(outputs)} and the targets {describe_structure(targets)}. Reshape one "
+        "of them, or give loss_fn(outputs, targets)."
+    )
+
+
+def _explain_index_error(error: IndexError, outputs: Any, targets: Any) -> Exception:
+    """Return an error that names the target that is not a class, if that is the cause."""
+    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
+        return error
+    if outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
+        return error
+    classes = outputs.shape[-1 if outputs.shape[:-1] == targets.shape else 1]
+    wrong = targets[(targets >= classes) | ((targets < 0) & (targets != -100))]
+    if not wrong.numel():
+        return error
+    return TrainingError(
+        f"A target is {wrong[0].item()}, but the outputs {describe_structure(outputs)} have "
+        f"{classes} classes: targets are 0 to {classes - 1}. Change the targets, or the size of "
+        "the model's last layer."
+    )
 
 
 def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
@@ -110,13 +170,31 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
                 f"{where} returned a mapping without 'loss': {describe_structure(result)}."
             )
         loss = result["loss"]
-        metrics = {name: value for name, value in result.items() if name != "loss"}
+        metrics = {  # detached, because they are kept for longer than the graph
+            name: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in result.items()
+            if name != "loss"
+        }
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainingError(
             f"{where} returned {describe_structure(loss)} as the loss. "
             "Expected a tensor with one element."
         )
     return loss, metrics
+
+
+def count_tokens(batch: Any) -> int | None:
+    """Return the number of tokens: the size of `input_ids`, or of integer inputs with 2 dimensions.
+
+    None if the batch has neither. Bytes are not tokens: they are pixels more often.
+    """
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        return ids.numel() if isinstance(ids, torch.Tensor) else None
+    inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(inputs, torch.Tensor) and inputs.dtype in _TOKEN_TYPES and inputs.ndim > 1:
+        return inputs.numel()
+    return None
 
 
 class BatchPlace(NamedTuple):
@@ -134,7 +212,7 @@ class LossCheck:
     """Checks losses as `on_nan` says.
 
     With "stop" and `deferred`, a loss is copied to the CPU while training continues and is checked
-    when the copy has arrived, one batch later or later still.
+    one batch later.
     """
 
     def __init__(self, on_nan: Literal["stop", "skip", "continue"], *, deferred: bool) -> None:
@@ -142,8 +220,12 @@ class LossCheck:
         self._deferred = deferred
         self._copies: list[tuple[torch.Tensor, Any, BatchPlace]] = []
 
-    def check(self, loss: Any, place: BatchPlace) -> str:
-        """Raise for a loss that is not finite, or return why its step is skipped ("" if not)."""
+    def check(self, loss: Any, place: BatchPlace) -> str | TrainingError:
+        """Return why the step is skipped ("" if not), or the error to raise after this batch.
+
+        A deferred check raises for the batch before this one, so that at most one step is made on
+        a loss that is not finite.
+        """
         if self._on_nan == "skip":
             value = float(loss)  # waits for the device, as documented for this setting
             if not math.isfinite(value):
@@ -151,32 +233,25 @@ class LossCheck:
                 return f"the loss is {value}"
         elif self._on_nan == "stop":
             if not self._deferred:
-                _raise_if_not_finite(loss, place)
-            else:
-                self._check_copies(wait=False)
-                event = None if loss.device.type == "cpu" else torch.Event(loss.device)
-                self._copies.append((loss.to("cpu", non_blocking=True), event, place))
-                if event is not None:
-                    event.record()
+                return "" if math.isfinite(loss) else _not_finite(loss, place)
+            self.finish()  # waits for the loss of the batch before, not for this one
+            event = None if loss.device.type == "cpu" else torch.Event(loss.device)
+            self._copies.append((loss.to("cpu", non_blocking=True), event, place))
+            if event is not None:
+                event.record()
         return ""
 
     def finish(self) -> None:
-        """Check all losses that are left; this waits for the device."""
-        self._check_copies(wait=True)
-
-    def _check_copies(self, *, wait: bool) -> None:
+        """Check the losses that are left; this waits for the device."""
         while self._copies:
-            loss, event, place = self._copies[0]
-            if event is not None and not event.query():
-                if not wait:
-                    return
+            loss, event, place = self._copies.pop(0)
+            if event is not None:
                 event.synchronize()
-            del self._copies[0]
-            _raise_if_not_finite(loss.item(), place)
+            if not math.isfinite(value := loss.item()):
+                raise _not_finite(value, place)
 
 
-def _raise_if_not_finite(loss: float, place: BatchPlace) -> None:
-    if not math.isfinite(loss):
-        raise TrainingError(
-            f"The loss was {loss}. {place} To continue anyway, set on_nan='skip' or 'continue'."
-        )
+def _not_finite(loss: float, place: BatchPlace) -> TrainingError:
+    return TrainingError(
+        f"The loss was {loss}. {place} To continue anyway, set on_nan='skip' or 'continue'."
+    )

@@ -47,8 +47,11 @@ class Progress:
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
         """Start the display, for a run resumed after `first_step` steps; None: unknown total."""
 
-    def epoch(self, epoch: int, batches: int | None) -> None:
-        """Start an epoch, counted from 0, with this number of batches, None if it is not known."""
+    def epoch(self, epoch: int, batches: int | None, seen: int = 0) -> None:
+        """Start an epoch, counted from 0, or resume it after the batches that were seen.
+
+        `batches` is the number of its batches, None if it is not known.
+        """
 
     def advance(self, step: int, loss: Loss) -> None:
         """Count a batch, after which `step` steps are complete."""
@@ -59,7 +62,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Show a message without damaging the display."""
 
-    def end(self, status: str, summary: Summary | None) -> None:
+    def end(self, status: str, summary: Summary | None, reason: str | None = None) -> None:
         """End the display and restore the terminal. A second call does nothing."""
 
     def __enter__(self) -> Self:
@@ -90,7 +93,6 @@ class _Display(Progress):
         self._broken = False
         self._gap = self._countdown = 1
         self.epoch(0, None)
-        self._samples = deque([(self._started, first_step, self._position()[0])])
 
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
         self.end("stopped", None)
@@ -98,9 +100,11 @@ class _Display(Progress):
         self._running = True
         self._attempt(self._open)
 
-    def epoch(self, epoch: int, batches: int | None) -> None:
-        self._epoch, self._batches, self._batches_seen = epoch, batches, 0
+    def epoch(self, epoch: int, batches: int | None, seen: int = 0) -> None:
+        self._epoch, self._batches, self._batches_seen = epoch, batches, seen
         self._gap = self._countdown = 1
+        if self._step == self._first_step:  # speed is measured from here, also in a resumed run
+            self._samples = deque([(self._clock(), self._step, self._position()[0])])
 
     def advance(self, step: int, loss: Loss) -> None:
         self._step, self._loss = step, loss
@@ -128,7 +132,7 @@ class _Display(Progress):
     def say(self, text: str) -> None:
         self._attempt(self._print, text)
 
-    def end(self, status: str, summary: Summary | None) -> None:
+    def end(self, status: str, summary: Summary | None, reason: str | None = None) -> None:
         if not self._running:
             return
         self._running = False
@@ -141,7 +145,8 @@ class _Display(Progress):
             self._loss = self._earlier_loss = None
         steps = self._step - self._first_step
         plural = "" if steps == 1 else "s"
-        self.say(f"{status} after {steps} step{plural} in {_duration(now - self._started)}")
+        why = f": {reason}" if reason else ""
+        self.say(f"{status} after {steps} step{plural} in {_duration(now - self._started)}{why}")
         if summary and summary.hooks:
             self._attempt(self._print_summary, summary)
 

@@ -17,20 +17,20 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from hookline.config.trainer_config import TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import HooklineError, TrainingError
+from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
 from hookline.loop.random_state import seed_everything
 from hookline.loop.training_loop import zero_grad
 from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
-from hookline.trainer.checks import check_gradient
+from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.losses import BatchPlace, LossCheck
 from hookline.trainer.progress import make_progress
@@ -59,14 +59,23 @@ class Trainer(TrainerBase):
         schedulers: learning-rate schedulers, each for the optimizer it was made with.
         loss_fn: `loss_fn(outputs, targets)`; see `LossComputer` for the default.
         step_fn: `step_fn(model, batch)`, returns the loss or a mapping with `loss`.
-        tokens_fn: returns the number of tokens in a batch; by default the size of its `input_ids`.
+        tokens_fn: returns the number of tokens in a batch; by default the size of its `input_ids`,
+            or of integer inputs with two or more dimensions. None if batches have no tokens.
         hooks: hooks to register, in this order; or a configuration, as for `HookRegistry`.
+        hparams: hyperparameters of the run; a mapping, or the result of `argparse`.
+        name: a name for the run.
+        tags: tags for the run.
     """
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def fit(
-        self, loaders: Any = None, val_loaders: Any = None, *, resume_from: Any = None
+        self,
+        loaders: Any = None,
+        val_loaders: Any = None,
+        *,
+        resume_from: Any = None,
+        **unknown: Never,
     ) -> Trainer:
         """Train.
 
@@ -74,8 +83,15 @@ class Trainer(TrainerBase):
             loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
             val_loaders: the same, for validation.
             resume_from: a checkpoint or a run to continue.
+            unknown: any other argument raises an error that suggests the nearest one.
         """
+        for name in unknown:
+            hint = nearest(name, ("loaders", "val_loaders", "resume_from"))
+            raise TypeError(f"fit() has no argument '{name}'.{hint}")
         self.set_data(loaders, val_loaders)
+        if resume_from is None:  # else the checkpoint has metrics, and epochs that are over
+            check_metrics(self)
+            self._check_restartable(self.max_epochs)
         try:
             self._begin(resume_from)
             if self.config.sanity and self.val_data is not None:
@@ -91,6 +107,13 @@ class Trainer(TrainerBase):
     def train(self) -> Trainer:
         """Train on the data that the trainer was made with."""
         return self.fit()
+
+    def _check_restartable(self, epochs: int | None) -> None:
+        """Raise if several epochs are asked for and a loader has batches for one only."""
+        validates = self.config.validate_every_epochs == 1
+        for stream in (self.train_data, self.val_data if validates else None):
+            if stream is not None and epochs is not None and epochs > 1:
+                stream.check_restartable(epochs)
 
     def _run_epochs(self, max_epochs: int | None) -> None:
         config, context, fire = self.config, self._context, self._dispatchers
@@ -123,8 +146,9 @@ class Trainer(TrainerBase):
         stream, position = self.train_data, self._position
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
-        self._progress.epoch(self._context.epoch, length)
-        complete = self._run_batches(position.remaining_batches(stream, self.device), length)
+        batches = position.remaining_batches(stream, self.device)
+        self._progress.epoch(self._context.epoch, length, position.batches)
+        complete = self._run_batches(batches, length)
         if self._accumulated_losses:  # loaders without length ended within a step
             self._finish_step()
         if not position.batches:
@@ -143,7 +167,7 @@ class Trainer(TrainerBase):
         position, losses, limit = self._position, self._accumulated_losses, self._limit
         model, compute_loss, accumulate = self.model, self._loss_computer, self._accumulate
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
-        reads_at_once, count_tokens = self._reads_at_once, self._tokens_fn is not None
+        reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
         check_boundary = self._validate_every is not None or not strategy.alone
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
@@ -155,7 +179,7 @@ class Trainer(TrainerBase):
             context.made_metrics = None
             if fire.on_train_batch_start is not None:
                 fire.on_train_batch_start(context)
-            tokens = self._tokens(batch) if count_tokens or type(batch) is not tuple else 0
+            tokens = None if count_tokens is None else count_tokens(batch)
             if strategy.needs_transfer:
                 batch = strategy.move(batch)
 
@@ -184,17 +208,21 @@ class Trainer(TrainerBase):
                     strategy.backward(loss)
             if fire.on_after_backward is not None:
                 fire.on_after_backward(context)
+            error = None
             if not reads_at_once or batch_loss - batch_loss != 0.0:  # not finite, or not known yet
-                self._check_loss(batch_loss)
+                error = self._check_loss(batch_loss)
 
             # the step, when this batch completes one
             losses.append(batch_loss)
-            if complete:
+            if complete and error is None:
                 self._run_step()
 
             # the end of the batch, and of the step
             context.latest_loss = batch_loss
-            context.tokens_seen += tokens
+            if tokens is not None:
+                context.counted_tokens += tokens
+            elif count_tokens is not None:
+                context.tokens_unknown = True
             if reads_at_once:
                 mean_loss.total += batch_loss
                 mean_loss.weight += 1.0
@@ -202,9 +230,12 @@ class Trainer(TrainerBase):
                 mean_loss.add(batch_loss)
             if extra or multi_loader:
                 self._add_means(batch_loss, extra, loader_name)
+                self._accumulated_metrics.append(extra)
             if fire.on_train_batch_end is not None:
                 context.loss, context.extra = LazyFloat(batch_loss), dict(extra)
                 fire.on_train_batch_end(context)
+            if error is not None:
+                raise error
             if complete:
                 self._end_step()
             if advance is not None:
@@ -281,11 +312,14 @@ class Trainer(TrainerBase):
             fire.on_step_end(context)
         if run is not None:
             run.log(context.step, context.epoch, "train/loss", loss)
+            for name, value in _mean_metrics(self._accumulated_metrics).items():
+                run.log(context.step, context.epoch, f"train/{name}", value)
         for _, optimizer in self._due_optimizers:
             zero_grad(optimizer)
         if self._probes is not None:
             self._probes.end_step()
         losses.clear()
+        self._accumulated_metrics.clear()
         context.clipped_norm = None
         context.step_in_progress = context.step + 1
 
@@ -316,9 +350,10 @@ class Trainer(TrainerBase):
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
-    def training_step(self, batch: Any) -> LazyFloat:
+    def training_step(self, batch: Any) -> float | LazyFloat:
         """Train on one batch, and step when it completes a step; return the batch's loss.
 
+        The loss is a `float`; on an accelerator, a `LazyFloat`, which waits when it is read.
         For users who write the loop themselves. The first call starts the run; `finish()` ends it.
         """
         try:
@@ -328,7 +363,8 @@ class Trainer(TrainerBase):
                 if self._dispatchers.on_epoch_start is not None:
                     self._dispatchers.on_epoch_start(self._context)
             self._run_batches([(batch, self._position.batches, 0, "train")], None)
-            return LazyFloat(self._context.latest_loss)
+            loss = self._context.latest_loss
+            return loss if isinstance(loss, float) else LazyFloat(loss)
         except BaseException as error:
             self._fail(error)
             self._end()
@@ -363,10 +399,12 @@ class Trainer(TrainerBase):
         context.status = "training"
         context.exception = None
         context.evaluating = False
-        context.step, context.step_in_progress, context.tokens_seen = 0, 1, 0
+        context.step, context.step_in_progress = 0, 1
+        context.counted_tokens, context.tokens_unknown = 0, False
         self._position = DataPosition()
         self._optimizer_round = 0
         self._accumulated_losses.clear()
+        self._accumulated_metrics.clear()
         self._requests = ControlRequests()
         if config.seed is not None:
             seed_everything(config.seed)
@@ -378,7 +416,10 @@ class Trainer(TrainerBase):
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
         )
+        if self.run is not None:
+            self._progress.say(f"run {self.run.path}")
         self._phase = Phase.BETWEEN_STEPS
+        self._watch_model()
         self._sync_probes()
         self.hooks.run_started()
         if self._dispatchers.on_train_start is not None:
@@ -413,7 +454,7 @@ class Trainer(TrainerBase):
         self._step_schedulers: list[list[Any]] = []  # by optimizer; they step after it
         if self.schedulers and config.scheduler_every == "step":
             self._step_schedulers = [
-                [s for s in self.schedulers if s.optimizer is optimizer and not _needs_metric(s)]
+                [s for s in self.schedulers if s.optimizer is optimizer and not needs_metric(s)]
                 for optimizer in self.optimizers
             ]
         self._autocasts = config.precision != "fp32"
@@ -441,6 +482,7 @@ class Trainer(TrainerBase):
         if phase is Phase.IDLE:
             return
         self._phase = Phase.IDLE
+        self._watch_model()
         failed = context.status in ("error", "interrupted")
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
@@ -455,7 +497,7 @@ class Trainer(TrainerBase):
             self._sync_probes()
             self.hooks.run_ended()
             summary = self.hooks.summary()
-            self._progress.end(context.status, summary)
+            self._progress.end(context.status, summary, self.stop_reason)
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )
@@ -510,23 +552,25 @@ class Trainer(TrainerBase):
         (skip,) = self.strategy.any_rank(bool(reason))
         return reason or ("another process asked" if skip else "")
 
-    def _check_loss(self, loss: Any) -> None:
+    def _check_loss(self, loss: Any) -> TrainingError | None:
+        """Skip the step of a loss that is not finite, or return the error to raise after it."""
         context = self._context
         place = BatchPlace(context.epoch, context.dataloader_name, context.batch_idx)
-        if reason := self._loss_check.check(loss, place):
-            self.skip_optimizer_step(None, reason)
+        problem = self._loss_check.check(loss, place)
+        if isinstance(problem, TrainingError):
+            return problem
+        if problem:
+            self.skip_optimizer_step(None, problem)
+        return None
 
     def _end_epoch(self, metrics: Metrics) -> None:
         for scheduler in self.schedulers:
-            if _needs_metric(scheduler):
-                scheduler.step(metrics.get("val/loss", metrics.get("train/loss")))
+            if needs_metric(scheduler):
+                if "val/loss" in metrics:  # not every epoch may be validated
+                    scheduler.step(metrics["val/loss"])
             elif self.config.scheduler_every == "epoch":
                 scheduler.step()
         self._position.end_epoch()
-
-
-def _needs_metric(scheduler: Any) -> bool:
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
 
 def _mean(losses: list[Any]) -> Any:
@@ -534,6 +578,17 @@ def _mean(losses: list[Any]) -> Any:
     if isinstance(losses[0], torch.Tensor):
         return torch.stack([loss.float() for loss in losses]).mean()
     return sum(losses) / len(losses)
+
+
+def _mean_metrics(batches: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means of a step's metrics, over the batches that have them."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    values: dict[str, list[Any]] = {}
+    for metrics in batches:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: _mean(several) for name, several in values.items()}
 
 
 def get_trainer(
@@ -546,12 +601,11 @@ def get_trainer(
 ) -> Trainer:
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
-    `options` are the fields of `TrainerConfig`, and `loss_fn`, `step_fn`, `tokens_fn`,
-    `schedulers`, `hooks` and `val_loaders`.
+    `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
     """
     if kind != "simple":
         raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")
-    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers"]
+    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
     if isinstance(options.get("hooks"), list | tuple):
         parts.append("hooks")  # hooks themselves; a HooksConfig is a field of the configuration
     given = {name: options.pop(name) for name in parts if name in options}

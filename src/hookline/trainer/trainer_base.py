@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, Never, get_args
 
 import torch
 
@@ -16,15 +17,17 @@ from hookline.context import LazyFloat, Metrics
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import evaluation, samples_in, tokens_in
+from hookline.loop.evaluation import evaluation, samples_in
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.trainer.checks import (
+    check_arguments,
     check_gradient,
     checked_config,
+    checked_hparams,
     checked_model,
     checked_optimizers,
     device_for,
@@ -32,7 +35,7 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.losses import LossComputer
+from hookline.trainer.losses import LossComputer, count_tokens
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import SingleProcess, parameters_of
 from hookline.trainer.trainer_checkpoint import save_trainer_checkpoint
@@ -40,6 +43,8 @@ from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
 
 __all__ = ["Phase", "TrainerBase"]
+
+log = logging.getLogger("hookline")
 
 
 class Phase(Enum):
@@ -58,14 +63,19 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self,
         config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
         model: torch.nn.Module,
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         schedulers: Any = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
         step_fn: Callable[..., Any] | None = None,
-        tokens_fn: Callable[[Any], int] | None = None,
+        tokens_fn: Callable[[Any], int] | Literal["auto"] | None = "auto",
         hooks: Iterable[Hook] | Mapping[str, Any] = (),
+        hparams: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        tags: Iterable[str] = (),
+        **unknown: Never,
     ) -> None:
+        check_arguments(config, model, optimizers, loss_fn, step_fn, unknown)
         self.config = checked_config(config)
         self.device = device_for(self.config.device, checked_model(model))
         self.strategy = SingleProcess(self.device, self.config.precision)
@@ -74,9 +84,11 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         )
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
-        self._loss_computer = LossComputer(step_fn, loss_fn)
-        self._tokens_fn = tokens_fn
-        self._tokens = tokens_fn or tokens_in
+        self._loss_computer = LossComputer(step_fn, loss_fn, self._announce)
+        self._count_tokens = count_tokens if tokens_fn == "auto" else tokens_fn
+        self.hparams = checked_hparams(hparams)
+        self.name = name
+        self.tags = [tags] if isinstance(tags, str) else list(tags)
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
         self._recorder = Recorder(None)
@@ -86,6 +98,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._position = DataPosition()
         self._epoch_length: int | None = None  # in batches; None if it is not known
         self._accumulated_losses: list[Any] = []  # of the batches in the next optimizer step
+        self._accumulated_metrics: list[Mapping[str, Any]] = []
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
         self._context: TrainerEventContext = TrainerEventContext(self, self.model, self.optimizers)
@@ -102,11 +115,14 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     # -- data and loss ----------------------------------------------------------------------------
 
     def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
-        """Set the data to train and to validate on, as for `fit`; None leaves what is there."""
+        """Set the data to train and to validate on, as for `fit`.
+
+        Without `loaders`, the data to train on stays; without both, also that to validate on.
+        """
         if loaders is not None:
             self.train_data = Stream(loaders, self.config.loaders, what="train")
-        if val_loaders is not None:
-            self.val_data = Stream(val_loaders, what="val")
+        if loaders is not None or val_loaders is not None:
+            self.val_data = None if val_loaders is None else Stream(val_loaders, what="val")
         if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
 
@@ -137,7 +153,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def dry_run(self, batch: Any) -> dict[str, Any]:
         """Compute the loss of a batch and its gradients, without hooks; return what was seen."""
         parameters = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
-        self._watch.watch(calls=False, backward=False)
         self.model.train()
         try:
             loss, metrics = self.compute_loss(batch)
@@ -146,7 +161,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             reached = sum(parameter.grad is not None for parameter in parameters)
         finally:
             self.model.zero_grad(set_to_none=True)
-            self._watch_model()
         return {
             "loss": float(loss.detach()),
             "gradients": reached,
@@ -198,6 +212,13 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
 
+    def _announce(self, text: str) -> None:
+        """Tell users something: in the log if it is configured, else with the progress."""
+        if log.isEnabledFor(logging.INFO):
+            log.info(text)
+        else:
+            self._progress.say(text)
+
     # -- where training stands --------------------------------------------------------------------
 
     @property
@@ -207,8 +228,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     @property
     def tokens_seen(self) -> int:
-        """The number of tokens trained on."""
-        return self._context.tokens_seen
+        """The number of tokens trained on; 0 where it is not known."""
+        return self._context.counted_tokens
 
     @property
     def max_epochs(self) -> int | None:
@@ -228,11 +249,30 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         """The run and its folder; None if no run is written."""
         return self._context.run
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be copied or pickled: it has open files, loaders and "
+            "hooks on the model. Save the run with `trainer.save_checkpoint(path)`, which "
+            "`fit(resume_from=path)` continues, or the weights with `trainer.model.state_dict()`."
+        )
+
     # -- requests ---------------------------------------------------------------------------------
 
     def stop(self, reason: str = "") -> None:
         """Stop training after this step."""
         self._requests.stop(reason)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training stops after this step; setting it is the same as `stop()`."""
+        return self._requests.stop_reason is not None
+
+    @should_stop.setter
+    def should_stop(self, should_stop: bool) -> None:
+        if should_stop:
+            self.stop("trainer.should_stop was set")
+        else:
+            self._requests.stop_reason = None
 
     def _request_skip(self, idx: int, reason: str) -> None:
         self._requests.skip(idx, reason)
@@ -257,7 +297,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             )
         folder = self.run.checkpoints / f"step_{self.step:06d}" if path is None else Path(path)
         saved = save_trainer_checkpoint(self, folder)
-        self._recorder.event("checkpoint", path=str(saved), step=self._context.step)
+        unknown = self._count_tokens is None or self._context.tokens_unknown
+        tokens = None if unknown else self.tokens_seen
+        self._recorder.event("checkpoint", path=str(saved), step=self.step, tokens_seen=tokens)
         self._context.checkpoint_path = saved
         if self._dispatchers.on_checkpoint_save is not None:
             self._dispatchers.on_checkpoint_save(self._context)
@@ -303,7 +345,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "epoch": context.epoch,
             "round": self._optimizer_round,
             "pending_gradients": self._pending_gradients(),
-            "tokens_seen": context.tokens_seen,
+            "tokens_seen": context.counted_tokens,
             "best_accuracy": self.best_accuracy,
         }
 
@@ -325,7 +367,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             if name in self.hooks:
                 self.hooks.disable_hook(name)
         context.step, context.step_in_progress = state["step"], state["step"] + 1
-        context.tokens_seen = state["tokens_seen"]
+        context.counted_tokens = state["tokens_seen"]
         self._optimizer_round = state["round"]
         self._load_pending_gradients(state["pending_gradients"])
         context.means.load_state_dict(state["means"])
@@ -333,7 +375,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._position.load_state_dict(state["position"], self.device)
         if self.train_data is not None:
             self._position.check_resumable(self.train_data)
-        context.epoch = self._position.epoch
+        finished = self._position.epoch == self.max_epochs or context.step == self.config.max_steps
+        context.epoch = state["epoch"] if finished else self._position.epoch
 
     def _pending_gradients(self) -> list[list[Any] | None]:
         """Return the gradients of each optimizer that does not step in every step, else None."""
@@ -354,7 +397,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def _watch_model(self) -> None:
         fire = self._dispatchers
         watched = (fire.on_before_forward, fire.on_after_forward, fire.forward)
-        self._watch.watch(calls=any(watched), backward=False)
+        self._watch.watch(calls=self._phase is not Phase.IDLE and any(watched), backward=False)
 
     def _sync_probes(self, *, at_boundary: bool = False) -> None:
         super()._sync_probes(at_boundary=at_boundary)

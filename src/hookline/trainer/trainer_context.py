@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ import torch
 from hookline.context import LazyFloat, Metrics, State, StepContext
 from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.means import Means
+from hookline.tensors.nested import describe_structure
 
 __all__ = ["TrainerEventContext"]
+
+log = logging.getLogger("hookline")
 
 
 class TrainerEventContext(EventContext):
@@ -25,7 +29,9 @@ class TrainerEventContext(EventContext):
         super().__init__(trainer, model, optimizers)
         self.run: Any = None
         self.epoch = 0
-        self.tokens_seen = 0
+        self.counted_tokens = 0
+        self.tokens_unknown = False  # whether a batch's tokens could not be counted
+        self._warned_of_tokens = False
         self.batch: Any = None
         self.batch_idx = 0
         self.dataloader_idx = 0
@@ -36,6 +42,19 @@ class TrainerEventContext(EventContext):
         self.used_lr: Any = None
         self.means = Means()
         self.made_metrics: Metrics | None = None
+
+    @property
+    def tokens_seen(self) -> int:
+        """The number of tokens trained on; where it is not known, 0 and one warning."""
+        if self.tokens_unknown and not self._warned_of_tokens:
+            self._warned_of_tokens = True
+            log.warning(
+                "A hook reads tokens_seen, which is not known for %s. Give Trainer(tokens_fn="
+                "lambda batch: …), which returns the tokens of a batch. Hooks get %d.",
+                describe_structure(self.batch),
+                self.counted_tokens,
+            )
+        return self.counted_tokens
 
     @property
     def config(self) -> Any:
