@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import hookline
 from hookline.config_files import FileError, load_training, training_schema
 from hookline.config_files.config_tree import ConfigTree
+from hookline.config_files.dry_run import dry_run
 from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingConfig
 from hookline.config_files.loading import is_python_function, load_python
 from hookline.config_files.merging import merge_files, parse_override
@@ -1257,3 +1258,83 @@ def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- dry run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "metric"),
+    [
+        ("{name: early_stopping}", "val/loss"),
+        ("{name: model_checkpoint, monitor: val/loss}", "val/loss"),
+        ("{name: model_checkpoint, monitor: eval/loss, every_n_steps: 2}", "eval/loss"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("data.val=null", "there is no validation data. Give it, in a config file as `data.val`."),
+        ("trainer.validate_every_epochs=null", "`validate_every_steps` are None. Set one of them."),
+    ],
+)
+def test_a_hook_without_the_validation_that_it_needs_is_an_error(
+    project: Path, hook: str, metric: str, override: str, reason: str
+) -> None:
+    training = load(project, "data.val=net.batches", override, f"hooks=[{hook}]")
+    with pytest.raises(hookline.TrainingError) as error:
+        dry_run(training)
+    assert f"monitors the metric '{metric}', but" in str(error.value)
+    assert str(error.value).endswith(reason)
+
+
+def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
+    options = ["{monitor: train/loss, check_on_train_epoch_end: true}", "{strict: false}"]
+    for option in options:
+        hook = f"{{name: early_stopping, init_args: {option}}}"
+        assert dry_run(load(project, f"hooks=[{hook}]"))["val"] is None
+    validated = load(project, "data.val=net.batches", "hooks=[early_stopping]")
+    assert dry_run(validated)["val"] is not None
+
+
+# -- name, tags, hparams --------------------------------------------------------------------------
+
+LABELS = """
+name: first try
+tags: [small, mse]
+hparams: {lr: 0.25, width: 3}
+optimizer: {init_args: {lr: "${hparams.lr}"}}
+"""
+
+
+def test_a_file_names_its_run_and_gives_it_tags_and_hyperparameters(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Labelled(hookline.Trainer):
+        def __init__(
+            self, *args: Any, name: Any = None, tags: Any = (), hparams: Any = None, **options: Any
+        ) -> None:
+            seen.update(name=name, tags=tags, hparams=hparams)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("hookline.config_files.building.Trainer", Labelled)
+    training = load(project, more=LABELS)
+    assert seen == {
+        "name": "first try",
+        "tags": ["small", "mse"],
+        "hparams": {"lr": 0.25, "width": 3},
+    }
+    assert training.trainer.optimizer.param_groups[0]["lr"] == 0.25
+    assert training.config["hparams"] == {"lr": 0.25, "width": 3}
+    renamed = load(project, "name=second", "tags=[]", more=LABELS)
+    assert renamed.config_hash == training.config_hash
+    assert load(project, "hparams.width=4", more=LABELS).config_hash != training.config_hash
+
+
+def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) -> None:
+    said = refused(project, more="name: [a]\ntags: [[b]]\nhparams: 3\n")
+    assert "more.yaml:2: name: It is ['a']. Input should be a valid string." in said
+    assert "more.yaml:3: tags.0: It is ['b']. Input should be a valid string." in said
+    assert "more.yaml:4: hparams: It is 3. Input should be a valid dictionary." in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from hookline.tensors.parameter_names import match_names
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["RunConfig", "build_trainer", "format_origin", "run_config"]
+
+_LABELS = ("name", "tags", "hparams")
 
 
 class RunConfig(TrainerConfig):
@@ -62,6 +65,13 @@ def build_trainer(config: TrainingConfig, tree: ConfigTree, resolved: ResolvedOb
     return _Builder(config, tree, resolved).trainer()
 
 
+def _run_labels(config: TrainingConfig) -> dict[str, Any]:
+    """Return the sections that label the run, if they are given and the trainer takes them."""
+    accepted = inspect.signature(Trainer).parameters
+    given = {name: getattr(config, name) for name in _LABELS if name in accepted}
+    return {name: value for name, value in given.items() if value}
+
+
 class _Builder:
     def __init__(self, config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects) -> None:
         self._config, self._tree, self._resolved = config, tree, resolved
@@ -87,10 +97,13 @@ class _Builder:
             for key, section in iterate_section(config, name)
         }
         train, val = self._loaders("train"), self._loaders("val")
-        sections = config.model_dump(mode="json", exclude={"include", "trust", "trainer", "seed"})
+        labels = _run_labels(config)
+        outside = {"include", "trust", "trainer", "seed", *labels} - {"hparams"}
+        sections = config.model_dump(mode="json", exclude=outside)
+        sections = {name: value for name, value in sections.items() if name not in _LABELS or value}
         with self._creating(("trainer",)):
             fields = run_config(config.trainer, {**sections, "seed": seed}, seed)
-            trainer = Trainer(fields, model, optimizers, schedulers, **functions)
+            trainer = Trainer(fields, model, optimizers, schedulers, **functions, **labels)
         for key, kind, hook in iterate_hooks(config):
             with self._creating(key):
                 item = self._resolved.hooks.get(key)

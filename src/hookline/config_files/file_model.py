@@ -234,6 +234,13 @@ class TrainingConfig(Config):
         description="packages that class paths may name, besides the folder of this file, "
         'hookline, torch, and installed packages with hooks; "*" for all. Class paths run code',
     )
+    name: str | None = Field(default=None, min_length=1, description="the run's name")
+    tags: list[str] = Field(default=[], description="words to find the run by")
+    hparams: dict[str, Any] = Field(
+        default={},
+        description="hyperparameters to record with the run; other keys may refer to them, such as "
+        "`${hparams.lr}`",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
