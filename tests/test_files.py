@@ -1338,3 +1338,51 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
     assert "more.yaml:2: name: It is ['a']. Input should be a valid string." in said
     assert "more.yaml:3: tags.0: It is ['b']. Input should be a valid string." in said
     assert "more.yaml:4: hparams: It is 3. Input should be a valid dictionary." in said
+
+
+# -- indentation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a:\n  b: 1\n   c: 2\n", 3, "is indented by 3 spaces, which does not match"),
+        ("a:\n    b: 1\n  c: 2\n", 3, "indented by 2 spaces, which does not match"),
+        ("a:\n  - b: 1\n  c: 2\n", 3, "If it belongs to the last item, indent it by 4 spaces."),
+        ("a:\n  b:1\n  c: 2\n", 3, "Line 2 needs a space after the colon."),
+        ("a: b: c\n", 1, "A value that contains ': ' needs quotes."),
+        ("a: @b\n", 1, "A value that begins with '@' needs quotes."),
+        ("a: *.weight\n", 1, "A value that begins with '*' needs quotes."),
+        ("a: {b: 1\nc: 2\n", 2, "The '{' in line 1 is not closed, or a comma is missing."),
+        ("a: 'b\nc: 2\n", 3, "The quote in line 1 is not closed."),
+    ],
+)
+def test_a_mistake_in_yaml_is_explained(project: Path, text: str, line: int, message: str) -> None:
+    (project / "bad.yaml").write_text(text)
+    with pytest.raises(FileError) as error:
+        load_training(project / "bad.yaml")
+    (problem,) = error.value.problems
+    assert problem.line == line
+    assert message in problem.text
+
+
+def test_a_key_of_another_indentation_is_told_its_place(project: Path) -> None:
+    (project / "bad.yaml").write_text(
+        "model:\nclass_path: net.Net\n"
+        "optimizer:\n  class_path: torch.optim.SGD\n  init_args:\n  lr: 0.1\n"
+        "data:\n  train: net.batches\n  trainer: {max_epochs: 1}\n"
+    )
+    with pytest.raises(FileError) as error:
+        load_training(project / "bad.yaml")
+    texts = {problem.key: problem.text for problem in error.value.problems}
+    indent = "which is empty, indent it below that key."
+    assert texts["class_path"].endswith(f"If it belongs to 'model', {indent}")
+    assert texts["optimizer.lr"].endswith(f"If it belongs to 'init_args', {indent}")
+    assert texts["data.trainer"].endswith("the section 'trainer' of the file, do not indent it.")
+
+
+def test_hooks_in_another_form_are_told_the_right_one(project: Path) -> None:
+    said = refused(project, more="hooks:\n  - early_stopping:\n      patience: 3\n")
+    assert "such as `name: early_stopping`, with its options beside it" in said
+    said = refused(project, more="hooks:\n  -early_stopping\n  -ema\n")
+    assert "or a list, whose items have a space after the dash." in said

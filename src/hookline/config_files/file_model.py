@@ -197,7 +197,10 @@ class HookConfig(StringShorthand):
     @model_validator(mode="after")
     def _is_named(self) -> Self:
         if self.name is None and self.class_path is None:
-            raise ValueError("A hook needs `name` or `class_path`")
+            extra = self.model_extra or {}
+            names = [name for name, value in extra.items() if value is None or type(value) is dict]
+            hint = f"such as `name: {[*names, 'early_stopping'][0]}`, with its options beside it"
+            raise ValueError(f"A hook needs `name` or `class_path`, {hint}")
         return self
 
     def item(self) -> dict[str, Any]:
