@@ -648,7 +648,10 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
         ("model.init_args.width='4'", "Write the number without quotes."),
         ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
-        ("model.class_path=net.ANSWER", "It is of type int; expected a class or a function."),
+        (
+            "model.class_path=net.ANSWER",
+            "It is an instance of int; expected a class or a function.",
+        ),
         ("model.class_path=nett.Net", "There is no module 'nett'. Did you mean 'net'?"),
         (
             "model.init_args.width=",
@@ -1386,3 +1389,64 @@ def test_hooks_in_another_form_are_told_the_right_one(project: Path) -> None:
     assert "such as `name: early_stopping`, with its options beside it" in said
     said = refused(project, more="hooks:\n  -early_stopping\n  -ema\n")
     assert "or a list, whose items have a space after the dash." in said
+
+
+# -- classes and instances ------------------------------------------------------------------------
+
+EITHER = """
+def model_class():
+    return Net
+
+def optimizer_class(parameters):
+    return torch.optim.SGD
+
+def loader_class():
+    return Points
+
+MODEL, WATCH = Net(2), Watch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model=net.model_class"],
+            "model: It returned the class Net, not an instance; expected a torch.nn.Module.",
+        ),
+        (
+            ["optimizer.class_path=net.optimizer_class", "optimizer.init_args={}"],
+            "It returned the class SGD, not an instance; expected a torch.optim.Optimizer.",
+        ),
+        (
+            ["data.train={class_path: net.loader_class, loader: {batch_size: 2}}"],
+            "data.train: It returned the class Points, not an instance; expected an iterable of",
+        ),
+        (
+            ["model=net.MODEL"],
+            "'net.MODEL' is an instance of Net; expected a class, or a function that returns the",
+        ),
+        (["hooks=[net.WATCH]"], "It is an instance of Watch; expected a class or a function."),
+        (
+            ["model.init_args.act=torch.nn.ReLU"],
+            "instance of Module. To create it, write {class_path: torch.nn.ReLU}.",
+        ),
+        (
+            ["model.init_args.act={class_path: torch.nn.ReLU, call: false}"],
+            "instance of Module. To create an instance, remove `call: false`.",
+        ),
+    ],
+)
+def test_a_class_in_place_of_an_instance_is_an_error_that_says_so(
+    project: Path, overrides: list[str], message: str
+) -> None:
+    (project / "net.py").write_text(PROJECT + EITHER)
+    assert message in refused(project, *overrides)
+
+
+def test_an_instance_of_a_hook_in_place_of_its_class_is_an_error_that_says_so() -> None:
+    with pytest.raises(hookline.ConfigError, match="is an instance of EMA; expected the class"):
+        hookline.HookRegistry([f"{__name__}.INSTANCE"])
+
+
+INSTANCE = hookline.EMA()

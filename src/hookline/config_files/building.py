@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import ConfigTree, FileError, Key
+from hookline.config_files.config_tree import ConfigTree, FileError, Key, describe_result
 from hookline.config_files.config_validation import ResolvedObjects
 from hookline.config_files.file_model import (
     LoaderConfig,
@@ -117,13 +117,18 @@ class _Builder:
     # -- sections ---------------------------------------------------------------------------------
 
     def _model(self) -> Any:
+        path = self._config.model.class_path
+        if isinstance(self._resolved.targets[path], torch.nn.Module):
+            kind = type(self._resolved.targets[path]).__name__
+            text = f"'{path}' is an instance of {kind}; expected a class, or a function that"
+            self._fail(("model", "class_path"), f"{text} returns the model.")
         model: Any = self._create(("model",), self._config.model)
         return self._check_type(("model",), model, "torch.nn", torch.nn.Module)
 
     def _check_type(self, key: Key, created: Any, package: str, expected: type[Any]) -> Any:
         if not isinstance(created, expected):
             name = f"{package}.{expected.__name__}"
-            self._fail(key, f"It returned a {type(created).__name__}; expected a {name}.")
+            self._fail(key, f"It returned {describe_result(created)}; expected a {name}.")
         return created
 
     def _optimizer(self, key: Key, section: OptimizerConfig, model: torch.nn.Module) -> Any:
@@ -158,7 +163,7 @@ class _Builder:
         elif section.init_args:
             target = partial(target, **self._create_within(section.init_args, (*key, "init_args")))
         if not callable(target):
-            self._fail(key, f"It returned a {type(target).__name__}, which is not callable.")
+            self._fail(key, f"It returned {describe_result(target)}, which is not callable.")
         return target
 
     def _loaders(self, split: str) -> Any:
@@ -172,14 +177,15 @@ class _Builder:
 
     def _loader(self, key: Key, section: LoaderConfig) -> Any:
         data = self._create(key, section)
-        if section.loader is not None or isinstance(data, torch.utils.data.Dataset):
+        is_dataset = section.loader is not None and not isinstance(data, type)
+        if is_dataset or isinstance(data, torch.utils.data.Dataset):
             options = self._create_within(section.loader or {}, (*key, "loader"))
             with self._creating((*key, "loader") if section.loader is not None else key):
                 return torch.utils.data.DataLoader(data, **options)
-        if not hasattr(data, "__iter__"):
+        if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
                 key,
-                f"It returned a {type(data).__name__}; expected an iterable of batches, or a "
+                f"It returned {describe_result(data)}; expected an iterable of batches, or a "
                 "dataset with `loader` beside it.",
             )
         return data
