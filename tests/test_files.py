@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import hookline
 from hookline.config_files import FileError, load_training, training_schema
 from hookline.config_files.config_tree import ConfigTree
+from hookline.config_files.dry_run import dry_run
 from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingConfig
 from hookline.config_files.loading import is_python_function, load_python
 from hookline.config_files.merging import merge_files, parse_override
@@ -647,7 +648,10 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
         ("model.init_args.width='4'", "Write the number without quotes."),
         ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
-        ("model.class_path=net.ANSWER", "It is of type int; expected a class or a function."),
+        (
+            "model.class_path=net.ANSWER",
+            "It is an instance of int; expected a class or a function.",
+        ),
         ("model.class_path=nett.Net", "There is no module 'nett'. Did you mean 'net'?"),
         (
             "model.init_args.width=",
@@ -1257,3 +1261,192 @@ def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- dry run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "metric"),
+    [
+        ("{name: early_stopping}", "val/loss"),
+        ("{name: model_checkpoint, monitor: val/loss}", "val/loss"),
+        ("{name: model_checkpoint, monitor: eval/loss, every_n_steps: 2}", "eval/loss"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("data.val=null", "there is no validation data. Give it, in a config file as `data.val`."),
+        ("trainer.validate_every_epochs=null", "`validate_every_steps` are None. Set one of them."),
+    ],
+)
+def test_a_hook_without_the_validation_that_it_needs_is_an_error(
+    project: Path, hook: str, metric: str, override: str, reason: str
+) -> None:
+    training = load(project, "data.val=net.batches", override, f"hooks=[{hook}]")
+    with pytest.raises(hookline.TrainingError) as error:
+        dry_run(training)
+    assert f"monitors the metric '{metric}', but" in str(error.value)
+    assert str(error.value).endswith(reason)
+
+
+def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
+    options = ["{monitor: train/loss, check_on_train_epoch_end: true}", "{strict: false}"]
+    for option in options:
+        hook = f"{{name: early_stopping, init_args: {option}}}"
+        assert dry_run(load(project, f"hooks=[{hook}]"))["val"] is None
+    validated = load(project, "data.val=net.batches", "hooks=[early_stopping]")
+    assert dry_run(validated)["val"] is not None
+
+
+# -- name, tags, hparams --------------------------------------------------------------------------
+
+LABELS = """
+name: first try
+tags: [small, mse]
+hparams: {lr: 0.25, width: 3}
+optimizer: {init_args: {lr: "${hparams.lr}"}}
+"""
+
+
+def test_a_file_names_its_run_and_gives_it_tags_and_hyperparameters(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Labelled(hookline.Trainer):
+        def __init__(
+            self, *args: Any, name: Any = None, tags: Any = (), hparams: Any = None, **options: Any
+        ) -> None:
+            seen.update(name=name, tags=tags, hparams=hparams)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr("hookline.config_files.building.Trainer", Labelled)
+    training = load(project, more=LABELS)
+    assert seen == {
+        "name": "first try",
+        "tags": ["small", "mse"],
+        "hparams": {"lr": 0.25, "width": 3},
+    }
+    assert training.trainer.optimizer.param_groups[0]["lr"] == 0.25
+    assert training.config["hparams"] == {"lr": 0.25, "width": 3}
+    renamed = load(project, "name=second", "tags=[]", more=LABELS)
+    assert renamed.config_hash == training.config_hash
+    assert load(project, "hparams.width=4", more=LABELS).config_hash != training.config_hash
+
+
+def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) -> None:
+    said = refused(project, more="name: [a]\ntags: [[b]]\nhparams: 3\n")
+    assert "more.yaml:2: name: It is ['a']. Input should be a valid string." in said
+    assert "more.yaml:3: tags.0: It is ['b']. Input should be a valid string." in said
+    assert "more.yaml:4: hparams: It is 3. Input should be a valid dictionary." in said
+
+
+# -- indentation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("a:\n  b: 1\n   c: 2\n", 3, "is indented by 3 spaces, which does not match"),
+        ("a:\n    b: 1\n  c: 2\n", 3, "indented by 2 spaces, which does not match"),
+        ("a:\n  - b: 1\n  c: 2\n", 3, "If it belongs to the last item, indent it by 4 spaces."),
+        ("a:\n  b:1\n  c: 2\n", 3, "Line 2 needs a space after the colon."),
+        ("a: b: c\n", 1, "A value that contains ': ' needs quotes."),
+        ("a: @b\n", 1, "A value that begins with '@' needs quotes."),
+        ("a: *.weight\n", 1, "A value that begins with '*' needs quotes."),
+        ("a: {b: 1\nc: 2\n", 2, "The '{' in line 1 is not closed, or a comma is missing."),
+        ("a: 'b\nc: 2\n", 3, "The quote in line 1 is not closed."),
+    ],
+)
+def test_a_mistake_in_yaml_is_explained(project: Path, text: str, line: int, message: str) -> None:
+    (project / "bad.yaml").write_text(text)
+    with pytest.raises(FileError) as error:
+        load_training(project / "bad.yaml")
+    (problem,) = error.value.problems
+    assert problem.line == line
+    assert message in problem.text
+
+
+def test_a_key_of_another_indentation_is_told_its_place(project: Path) -> None:
+    (project / "bad.yaml").write_text(
+        "model:\nclass_path: net.Net\n"
+        "optimizer:\n  class_path: torch.optim.SGD\n  init_args:\n  lr: 0.1\n"
+        "data:\n  train: net.batches\n  trainer: {max_epochs: 1}\n"
+    )
+    with pytest.raises(FileError) as error:
+        load_training(project / "bad.yaml")
+    texts = {problem.key: problem.text for problem in error.value.problems}
+    indent = "which is empty, indent it below that key."
+    assert texts["class_path"].endswith(f"If it belongs to 'model', {indent}")
+    assert texts["optimizer.lr"].endswith(f"If it belongs to 'init_args', {indent}")
+    assert texts["data.trainer"].endswith("the section 'trainer' of the file, do not indent it.")
+
+
+def test_hooks_in_another_form_are_told_the_right_one(project: Path) -> None:
+    said = refused(project, more="hooks:\n  - early_stopping:\n      patience: 3\n")
+    assert "such as `name: early_stopping`, with its options beside it" in said
+    said = refused(project, more="hooks:\n  -early_stopping\n  -ema\n")
+    assert "or a list, whose items have a space after the dash." in said
+
+
+# -- classes and instances ------------------------------------------------------------------------
+
+EITHER = """
+def model_class():
+    return Net
+
+def optimizer_class(parameters):
+    return torch.optim.SGD
+
+def loader_class():
+    return Points
+
+MODEL, WATCH = Net(2), Watch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model=net.model_class"],
+            "model: It returned the class Net, not an instance; expected a torch.nn.Module.",
+        ),
+        (
+            ["optimizer.class_path=net.optimizer_class", "optimizer.init_args={}"],
+            "It returned the class SGD, not an instance; expected a torch.optim.Optimizer.",
+        ),
+        (
+            ["data.train={class_path: net.loader_class, loader: {batch_size: 2}}"],
+            "data.train: It returned the class Points, not an instance; expected an iterable of",
+        ),
+        (
+            ["model=net.MODEL"],
+            "'net.MODEL' is an instance of Net; expected a class, or a function that returns the",
+        ),
+        (["hooks=[net.WATCH]"], "It is an instance of Watch; expected a class or a function."),
+        (
+            ["model.init_args.act=torch.nn.ReLU"],
+            "instance of Module. To create it, write {class_path: torch.nn.ReLU}.",
+        ),
+        (
+            ["model.init_args.act={class_path: torch.nn.ReLU, call: false}"],
+            "instance of Module. To create an instance, remove `call: false`.",
+        ),
+    ],
+)
+def test_a_class_in_place_of_an_instance_is_an_error_that_says_so(
+    project: Path, overrides: list[str], message: str
+) -> None:
+    (project / "net.py").write_text(PROJECT + EITHER)
+    assert message in refused(project, *overrides)
+
+
+def test_an_instance_of_a_hook_in_place_of_its_class_is_an_error_that_says_so() -> None:
+    with pytest.raises(hookline.ConfigError, match="is an instance of EMA; expected the class"):
+        hookline.HookRegistry([f"{__name__}.INSTANCE"])
+
+
+INSTANCE = hookline.EMA()

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from loops import batches, make
+from loops import batches, make, train
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
@@ -605,3 +605,91 @@ def test_a_trainer_takes_a_configuration_of_its_hooks():
     assert all(torch.equal(now, then) for now, then in pairs)
     with pytest.raises(ConfigError, match="scael"):
         Trainer(None, model, optimizer, hooks={"update": ["scael"]})
+
+
+# -- in a loop ------------------------------------------------------------------------------------
+
+
+def quiet() -> TrainerConfig:
+    return TrainerConfig(runs=None, progress="off")
+
+
+def registered() -> HookRegistry:
+    """A registry with placed, scheduled, renamed, strict and disabled hooks."""
+    return HookRegistry(
+        {
+            "hooks": {
+                "loop": [
+                    {"name": "lr_monitor", "as": "rates", "every": 2},
+                    "early_stopping",
+                    {"name": "console_log", "before": "rates", "enabled": False},
+                    {"name": "json_log", "before": "console_log", "strict": True},
+                ],
+                "forward": [{"name": "activation_stats", "log_interval": 1, "from_epoch": 1}],
+                "update": ["identity", {"name": "scale", "factor": 0.5, "sample_rate": 0.5}],
+            }
+        }
+    )
+
+
+def registrations(hooks: hookline.HookManager) -> list[tuple[object, ...]]:
+    return [(info.name, info.kind, info.status, info.schedule) for info in hooks.describe()]
+
+
+def test_a_trainer_takes_a_registry():
+    registry = registered()
+    model, optimizer = make()
+    trainer = Trainer(quiet(), model, optimizer, hooks=registry)
+    assert registrations(trainer.hooks) == registrations(registry)
+    assert trainer.hooks.get_hook("rates") is registry.get_hook("rates")
+
+
+def test_a_bare_loop_takes_a_registry():
+    registry = HookRegistry(
+        [{"name": "scale", "factor": 0.0, "as": "off"}, {"name": "lr_monitor", "before": "off"}]
+    )
+    model, optimizer = make()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with hookline.attach(model, optimizer, hooks=registry) as session:
+        assert session.hooks.list_hooks() == ["lr_monitor", "off"]
+        train(model, optimizer, batches(2))
+    pairs = zip(model.parameters(), before, strict=True)
+    assert all(torch.equal(now, then) for now, then in pairs)
+
+
+def test_a_trainers_mapping_has_hooks_as_a_file_has_them():
+    model, optimizer = make()
+    fields = {"runs": None, "progress": "off"}
+    sections = {"forward": ["activation_stats"], "update": [{"name": "scale", "factor": 0.5}]}
+    trainer = Trainer({**fields, "hooks": sections}, model, optimizer)
+    assert trainer.hooks.list_hooks() == ["activation_stats", "scale", "identity"]
+    mixed = {"loop": [{"name": "time_limit", "limit": "1h"}], "enable_lr_monitor": True}
+    trainer = Trainer({**fields, "hooks": mixed}, model, optimizer)
+    assert trainer.hooks.list_hooks() == ["lr_monitor", "time_limit", "identity"]
+    trainer = Trainer({**fields, "hooks": ["lr_monitor", "centralize"]}, model, optimizer)
+    assert trainer.hooks.list_hooks() == ["centralize", "lr_monitor", "identity"]
+
+
+def test_an_unknown_section_in_a_trainers_mapping_is_an_error_with_the_nearest():
+    model, optimizer = make()
+    with pytest.raises(ConfigError, match=r"Unknown section 'foward' of hooks\. Did you mean 'for"):
+        Trainer({"hooks": {"foward": ["activation_stats"]}}, model, optimizer)
+    with pytest.raises(ConfigError, match="Did you mean 'enable_lr_monitor'"):
+        Trainer({"hooks": {"enable_lr_moniter": True}}, model, optimizer)
+    with pytest.raises(ConfigError, match="expected a list of hooks"):
+        Trainer({"hooks": "lr_monitor"}, model, optimizer)
+
+
+def test_identity_is_called_where_it_was_registered_and_once():
+    model, optimizer = make()
+    updates = {"update": ["identity", {"name": "scale", "factor": 0.5}]}
+    trainer = Trainer(quiet(), model, optimizer, hooks=updates)
+    assert trainer.hooks.list_hooks() == ["identity", "scale"]
+    trainer = Trainer(quiet(), model, optimizer)
+    trainer.add_hook(hookline.Scale(0.5))
+    assert trainer.hooks.list_hooks() == ["scale", "identity"]
+    trainer.add_hook(hookline.Identity(), "same")
+    trainer.add_hook(hookline.Centralize())
+    assert trainer.hooks.list_hooks() == ["scale", "same", "centralize"]
+    trainer.add_hook(hookline.Identity())
+    assert trainer.hooks.list_hooks() == ["scale", "same", "centralize", "identity"]

@@ -55,7 +55,6 @@ _PLACES = {
     Rank.CONTROL: "after the monitors, before hooks that save checkpoints",
     Rank.CHECKPOINT: "after hooks that control training, before the writers",
     Rank.WRITER: "with the writers, after most others",
-    Rank.DEFAULT: "after all other hooks",
 }
 _INTERNAL_ARGUMENTS = {"observation"}  # not declared by the hook itself
 
@@ -116,9 +115,7 @@ def _is_hook(kind: Any) -> bool:
 
 def _rank(kind: Any) -> Rank:
     """Return the rank; forward hooks and updates keep the order of their registration."""
-    rank: Rank = kind.hookline_rank
-    in_order = kind.hookline_kind in ("forward", "update") and rank is not Rank.DEFAULT
-    return Rank.USER if in_order else rank
+    return Rank.USER if kind.hookline_kind in FLOWS else kind.hookline_rank
 
 
 def _prose(doc: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from hookline.errors import ConfigError, HooklineError, nearest
 from hookline.hook import Hook
 from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options
 
-__all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook"]
+__all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook", "split_hooks"]
 
 SECTIONS: Mapping[str, str] = {
     "loop": "loop",
@@ -163,6 +163,25 @@ def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
     else:
         for i, item in enumerate(_as_list(config, "hooks")):
             yield f"hooks[{i}]", None, item
+
+
+def split_hooks(config: Any) -> tuple[Any, Any]:
+    """Return a trainer's configuration without the hooks that are listed in it, and these hooks.
+
+    In a mapping, `hooks` may be a list or have sections, as in a config file, besides the fields of
+    a `HooksConfig`.
+    """
+    hooks = config.get("hooks") if isinstance(config, Mapping) else None
+    if hooks is None or isinstance(hooks, HooksConfig):
+        return config, None
+    if not isinstance(hooks, Mapping):
+        return {**config, "hooks": {}}, hooks
+    fields: dict[Any, Any] = {}
+    sections: dict[Any, Any] = {}
+    for name, value in hooks.items():
+        is_field = name in HooksConfig.model_fields or not nearest(str(name), SECTIONS)
+        (fields if is_field and name not in SECTIONS else sections)[name] = value
+    return {**config, "hooks": fields}, sections
 
 
 def _as_list(items: Any, place: str) -> list[Any]:

@@ -202,6 +202,9 @@ def load_hook_class(name: str) -> type[Hook]:
     found = find_hook(name)
     hook_class = load_class(found.path)
     if not (isinstance(hook_class, type) and issubclass(hook_class, Hook)):
+        if isinstance(hook_class, Hook):
+            kind = type(hook_class).__name__
+            raise ConfigError(f"'{name}' is an instance of {kind}; expected the class itself.")
         is_own = found.package in (_OWN_PACKAGE, name.partition(".")[0])
         package = "" if is_own else f" of {found.package}"
         raise ConfigError(

@@ -10,6 +10,7 @@ from hookline.config.hook_names import BUILT_INS, PROBES, packaged_hooks
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import HookManager, HookSettings
 from hookline.dispatch.arguments import EventArguments
+from hookline.dispatch.entry import Entry
 from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
 from hookline.events import FLOWS
 from hookline.hook import Hook
@@ -40,17 +41,19 @@ class HookRegistry(HookManager):
     Args:
         config: a mapping with `hooks`, or its value: a mapping of sections, a list of hooks of any
             kind, or a `HooksConfig`; None for no hooks.
-        hooks: further hooks, registered first.
+        hooks: further hooks, or a manager that has them; registered first.
         source: an object with the arguments of events as attributes.
         settings: how failing and costly hooks are treated; by default those of a `HooksConfig`.
         on_change: called after hooks were added, removed, enabled or disabled.
     """
 
+    _default: Hook | None = None  # replaced by another hook of its class
+
     def __init__(
         self,
         config: HooksConfig | Mapping[str, Any] | Iterable[Any] | None = None,
         *,
-        hooks: Iterable[Hook] | None = None,
+        hooks: Iterable[Hook] | HookManager | None = None,
         source: object | None = None,
         settings: HookSettings | None = None,
         on_change: Callable[[], None] | None = None,
@@ -88,6 +91,28 @@ class HookRegistry(HookManager):
         hook = item.make_hook()
         name = item.alias if item.alias is not None else self._packaged_name(item.name)
         return self.add_hook(hook, name, enabled=item.enabled, **item.registration)
+
+    def add_default(self, hook: Hook) -> None:
+        """Register a hook after all others, until another hook of its class is registered."""
+        if not any(type(entry.hook) is type(hook) for entry in self._entries):
+            self._default = hook
+            self.add_hook(hook)
+
+    def _make_entry(
+        self,
+        hook: Hook,
+        name: str | None = None,
+        replace: bool = False,
+        taken: set[str] | None = None,
+    ) -> Entry:
+        default = self._default
+        if default is not None and hook is not default and type(hook) is type(default):
+            self._default = None
+            for known in [entry.name for entry in self._entries if entry.hook is default]:
+                self.remove_hook(known)
+        entry = super()._make_entry(hook, name, replace, taken)
+        entry.is_default = hook is self._default
+        return entry
 
     def _packaged_name(self, name: str) -> str | None:
         """Return a free name after the entry point of a package's hook; None for other hooks."""

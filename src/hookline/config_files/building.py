@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import ConfigTree, FileError, Key
+from hookline.config_files.config_tree import ConfigTree, FileError, Key, describe_result
 from hookline.config_files.config_validation import ResolvedObjects
 from hookline.config_files.file_model import (
     LoaderConfig,
@@ -29,6 +30,8 @@ from hookline.tensors.parameter_names import match_names
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["RunConfig", "build_trainer", "format_origin", "run_config"]
+
+_LABELS = ("name", "tags", "hparams")
 
 
 class RunConfig(TrainerConfig):
@@ -62,6 +65,13 @@ def build_trainer(config: TrainingConfig, tree: ConfigTree, resolved: ResolvedOb
     return _Builder(config, tree, resolved).trainer()
 
 
+def _run_labels(config: TrainingConfig) -> dict[str, Any]:
+    """Return the sections that label the run, if they are given and the trainer takes them."""
+    accepted = inspect.signature(Trainer).parameters
+    given = {name: getattr(config, name) for name in _LABELS if name in accepted}
+    return {name: value for name, value in given.items() if value}
+
+
 class _Builder:
     def __init__(self, config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects) -> None:
         self._config, self._tree, self._resolved = config, tree, resolved
@@ -87,10 +97,13 @@ class _Builder:
             for key, section in iterate_section(config, name)
         }
         train, val = self._loaders("train"), self._loaders("val")
-        sections = config.model_dump(mode="json", exclude={"include", "trust", "trainer", "seed"})
+        labels = _run_labels(config)
+        outside = {"include", "trust", "trainer", "seed", *labels} - {"hparams"}
+        sections = config.model_dump(mode="json", exclude=outside)
+        sections = {name: value for name, value in sections.items() if name not in _LABELS or value}
         with self._creating(("trainer",)):
             fields = run_config(config.trainer, {**sections, "seed": seed}, seed)
-            trainer = Trainer(fields, model, optimizers, schedulers, **functions)
+            trainer = Trainer(fields, model, optimizers, schedulers, **functions, **labels)
         for key, kind, hook in iterate_hooks(config):
             with self._creating(key):
                 item = self._resolved.hooks.get(key)
@@ -104,13 +117,18 @@ class _Builder:
     # -- sections ---------------------------------------------------------------------------------
 
     def _model(self) -> Any:
+        path = self._config.model.class_path
+        if isinstance(self._resolved.targets[path], torch.nn.Module):
+            kind = type(self._resolved.targets[path]).__name__
+            text = f"'{path}' is an instance of {kind}; expected a class, or a function that"
+            self._fail(("model", "class_path"), f"{text} returns the model.")
         model: Any = self._create(("model",), self._config.model)
         return self._check_type(("model",), model, "torch.nn", torch.nn.Module)
 
     def _check_type(self, key: Key, created: Any, package: str, expected: type[Any]) -> Any:
         if not isinstance(created, expected):
             name = f"{package}.{expected.__name__}"
-            self._fail(key, f"It returned a {type(created).__name__}; expected a {name}.")
+            self._fail(key, f"It returned {describe_result(created)}; expected a {name}.")
         return created
 
     def _optimizer(self, key: Key, section: OptimizerConfig, model: torch.nn.Module) -> Any:
@@ -145,7 +163,7 @@ class _Builder:
         elif section.init_args:
             target = partial(target, **self._create_within(section.init_args, (*key, "init_args")))
         if not callable(target):
-            self._fail(key, f"It returned a {type(target).__name__}, which is not callable.")
+            self._fail(key, f"It returned {describe_result(target)}, which is not callable.")
         return target
 
     def _loaders(self, split: str) -> Any:
@@ -159,14 +177,15 @@ class _Builder:
 
     def _loader(self, key: Key, section: LoaderConfig) -> Any:
         data = self._create(key, section)
-        if section.loader is not None or isinstance(data, torch.utils.data.Dataset):
+        is_dataset = section.loader is not None and not isinstance(data, type)
+        if is_dataset or isinstance(data, torch.utils.data.Dataset):
             options = self._create_within(section.loader or {}, (*key, "loader"))
             with self._creating((*key, "loader") if section.loader is not None else key):
                 return torch.utils.data.DataLoader(data, **options)
-        if not hasattr(data, "__iter__"):
+        if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
                 key,
-                f"It returned a {type(data).__name__}; expected an iterable of batches, or a "
+                f"It returned {describe_result(data)}; expected an iterable of batches, or a "
                 "dataset with `loader` beside it.",
             )
         return data

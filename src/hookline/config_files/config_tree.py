@@ -14,6 +14,7 @@ __all__ = [
     "FileError",
     "Key",
     "Problem",
+    "describe_result",
     "format_key",
     "format_value",
 ]
@@ -85,6 +86,13 @@ class ConfigTree:
 def format_key(key: Key) -> str:
     """Return a key as it is written on the command line: `hooks.0.every`."""
     return ".".join(str(part) for part in key)
+
+
+def describe_result(result: object) -> str:
+    """Return what a function returned, for a message that says what was expected."""
+    if isinstance(result, type):
+        return f"the class {result.__name__}, not an instance"
+    return f"a {type(result).__name__}"
 
 
 def format_value(value: object) -> str:

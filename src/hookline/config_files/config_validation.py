@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -38,6 +39,8 @@ from hookline.options import OptionsError
 
 __all__ = ["ResolvedObjects", "check_objects", "validate"]
 
+_OPEN_SECTIONS = ("init_args", "loader", "hparams")  # mappings with keys of any name
+
 
 # -- keys and values ------------------------------------------------------------------------------
 
@@ -61,7 +64,8 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
     if error["type"] in UNKNOWN_FIELD_ERRORS:
         name, known = str(path[-1]), _fields_at(path[:-1])
         hint = f" The keys here are: {', '.join(known)}." if known else ""
-        return tree.problem(key, f"Unknown key '{name}'.{nearest(name, known)}{hint}")
+        hint = _indentation_hint(tree, path, key) or f"{nearest(name, known)}{hint}"
+        return tree.problem(key, f"Unknown key '{name}'.{hint}")
     if error["type"] == "missing":
         meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
@@ -70,11 +74,28 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
     return tree.problem(key, f"It is {format_value(error['input'])}. {_expectation(error)}.")
 
 
+def _indentation_hint(tree: ConfigTree, path: Key, key: Key) -> str:
+    """Return where an unknown key belongs, if it is a known key of another indentation."""
+    name = str(key[-1])
+    siblings: Any = tree.values
+    for part in key[:-1]:
+        siblings = siblings[part]
+    for above in takewhile(lambda sibling: sibling != name, siblings):
+        is_empty = siblings[above] is None
+        if is_empty and (above in _OPEN_SECTIONS or name in _fields_at((*path[:-1], above))):
+            return f" If it belongs to '{above}', which is empty, indent it below that key."
+    if len(key) > 1 and name in TrainingConfig.model_fields:
+        return f" If it is the section '{name}' of the file, do not indent it."
+    return ""
+
+
 def _expectation(error: dict[str, Any]) -> str:
     context = error.get("ctx", {})
     if error["type"] == "model_type":
         is_union = context["class_name"] == HooksByKind.__name__
-        return "Expected a mapping" + (" or a list" if is_union else "")
+        is_dashed = is_union and str(error["input"]).startswith("-")
+        hint = ", whose items have a space after the dash" if is_dashed else ""
+        return "Expected a mapping" + (f" or a list{hint}" if is_union else "")
     if error["type"] == "string_pattern_mismatch":
         return "Expected a class path, `package.module.Name`"
     if error["type"] == "value_error":  # raised by a validator of the models

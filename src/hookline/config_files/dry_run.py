@@ -21,6 +21,8 @@ from hookline.trainer.trainer import Trainer
 
 __all__ = ["dry_run"]
 
+_VALIDATED = ("val/", "eval/")
+
 
 def dry_run(training: Training) -> dict[str, Any]:
     """Run one training and one validation batch; return a description of the training.
@@ -75,24 +77,42 @@ def _first_batch(stream: Any, key: str) -> Any:
 
 
 def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
-    """Raise if a hook monitors a metric that the batches did not produce.
+    """Raise if a hook monitors a metric that nothing produces.
 
-    Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
+    Metrics of events that occur are not checked if others can be added to them: by several loaders
+    or by a user's hooks.
     """
     streams = [one for one in (trainer.train_data, trainer.val_data) if one is not None]
-    if any(len(one.names) > 1 for one in streams) or _users_add_metrics(trainer.hooks):
-        return
-    has_step_fn = trainer.step_fn is not None
-    metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
+    is_open = any(len(one.names) > 1 for one in streams) or _users_add_metrics(trainer.hooks)
+    never_validates = _why_it_never_validates(trainer)
+    metrics = {
+        "on_validation_end": val,
+        "on_epoch_end": [*train, *(val if never_validates is None else [])],
+    }
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, RequiresMetrics):
             continue
         event, monitored = hook.required_metrics(trainer)
         with _errors_name(f"the hook '{name}'"):
-            for metric in monitored if metrics[event] else ():  # empty: the event does not occur
-                if has_step_fn and not nearest(metric, metrics[event]):
-                    continue  # the step function may return it for other batches
-                require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
+            for metric in monitored:
+                may_be_added = is_open and event == "on_epoch_end"
+                needs_validation = event == "on_validation_end" or metric.startswith(_VALIDATED)
+                if never_validates is not None and needs_validation and not may_be_added:
+                    text = f"{type(hook).__name__} monitors the metric '{metric}', but"
+                    raise TrainingError(f"{text} {never_validates}")
+                may_come = trainer.step_fn is not None and not nearest(metric, metrics[event])
+                if not is_open and not may_come:  # a step function may return it for other batches
+                    require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
+
+
+def _why_it_never_validates(trainer: Trainer) -> str | None:
+    config = trainer.config
+    if not trainer.validates:
+        return "there is no validation data. Give it, in a config file as `data.val`."
+    if config.validate_every_epochs is config.validate_every_steps is None:
+        fields = "`validate_every_epochs` and `validate_every_steps`"
+        return f"the trainer never validates: {fields} are None. Set one of them."
+    return None
 
 
 def _users_add_metrics(hooks: HookRegistry) -> bool:

@@ -197,7 +197,10 @@ class HookConfig(StringShorthand):
     @model_validator(mode="after")
     def _is_named(self) -> Self:
         if self.name is None and self.class_path is None:
-            raise ValueError("A hook needs `name` or `class_path`")
+            extra = self.model_extra or {}
+            names = [name for name, value in extra.items() if value is None or type(value) is dict]
+            hint = f"such as `name: {[*names, 'early_stopping'][0]}`, with its options beside it"
+            raise ValueError(f"A hook needs `name` or `class_path`, {hint}")
         return self
 
     def item(self) -> dict[str, Any]:
@@ -233,6 +236,13 @@ class TrainingConfig(Config):
         default=[],
         description="packages that class paths may name, besides the folder of this file, "
         'hookline, torch, and installed packages with hooks; "*" for all. Class paths run code',
+    )
+    name: str | None = Field(default=None, min_length=1, description="the run's name")
+    tags: list[str] = Field(default=[], description="words to find the run by")
+    hparams: dict[str, Any] = Field(
+        default={},
+        description="hyperparameters to record with the run; other keys may refer to them, such as "
+        "`${hparams.lr}`",
     )
     seed: int | None = Field(
         default=None,

@@ -139,16 +139,54 @@ def _parse_yaml(text: str) -> ParsedFile:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        reason = " ".join(part for part in (error.context, error.problem) if part)
-        hint = " Indent with spaces: YAML does not allow tabs." if r"'\t'" in reason else ""
         line = None if mark is None else mark.line + 1
-        raise _ParseError(f"Not valid YAML: {reason}.{hint}", line) from None
+        reason = _explain_yaml(error, text.split("\n"))
+        raise _ParseError(f"Not valid YAML: {reason}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reason = f"the character {chr(error.character)!r} is not allowed"
         raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
         raise _ParseError(_TOO_DEEP) from None
+
+
+def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
+    """Return what is wrong and how to fix it; for rare mistakes, what the parser says."""
+    context, problem = error.context or "", error.problem or ""
+    mark, start = error.problem_mark, error.context_mark
+    in_words = f"{context} {problem}.".lstrip()
+    if mark is None or mark.line >= len(lines):  # YAML knows more line breaks
+        return in_words
+    if r"'\t'" in problem:
+        return "Indent with spaces: YAML does not allow tabs."
+    if "cannot start any token" in problem or "scanning an alias" in context:
+        at = start if "scanning an alias" in context else mark
+        first = lines[at.line][at.column : at.column + 1]
+        return f"A value that begins with '{first}' needs quotes."
+    if "quoted scalar" in context and "end of stream" in problem:
+        return f"The quote in line {start.line + 1} is not closed."
+    if "flow mapping" in context or "flow sequence" in context:
+        bracket = "{" if "mapping" in context else "["
+        return f"The '{bracket}' in line {start.line + 1} is not closed, or a comma is missing."
+    above = [i for i in range(mark.line) if lines[i].split("#")[0].strip()]
+    last = above[-1] if above else mark.line
+    indent, last_indent = (len(lines[i]) - len(lines[i].lstrip()) for i in (mark.line, last))
+    if "block collection" in context and mark.column == start.column:
+        return (
+            "A key follows a list at the indentation of its items. If it belongs to the last item, "
+            f"indent it by {start.column + 2} spaces."
+        )
+    if "mapping values are not allowed" in problem:
+        if re.match(r"[\s-]*\w+:[^\s/]", lines[last]):
+            return f"Line {last + 1} needs a space after the colon."
+        if indent <= last_indent:
+            return "A value that contains ': ' needs quotes."
+    elif "<block end>" not in problem:
+        return in_words
+    return (
+        f"The line is indented by {indent} spaces, which does not match the lines above it "
+        f"({last_indent} in line {last + 1}). Keys of one mapping need the same indentation."
+    )
 
 
 class _YamlConstructor:

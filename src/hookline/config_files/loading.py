@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hookline.config_files.config_tree import COMMAND_LINE, FileError, Problem, format_key
+from hookline.config_files.config_tree import (
+    COMMAND_LINE,
+    FileError,
+    Problem,
+    describe_result,
+    format_key,
+)
 from hookline.config_files.config_validation import check_objects, validate
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.trust import Trust, importable, is_in, load_object
@@ -116,7 +122,7 @@ def load_python(target: str, *overrides: str) -> Training:
         result = function(**arguments)
     trainer, *data = result if isinstance(result, tuple) else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:
-        found = f"a {type(result).__name__}"
+        found = describe_result(result)
         if isinstance(result, tuple):
             found += f" of {len(result)}: {', '.join(type(item).__name__ for item in result)}"
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from hookline.config.hook_items import SECTIONS
 from hookline.config_files.config_tree import ConfigTree, Key, Problem, format_value
 from hookline.config_files.file_model import HookConfig, LoaderConfig, TrainingConfig
+from hookline.config_files.trust import load_object
 from hookline.errors import nearest
 from hookline.options import Option
 
@@ -199,10 +200,18 @@ def find_argument_problems(spec: ObjectSpec, target: Any, tree: ConfigTree) -> l
 
 
 def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:
-    """Return why a value does not match its annotation; values with objects are not checked."""
-    if contains_object(value) or value == parameter.default:
+    """Return why a value does not match its annotation; values with objects are not checked.
+
+    A class that is passed on, with `call: false`, is compared with the annotation itself.
+    """
+    is_class = isinstance(value, Mapping) and value.get("call") is False
+    if (contains_object(value) and not is_class) or value == parameter.default:
         return None
     try:
+        if is_class:
+            value = load_object(value["class_path"])
+            if not isinstance(value, type):
+                return None
         called: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
         hint = get_type_hints(called, include_extras=True).get(parameter.name)
         if hint is None:
@@ -211,7 +220,14 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
         problem = option.find_problem(value)
     except Exception:  # annotations that only a type checker understands
         return None
-    return None if problem is None else f"It is {format_value(value)}. {problem}."
+    if problem is None:
+        return None
+    hint = ""
+    if is_class:
+        hint = " To create an instance, remove `call: false`."
+    elif isinstance(value, str) and _is_path(value) and "instance of" in problem:
+        hint = f" To create it, write {{class_path: {value}}}."
+    return f"It is {format_value(value)}. {problem}.{hint}"
 
 
 def contains_object(value: Any) -> bool:

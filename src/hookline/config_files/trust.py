@@ -152,7 +152,7 @@ def load_object(path: str) -> Any:
     if isinstance(found, ModuleType):
         kind = "a module; expected a class or a function in it"
     elif not callable(found):
-        kind = f"of type {type(found).__name__}; expected a class or a function"
+        kind = f"an instance of {type(found).__name__}; expected a class or a function"
     else:
         return found
     raise LookupError(f"It is {kind}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
@@ -28,6 +28,9 @@ class Entry:
     after: str | None = None
     status: HookStatus = "enabled"
     strict: bool = False
+    is_default: bool = False
+    """Whether the loop registered the hook itself, to be called after all others."""
+
     failures: int = 0
     last_error: str | None = None
     call_stats: dict[str, CallStats] = field(default_factory=dict)
@@ -46,9 +49,14 @@ class Entry:
     @property
     def rank(self) -> int:
         """The hook's rank in the order; forward hooks and updates stay in registration order."""
-        rank = type(self.hook).hookline_rank
-        in_flow = self.hook.hookline_kind in FLOWS and rank is not Rank.DEFAULT
-        return Rank.USER if in_flow else rank
+        if self.is_default:
+            return Rank.DEFAULT
+        return Rank.USER if self.hook.hookline_kind in FLOWS else type(self.hook).hookline_rank
+
+    def registration(self) -> dict[str, Any]:
+        """Return the arguments of `add_hook` that register the hook in the same way."""
+        place = {"before": self.before, "after": self.after}
+        return {**asdict(self.schedule), **place, "strict": self.strict, "enabled": self.enabled}
 
     @property
     def enabled(self) -> bool:

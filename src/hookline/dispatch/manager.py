@@ -38,7 +38,7 @@ from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import Entry, RemovedEntry, choose_name
 from hookline.dispatch.failures import FailureHandler
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
-from hookline.dispatch.order import check_order, find_place
+from hookline.dispatch.order import check_order, find_place, registration_order
 from hookline.dispatch.settings import HookSettings, Schedule
 from hookline.errors import (
     NameTakenError,
@@ -69,7 +69,7 @@ class HookManager:
 
     def __init__(
         self,
-        hooks: Iterable[Hook] | None = None,
+        hooks: Iterable[Hook] | HookManager | None = None,
         *,
         source: object | None = None,
         settings: HookSettings | None = None,
@@ -149,8 +149,14 @@ class HookManager:
 
     register_hook = add_hook
 
-    def register_hooks(self, hooks: Iterable[Hook]) -> list[str]:
-        """Register several hooks in this order and return their names."""
+    def register_hooks(self, hooks: Iterable[Hook] | HookManager) -> list[str]:
+        """Register several hooks in this order and return their names.
+
+        Those of another manager keep their names, schedules, order and status.
+        """
+        if isinstance(hooks, HookManager):
+            entries = registration_order(hooks._entries)
+            return [self.add_hook(e.hook, e.name, **e.registration()) for e in entries]
         return [self.add_hook(hook) for hook in hooks]
 
     def remove_hook(self, name: str) -> Hook:

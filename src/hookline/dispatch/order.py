@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hookline.dispatch.entry import Entry
 from hookline.errors import OrderError
 
-__all__ = ["check_order", "find_place"]
+__all__ = ["check_order", "find_place", "registration_order"]
 
 
 def find_place(new: Entry, entries: Sequence[Entry], *, by_rank: bool = True) -> int:
@@ -43,6 +43,20 @@ def find_place(new: Entry, entries: Sequence[Entry], *, by_rank: bool = True) ->
     while 0 < place < len(entries) and entries[place - 1].before == entries[place].name:
         place -= 1  # hooks placed directly before another stay there
     return place
+
+
+def registration_order(entries: Sequence[Entry]) -> list[Entry]:
+    """Return entries so that each follows those that its `before` and `after` name.
+
+    Registering them in this order results in the same calling order.
+    """
+    ordered: list[Entry] = []
+    names: set[str | None] = {None}
+    while len(ordered) < len(entries):
+        found = next(e for e in entries if e.name not in names and {e.before, e.after} <= names)
+        ordered.append(found)
+        names.add(found.name)
+    return ordered
 
 
 def check_order(entries: Sequence[Entry]) -> None:

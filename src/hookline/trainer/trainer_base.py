@@ -10,10 +10,11 @@ from typing import Any, Literal, Never, get_args
 
 import torch
 
-from hookline.config.hook_items import make_hook
+from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
+from hookline.dispatch import HookManager
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
@@ -69,14 +70,15 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         loss_fn: Callable[..., Any] | None = None,
         step_fn: Callable[..., Any] | None = None,
         tokens_fn: Callable[[Any], int] | Literal["auto"] | None = "auto",
-        hooks: Iterable[Hook] | Mapping[str, Any] = (),
+        hooks: Iterable[Hook] | HookManager | Mapping[str, Any] = (),
         hparams: Mapping[str, Any] | None = None,
         name: str | None = None,
         tags: Iterable[str] = (),
         **unknown: Never,
     ) -> None:
         check_arguments(config, model, optimizers, loss_fn, step_fn, unknown)
-        self.config = checked_config(config)
+        fields, listed_hooks = split_hooks(config)
+        self.config = checked_config(fields)
         self.device = device_for(self.config.device, checked_model(model))
         self.strategy = SingleProcess(self.device, self.config.precision)
         self.model, self.optimizers = self.strategy.prepare(
@@ -105,9 +107,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._watch = ModelWatch(self.model, self._before_forward, self._after_forward)
         configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
         self.hooks = HookRegistry(self.config.hooks, hooks=given, source=self._context)
+        self.hooks.add_configured(listed_hooks)
         self.hooks.add_configured(configured)
-        if "identity" not in self.hooks:
-            self.hooks.add_hook(Identity())
+        self.hooks.add_default(Identity())
         self._dispatchers = self.hooks.dispatchers
         self.hooks.on_change = self._hooks_changed
         self._hooks_changed()

@@ -13,7 +13,7 @@ import torch
 from pydantic import PositiveFloat
 
 from hookline.errors import LoopError
-from hookline.hook import Rank, UpdateHook
+from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import match_parameters, parameters_by_name
 from hookline.tensors.sharded import whole
@@ -55,7 +55,6 @@ class _PatternUpdate(BuiltIn, UpdateHook):
 class Identity(BuiltIn, UpdateHook):
     """Passes gradients through unchanged. Every trainer has it."""
 
-    hookline_rank = Rank.DEFAULT
     hookline_no_op = True
     cost = "Nothing is copied or computed."
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hookline.dispatch import HookSettings
+from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.session import Session, describe
@@ -22,7 +22,7 @@ __all__ = ["attach"]
 def attach(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    hooks: Iterable[Hook] = (),
+    hooks: Iterable[Hook] | HookManager = (),
     *,
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -45,7 +45,8 @@ def attach(
     Args:
         model: the model as the loop calls it (the compiled or wrapped one, if there is one).
         optimizer: the optimizer, or several. A step is complete when each of them has stepped.
-        hooks: hooks to register, in this order.
+        hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
+            schedules and order.
         scheduler: the learning-rate scheduler, for hooks that read `trainer.scheduler`.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
         config: the configuration, for hooks that ask for `config`.

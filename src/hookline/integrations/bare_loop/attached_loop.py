@@ -43,7 +43,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self,
         model: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        hooks: Iterable[Hook],
+        hooks: Iterable[Hook] | HookManager,
         *,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
