@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,6 +162,22 @@ def test_rows_are_a_list_and_a_frame_is_asked_for(finished: hookline.Trainer) ->
     assert list(run.frame(kind="text")["value"]) == ["<b>hello</b>"]
 
 
+def test_the_type_of_metrics_does_not_depend_on_pandas(
+    finished: hookline.Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Frame:
+        def __init__(self, rows: list[dict[str, Any]], columns: Any) -> None:
+            self.rows, self.columns = rows, columns
+
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=Frame))
+    run = open_run(finished.run.path)
+    rows = run.metrics("val/*")
+    assert type(rows) is list
+    frame = run.frame("val/*")
+    assert isinstance(frame, Frame)
+    assert (frame.rows, list(frame.columns)) == (rows, list(rows[0]))
+
+
 def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
     finished: hookline.Trainer,
 ) -> None:
@@ -195,6 +213,60 @@ def test_events_are_there_and_can_be_chosen(finished: hookline.Trainer) -> None:
     assert [e["kind"] for e in run.events()] == ["start", "checkpoint", "checkpoint", "end"]
     assert [e["step"] for e in run.events("checkpoint")] == [2, 6]
     assert [e["kind"] for e in run.events("end", "start")] == ["start", "end"]
+
+
+def test_results_are_those_of_the_rows_whatever_lines_are_between_them(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    values = [0.5, -3, 1e-7, 2e20, math.nan, math.inf, -math.inf, 10**30, True]
+    names = ["train/loss", 'a "quoted"\\name', "größe", "x"]
+    for step in range(300):
+        for i, name in enumerate(names):
+            run.log(step, None if step % 2 else 0, name, values[(step + i) % len(values)])
+        if step % 100 == 50:
+            run.log(step, 0, "x", "a\rb", kind="text")
+            run.log(cast(int, None), 0, "x", 7.5)
+            run.log(step, 0, "x", object())
+    run.close()
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"v": 1, "st{"v": 1, "step": 3, "epoch": 0}\nbroken\n')
+        file.write(b'{"value": 8.25, "v": 1, "step": 900, "name": "x", "kind": "scalar"}\n')
+        file.write(b'{"v": 7, "step": 901, "name": "x", "kind": "scalar", "value": -99}\n')
+    opened = open_run(run.path)
+    results = opened.results()
+    for name, result in results.items():
+        rows = [row for row in opened.metrics(kind="scalar") if row["name"] == name]
+        finite = [float(row["value"]) for row in rows if math.isfinite(row["value"])]
+        assert (result.count, result.last_step) == (len(rows), rows[-1]["step"])
+        assert (result.lowest, result.highest) == (min(finite), max(finite))
+        first = next(row for row in rows if row["value"] == result.lowest)
+        assert result.lowest_step == first["step"]
+    assert list(results) == names
+    assert (results["x"].last, results["x"].last_step) == (8.25, 900)
+    assert results["x"].count == 300 + 3 + 1
+    lines = 300 * 4 + 9
+    assert opened.damage == [
+        f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}, {lines + 2})",
+        "metrics.jsonl: records of version 7 were skipped; this hookline reads up to 1. Install a "
+        "newer one: pip install -U hookline",
+    ]
+
+
+def test_a_long_run_is_shown_without_keeping_its_values(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    for step in range(40_000):
+        run.log(step, 0, "train/loss", 1 / (step + 1))
+    run.close()
+    opened = open_run(run.path)
+    str(opened)
+    tracemalloc.start()
+    try:
+        assert "40000" in str(opened)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = (run.path / "metrics.jsonl").stat().st_size
+    assert size > 4 * 2**20
+    assert peak < 3 * 2**20
 
 
 def test_results_have_the_last_and_the_best_value(tmp_path: Path) -> None:

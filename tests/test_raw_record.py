@@ -257,7 +257,42 @@ def test_hooks_may_come_and_go_and_the_losses_stay(tmp_path: Path) -> None:
         train(model, optimizer, batches(1))
     run = only(tmp_path)
     assert [step for step, _, _ in rows(run, "train/loss")] == [1, 2, 3]
-    assert [event["hooks"] for event in run.events("hooks")] == [{"one": "enabled"}, {}]
+    events = [event["hooks"] for event in run.events("hooks")]
+    assert events == [{"one": "enabled"}, {"one": "removed"}]
+
+
+def test_a_change_of_hooks_writes_only_what_changed(tmp_path: Path) -> None:
+    model, optimizer = make()
+    first = {f"early{i}": recorder("on_train_end") for i in range(3)}
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for name, hook in first.items():
+            session.add_hook(hook, name)
+        train(model, optimizer, batches(1))
+        for i in range(100):
+            session.add_hook(recorder("on_train_end"), f"late{i}")
+        session.disable_hook("early1")
+        session.disable_hook("early1")
+        session.remove_hook("late7")
+    events = [event["hooks"] for event in only(tmp_path).events("hooks")]
+    assert events[-3:] == [{"late99": "enabled"}, {"early1": "disabled"}, {"late7": "removed"}]
+    assert all(len(hooks) == 1 for hooks in events)
+
+
+def test_a_failure_at_the_end_of_training_is_in_the_manifest(tmp_path: Path) -> None:
+    class Report(hookline.Hook):
+        critical = True
+
+        def on_train_end(self) -> None:
+            raise OSError("no report")
+
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer, hooks=[Report()], runs=tmp_path)
+    train(model, optimizer, batches(1))
+    with pytest.raises(hookline.HooklineError, match="no report"):
+        session.detach()
+    manifest = only(tmp_path).manifest
+    assert manifest["status"] == manifest["parts"][-1]["status"] == "error"
+    assert "no report" in manifest["last_error"]
 
 
 def test_how_it_ended_is_in_the_manifest(tmp_path: Path) -> None:

@@ -304,6 +304,27 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.getMessage().startswith("Run ")]
 
 
+@pytest.mark.parametrize("error", [OSError("no report"), KeyboardInterrupt()])
+def test_a_critical_failure_at_the_end_of_training_is_how_the_run_ended(
+    tmp_path: Path, error: BaseException
+) -> None:
+    class Report(hookline.Hook):
+        critical = True
+
+        def on_train_end(self) -> None:
+            raise error
+
+    training = trainer(tmp_path, Report())
+    with pytest.raises((hookline.HooklineError, KeyboardInterrupt)):
+        training.fit(batches(1))
+    (folder,) = tmp_path.iterdir()
+    run = open_run(folder)
+    status = "error" if isinstance(error, OSError) else "interrupted"
+    assert run.status == run.manifest["parts"][-1]["status"] == training.status == status
+    assert run.events("end")[0]["status"] == status
+    assert str(error) in run.manifest["last_error"]
+
+
 def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) -> None:
     from hookline.hook import Rank
     from hookline.options import BuiltIn

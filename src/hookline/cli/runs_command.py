@@ -155,12 +155,13 @@ def _commit(git: dict[str, Any]) -> str:
 
 
 def _as_dict(run: OpenedRun) -> dict[str, Any]:
+    results, damage = run.results_and_damage()
     return {
         **run.overview(),
         "manifest": run.manifest,
-        "results": {name: asdict(result) for name, result in run.results().items()},
-        "checkpoints": [asdict(one) for one in run.checkpoints()],
-        "damage": run.damage,
+        "results": {name: asdict(result) for name, result in results.items()},
+        "checkpoints": [asdict(checkpoint) for checkpoint in run.checkpoints()],
+        "damage": damage,
     }
 
 

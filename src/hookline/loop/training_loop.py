@@ -97,8 +97,7 @@ class TrainingLoop(HooksMixin[Manager]):
         self._watch_model()
         self._sync_probes()
         if self._recorder is not None:
-            statuses = {info.name: info.status for info in self.hooks.describe()}
-            self._recorder.event("hooks", step=self._context.step, hooks=statuses)
+            self._recorder.hooks_changed(self._context.step, self.hooks.describe())
 
     def _watch_model(self) -> None:
         raise NotImplementedError

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
 __all__ = [
-    *("VERSION", "InvalidValue", "JsonlContents", "JsonlFile", "MetricsLog", "encode_line"),
-    *("read_jsonl", "read_jsonl_backwards", "read_records"),
+    *("VERSION", "InvalidValue", "JsonlFile", "JsonlReader", "MetricsLog", "encode_line"),
+    *("read_jsonl_backwards", "read_records"),
 ]
 
 log = logging.getLogger("hookline")
@@ -30,7 +29,7 @@ log = logging.getLogger("hookline")
 VERSION = 1
 """The schema version of records, in the field `v`."""
 
-_BLOCK_SIZE = 1 << 16
+_BLOCK_SIZE = 1 << 18
 
 
 class JsonlFile:
@@ -169,14 +168,6 @@ def _quote(name: str) -> str:
 # -- reading --------------------------------------------------------------------------------------
 
 
-@dataclass
-class JsonlContents:
-    """The records of a file, and a description of what is damaged in it."""
-
-    records: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    damage: list[str] = field(default_factory=list[str])
-
-
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines."""
     with Path(path).open("rb") as file:
@@ -185,43 +176,75 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def read_jsonl(file: Path, *, growing: bool = False) -> JsonlContents:
-    """Return all records of a file, and what is damaged.
+class JsonlReader:
+    """Reads a file's records without keeping them, and notes what is damaged in it.
 
     Args:
         file: `metrics.jsonl` or `events.jsonl`.
         growing: The file may still be written: then an incomplete last line is not damage.
     """
-    contents = JsonlContents()
-    damaged: list[int] = []
-    newer: set[Any] = set()
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                record = _parse_line(line)
-                if not line.endswith(b"\n"):
-                    if not growing:
-                        contents.damage.append(f"{file.name}: its last line is incomplete")
-                elif record is None:
-                    damaged.append(number)
-                elif not _is_known(record):
-                    newer.add(record.get("v"))
-                else:
-                    contents.records.append(record)
-    except FileNotFoundError:
-        contents.damage.append(f"{file.name} is missing")
-    except OSError as error:
-        contents.damage.append(f"{file.name} cannot be read: {error}")
-    if damaged:
-        numbers = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-        contents.damage.append(f"{file.name}: {len(damaged)} lines cannot be read (line {numbers})")
-    if newer:
-        versions = ", ".join(sorted(map(str, newer)))
-        contents.damage.append(
-            f"{file.name}: records of version {versions} were skipped; this hookline reads up to "
-            f"{VERSION}. Install a newer one: pip install -U hookline"
-        )
-    return contents
+
+    def __init__(self, file: Path, *, growing: bool = False) -> None:
+        self._file = file
+        self._growing = growing
+        self._lines = 0
+        self._damaged_lines: list[int] = []
+        self._newer_versions: set[str] = set()
+        self._problems: list[str] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for block in self.blocks():
+            for line in block[:-1].split(b"\n"):
+                if (record := self.parse(line)) is not None:
+                    yield record
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield blocks of complete lines. `parse` every line, or count them with `skip`."""
+        name = self._file.name
+        try:
+            with self._file.open("rb") as file:
+                while block := file.read(_BLOCK_SIZE):
+                    block += file.readline()
+                    if not block.endswith(b"\n"):
+                        block = block[: block.rfind(b"\n") + 1]
+                        if not self._growing:
+                            self._problems.append(f"{name}: its last line is incomplete")
+                    if block:
+                        yield block
+        except FileNotFoundError:
+            self._problems.append(f"{name} is missing")
+        except OSError as error:
+            self._problems.append(f"{name} cannot be read: {error}")
+
+    def skip(self, lines: int) -> None:
+        """Count lines that are read without `parse`."""
+        self._lines += lines
+
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """Return the record of the next line; None if it is damaged or of a newer version."""
+        self._lines += 1
+        record = _parse_line(line)
+        if record is None:
+            self._damaged_lines.append(self._lines)
+        elif not _is_known(record):
+            self._newer_versions.add(str(record.get("v")))
+            return None
+        return record
+
+    @property
+    def damage(self) -> list[str]:
+        """What is damaged, one line each; complete when everything has been read."""
+        name, lines, problems = self._file.name, self._damaged_lines, [*self._problems]
+        if lines:
+            numbers = ", ".join(map(str, lines[:5])) + (" …" if len(lines) > 5 else "")
+            problems.append(f"{name}: {len(lines)} lines cannot be read (line {numbers})")
+        if self._newer_versions:
+            versions = ", ".join(sorted(self._newer_versions))
+            problems.append(
+                f"{name}: records of version {versions} were skipped; this hookline reads up to "
+                f"{VERSION}. Install a newer one: pip install -U hookline"
+            )
+        return problems
 
 
 def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:

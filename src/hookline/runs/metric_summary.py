@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MetricSummary", "is_better_when_low", "parse_number", "summarize_metrics"]
+from hookline.runs.jsonl_file import JsonlReader
+
+__all__ = [
+    *("MetricSummary", "is_better_when_low", "is_repeated", "parse_number", "summarize_metrics"),
+]
+
+# A line as the metrics log writes most. The groups are step, time, name and value.
+_SCALAR_LINE = re.compile(
+    rb'^{"v": 1, "step": (-?\d++), "epoch": (?>-?\d++|null), "time": (\d++\.\d++), '
+    rb'"name": ("[^"\\\n]*+"), "kind": "scalar", '
+    rb'"value": "?(-?\d++(?:\.\d++)?(?:e[+-]?\d++)?|-?Infinity|NaN)"?}$',
+    re.MULTILINE,
+)
 
 _LOW = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|bits|divergence")
 _HIGH = re.compile(
@@ -35,28 +48,86 @@ class MetricSummary:
     best_step: Any = None
 
 
-def summarize_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, MetricSummary]:
-    """Return a summary of each scalar metric, by name, in the order of their first values."""
-    summaries: dict[str, MetricSummary] = {}
-    for row in rows:
-        if row.get("kind") != "scalar":
-            continue
-        value, step = parse_number(row.get("value")), row.get("step")
-        summary = summaries.setdefault(str(row.get("name")), MetricSummary())
-        summary.count += 1
-        summary.last, summary.last_step = value, step
-        if not math.isfinite(value):
-            continue
-        if summary.lowest is None or value < summary.lowest:
-            summary.lowest, summary.lowest_step = value, step
-        if summary.highest is None or value > summary.highest:
-            summary.highest, summary.highest_step = value, step
-    for name, summary in summaries.items():
-        is_low_better = is_better_when_low(name)
-        if is_low_better is not None:
-            summary.best = summary.lowest if is_low_better else summary.highest
-            summary.best_step = summary.lowest_step if is_low_better else summary.highest_step
-    return summaries
+class _Accumulator:
+    __slots__ = ("count", "highest", "highest_step", "last", "last_step", "lowest", "lowest_step")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = math.nan
+        self.lowest, self.highest = math.inf, -math.inf
+        self.last_step = self.lowest_step = self.highest_step = b"null"  # decoded at the end
+
+    def summary(self, name: str) -> MetricSummary:
+        summary = MetricSummary(self.count, self.last, json.loads(self.last_step))
+        if self.lowest <= self.highest:  # there were finite values
+            summary.lowest, summary.lowest_step = self.lowest, json.loads(self.lowest_step)
+            summary.highest, summary.highest_step = self.highest, json.loads(self.highest_step)
+            is_low_better = is_better_when_low(name)
+            if is_low_better is not None:
+                summary.best = summary.lowest if is_low_better else summary.highest
+                summary.best_step = summary.lowest_step if is_low_better else summary.highest_step
+        return summary
+
+
+def summarize_metrics(
+    reader: JsonlReader, starts: Sequence[tuple[float, int]] = ()
+) -> dict[str, MetricSummary]:
+    """Return a summary of each scalar metric, by name, in the order of their first values.
+
+    Usual lines are read with a pattern, in blocks: a run may have millions of values, and parsing
+    JSON takes several times as long.
+
+    Args:
+        reader: The metrics log.
+        starts: The starts of a resumed run: values of steps that were trained again are skipped.
+    """
+    accumulators: dict[str, _Accumulator] = {}
+    by_encoded_name: dict[bytes, _Accumulator] = {}
+    for block in reader.blocks():
+        scalars: list[tuple[bytes, ...]] = _SCALAR_LINE.findall(block)
+        if len(scalars) == block.count(b"\n"):
+            reader.skip(len(scalars))
+        else:  # there are other lines between them
+            parsed = (_parse_scalar(reader, line) for line in block[:-1].split(b"\n"))
+            scalars = [scalar for scalar in parsed if scalar is not None]
+        for step, seconds, encoded_name, number in scalars:
+            if starts and seconds and is_repeated(float(seconds), int(step), starts):
+                continue
+            metric = by_encoded_name.get(encoded_name)
+            if metric is None:
+                metric = accumulators.setdefault(json.loads(encoded_name), _Accumulator())
+                by_encoded_name[encoded_name] = metric
+            value = float(number)
+            metric.count += 1
+            metric.last, metric.last_step = value, step
+            if value < metric.lowest and value != -math.inf:  # never true for NaN
+                metric.lowest, metric.lowest_step = value, step
+            if value > metric.highest and value != math.inf:
+                metric.highest, metric.highest_step = value, step
+    return {name: metric.summary(name) for name, metric in accumulators.items()}
+
+
+def is_repeated(logged: Any, step: Any, starts: Sequence[tuple[float, int]]) -> bool:
+    """Return whether a step that was logged at some time was trained again after a later start."""
+    if not isinstance(logged, float) or type(step) is not int:
+        return False
+    return any(logged < started and step > completed for started, completed in starts)
+
+
+def _parse_scalar(reader: JsonlReader, line: bytes) -> tuple[bytes, ...] | None:
+    """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
+    match = _SCALAR_LINE.fullmatch(line)
+    if match is not None:
+        reader.skip(1)
+        return match.groups()
+    record = reader.parse(line)
+    if record is None or record.get("kind") != "scalar":
+        return None
+    step, seconds = record.get("step"), record.get("time")
+    is_dated = isinstance(seconds, float) and type(step) is int
+    name, value = json.dumps(str(record.get("name"))), parse_number(record.get("value"))
+    texts = (json.dumps(step), repr(seconds) if is_dated else "", name, repr(value))
+    return tuple(text.encode() for text in texts)
 
 
 def is_better_when_low(name: str) -> bool | None:

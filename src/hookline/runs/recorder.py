@@ -31,6 +31,7 @@ class Recorder:
         self._root = root
         self.run: Run | None = None  # None also after the run has ended
         self.run_id: str | None = None
+        self._hook_statuses: dict[str, str] = {}  # as they were written last
 
     def begin(
         self,
@@ -57,8 +58,10 @@ class Recorder:
         config = mask_secrets(config)
         fields: dict[str, Any] = {"config": config, "seed": seed, "device": device}
         fields["hooks"] = [mask_secrets(_describe_hook(info)) for info in hooks]
+        self._hook_statuses = {info.name: info.status for info in hooks}
         if isinstance(self._root, Run):
             self.run = self._root
+            self._hook_statuses = {}  # its manifest does not have these hooks
         elif resumed_run is not None:
             self.run = Run.open(resumed_run, resume=True, **fields)
         elif self._root is not None:
@@ -95,6 +98,18 @@ class Recorder:
     def epoch(self, step: int, epoch: int | None, means: Mapping[str, Any]) -> None:
         """Record the means of an epoch as `<name>_epoch`, apart from the values of its steps."""
         self.metrics(step, epoch, {f"{name}_epoch": value for name, value in means.items()})
+
+    def hooks_changed(self, step: int, hooks: Sequence[HookInfo]) -> None:
+        """Record the status of the hooks that were added, removed or toggled."""
+        if self.run is None:
+            return
+        now = {info.name: str(info.status) for info in hooks}
+        removed = dict.fromkeys(self._hook_statuses.keys() - now, "removed")
+        known = self._hook_statuses
+        changed = {name: s for name, s in now.items() if known.get(name) != s} | removed
+        if changed:
+            self.run.event("hooks", step=step, hooks=changed)
+        self._hook_statuses = now
 
     def flush(self) -> None:
         """Flush what was recorded so far to the disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -16,9 +16,14 @@ from hookline.errors import RunError
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
-from hookline.runs.jsonl_file import JsonlContents, read_jsonl, read_jsonl_backwards
+from hookline.runs.jsonl_file import JsonlReader, read_jsonl_backwards
 from hookline.runs.manifest import last_write_time, read_run_manifest
-from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
+from hookline.runs.metric_summary import (
+    MetricSummary,
+    is_repeated,
+    parse_number,
+    summarize_metrics,
+)
 from hookline.runs.run_lookup import find_run
 
 __all__ = ["OpenedRun", "open_run"]
@@ -83,14 +88,7 @@ class OpenedRun:
     @property
     def damage(self) -> list[str]:
         """What is damaged or missing, one line each. Reads all files."""
-        growing = self.status == "training"
-        problem = self._read_manifest()[1]
-        return [
-            *([] if problem is None else [problem]),
-            *self._read_log("metrics.jsonl", growing).damage,
-            *self._read_log("events.jsonl", growing).damage,
-            *read_checkpoints(self._checkpoint_folder)[1],
-        ]
+        return self.results_and_damage()[1]
 
     @property
     def seconds(self) -> float | None:
@@ -117,13 +115,13 @@ class OpenedRun:
             repeated: Also include steps that were trained again because the run was resumed from
                 an earlier checkpoint. By default only the last time is included.
         """
-        records = self._read_log("metrics.jsonl", growing=True).records
-        starts = [] if repeated else self._part_starts()
+        records = JsonlReader(self.path / "metrics.jsonl", growing=True)
+        starts = [] if repeated else _part_starts(self.events())
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
         return [
             _row(record)
             for record in records
-            if not _is_repeated(record, starts)
+            if not is_repeated(record.get("time"), record.get("step"), starts)
             if kind is None or record.get("kind") == kind
             if not patterns or any(fnmatchcase(str(record.get("name")), p) for p in patterns)
         ]
@@ -139,7 +137,7 @@ class OpenedRun:
 
     def events(self, *kinds: str) -> list[Row]:
         """Return the events, all or those of some kinds: starts, checkpoints, toggles, the end."""
-        records = self._read_log("events.jsonl", growing=True).records
+        records = JsonlReader(self.path / "events.jsonl", growing=True)
         events = [{name: v for name, v in record.items() if name != "v"} for record in records]
         return [event for event in events if not kinds or event.get("kind") in kinds]
 
@@ -153,7 +151,17 @@ class OpenedRun:
 
     def results(self) -> dict[str, MetricSummary]:
         """Return the last and best value of each scalar metric, by name."""
-        return summarize_metrics(self.metrics(kind="scalar"))
+        return self.results_and_damage()[0]
+
+    def results_and_damage(self) -> tuple[dict[str, MetricSummary], list[str]]:
+        """Return `results()` and `damage`, reading each file once."""
+        problem, growing = self._read_manifest()[1], self.status == "training"
+        metrics = JsonlReader(self.path / "metrics.jsonl", growing=growing)
+        events = JsonlReader(self.path / "events.jsonl", growing=growing)
+        results = summarize_metrics(metrics, _part_starts(events))
+        damage = [] if problem is None else [problem]
+        damage += metrics.damage + events.damage + read_checkpoints(self._checkpoint_folder)[1]
+        return results, damage
 
     def overview(self) -> dict[str, Any]:
         """Return the main facts of the run. It reads only the ends of files: fast for long runs."""
@@ -176,27 +184,15 @@ class OpenedRun:
 
     def _read_latest(self) -> tuple[int | None, float | None]:
         step: int | None = None
-        starts = self._part_starts()
+        starts = _part_starts(self.events())
         for record in read_jsonl_backwards(self.path / "metrics.jsonl"):
-            if _is_repeated(record, starts):
+            if is_repeated(record.get("time"), record.get("step"), starts):
                 continue
             if step is None and type(record.get("step")) is int:
                 step = record["step"]
             if record.get("name") == "train/loss":
                 return step, parse_number(record.get("value"))
         return step, None
-
-    def _read_log(self, name: str, growing: bool) -> JsonlContents:
-        return read_jsonl(self.path / name, growing=growing)
-
-    def _part_starts(self) -> list[tuple[float, int]]:
-        """Return the time and completed steps at each start of a resumed run."""
-        starts = [
-            (event["time"], event["step"])
-            for event in self.events("start", "resumed")
-            if isinstance(event.get("time"), float) and type(event.get("step")) is int
-        ]
-        return starts if len(starts) > 1 else []
 
     def __repr__(self) -> str:
         return format_run_line(self.overview())
@@ -208,7 +204,8 @@ class OpenedRun:
         return self._format(html=True)
 
     def _format(self, *, html: bool) -> str:
-        parts = (self.overview(), self.manifest, self.results(), self.checkpoints(), self.damage)
+        results, damage = self.results_and_damage()
+        parts = (self.overview(), self.manifest, results, self.checkpoints(), damage)
         return format_run(*parts, html=html)
 
 
@@ -234,12 +231,15 @@ def _row(record: Row) -> Row:
     return row
 
 
-def _is_repeated(record: Row, starts: list[tuple[float, int]]) -> bool:
-    """Return whether the record's step was trained again after a later start."""
-    logged, step = record.get("time"), record.get("step")
-    if not isinstance(logged, float) or type(step) is not int:
-        return False
-    return any(logged < started and step > completed for started, completed in starts)
+def _part_starts(events: Iterable[Row]) -> list[tuple[float, int]]:
+    """Return the time and completed steps at each start of a resumed run."""
+    starts = [
+        (event["time"], event["step"])
+        for event in events
+        if event.get("kind") in ("start", "resumed")
+        if isinstance(event.get("time"), float) and type(event.get("step")) is int
+    ]
+    return starts if len(starts) > 1 else []
 
 
 def _timestamp(text: Any) -> float | None:

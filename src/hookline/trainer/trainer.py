@@ -489,8 +489,11 @@ class Trainer(TrainerBase):
         try:
             if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
                 self._dispatchers.on_train_end(context)
-        except HooklineError:
-            if not failed:
+        except BaseException as error:
+            if not failed or not isinstance(error, HooklineError):
+                interrupted = isinstance(error, KeyboardInterrupt)
+                context.status = "interrupted" if interrupted else "error"
+                context.exception = error
                 raise
             log.exception("A hook failed in on_train_end.")
         finally:

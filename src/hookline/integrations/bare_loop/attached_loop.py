@@ -190,6 +190,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
                 self._context.status = "stopped" if ends_early else "completed"
             if self.started:
                 self._fire("on_train_end")
+        except BaseException as error:
+            if self._context.exception is None:
+                self._context.status, self._context.exception = "error", error
+            raise
         finally:
             self._sync_probes()
             self._step_watch.detach()
