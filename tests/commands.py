@@ -8,8 +8,14 @@ import sys
 from pathlib import Path
 
 HOOKLINE = [sys.executable, "-m", "hookline"]
-# One thread: as fast for small models, and the time depends less on other processes.
-ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "COLUMNS": "100",
+    "NO_COLOR": "1",
+    # One thread: as fast for small models, and the time depends less on other processes.
+    "OMP_NUM_THREADS": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
 
 
 def run_command(

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from commands import ENVIRONMENT, run_command, run_hookline
 
-PATH = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
 FILES = ["hooks.py", "model.py", "test_hooks.py", "train.schema.json", "train.yaml"]
 
 
@@ -134,7 +133,7 @@ def start(project: Path, log: Path, **variables: str) -> subprocess.Popen[str]:
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**ENVIRONMENT, "PATH": PATH, **slurm, **variables},
+            env={**ENVIRONMENT, **slurm, **variables},
             start_new_session=True,
         )
 
@@ -179,7 +178,7 @@ def test_a_job_whose_time_runs_out_goes_back_into_the_queue(tmp_path: Path) -> N
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     log = tmp_path / "log"
-    job = start(tmp_path, log, PATH=f"{tools}{os.pathsep}{PATH}")
+    job = start(tmp_path, log, PATH=f"{tools}{os.pathsep}{ENVIRONMENT['PATH']}")
     wait_for("training train train.yaml --resume", log, job)
     time.sleep(0.2)  # until it waits
     os.kill(job.pid, 10)  # USR1, as #SBATCH --signal says
