@@ -153,7 +153,7 @@ def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
     assert os.access(tmp_path / "job.sh", os.X_OK)
     log = tmp_path / "log"
     job = start(tmp_path, log)
-    wait_for("epoch 2/3", log, job)
+    wait_for("epoch 2/3  step 218", log, job)  # after the checkpoint of step 200
     os.killpg(job.pid, 9)  # as Slurm does when the time to end is over
     job.wait()
     log.write_text("")
