@@ -1,4 +1,4 @@
-"""Small real models and loops, shared by the tests."""
+"""Small real models, loops and trainers, shared by the tests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline
+from hookline import Trainer, TrainerConfig
 from hookline.events import EVENTS
 
 
@@ -42,6 +43,65 @@ def batches(n: int, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
         (torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator))
         for _ in range(n)
     ]
+
+
+def config(**fields: Any) -> TrainerConfig:
+    """Return a configuration without run folder and display, unless the fields ask for them."""
+    return TrainerConfig(**{"runs": None, "progress": "off", **fields})
+
+
+def make_trainer(
+    *hooks: hookline.Hook,
+    model: nn.Module | None = None,
+    optimizers: Any = None,
+    forward: Iterable[Callable[..., Any]] = (),
+    updates: Iterable[Callable[..., Any]] = (),
+    **options: Any,
+) -> Trainer:
+    """Return a trainer with these hooks, and with functions as forward hooks and updates.
+
+    Args:
+        hooks: the hooks.
+        model: the model; by default a small one, always with the same weights.
+        optimizers: the optimizers; by default SGD for all parameters.
+        forward: functions to register as forward hooks.
+        updates: functions to register as updates.
+        options: the fields of `TrainerConfig`, and the other arguments of `Trainer`.
+    """
+    own_model, own_optimizer = make()
+    if model is not None and optimizers is None:
+        own_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = ("schedulers", "loss_fn", "step_fn", "tokens_fn")
+    arguments = {name: options.pop(name) for name in names if name in options}
+    trainer = Trainer(
+        config(**options),
+        own_model if model is None else model,
+        own_optimizer if optimizers is None else optimizers,
+        hooks=hooks,
+        **arguments,
+    )
+    for kind, functions in (("forward", forward), ("update", updates)):
+        for function in functions:
+            trainer.add_hook(function, kind=kind)
+    return trainer
+
+
+def fit(
+    *hooks: hookline.Hook,
+    data: Any = None,
+    val: Any = None,
+    resume_from: Any = None,
+    **options: Any,
+) -> Trainer:
+    """Train with these hooks, on four batches by default; the options are those of make_trainer."""
+    trainer = make_trainer(*hooks, **options)
+    return trainer.fit(batches(4) if data is None else data, val, resume_from=resume_from)
+
+
+def fire_steps(manager: hookline.HookManager, steps: Iterable[int]) -> None:
+    """Fire on_step_end for each step."""
+    for step in steps:
+        manager.fire("on_step_end", step=step)
 
 
 def train(
@@ -83,6 +143,16 @@ def recorder(*events: str, **asks: tuple[str, ...]) -> hookline.Hook:
 
 
 ALL_EVENTS = tuple(EVENTS)
+
+
+def told_in(hook: Any, event: str) -> list[dict[str, Any]]:
+    """The arguments that a recorder got in each call of an event."""
+    return [told[1] for told in hook.told if not isinstance(told, str) and told[0] == event]
+
+
+def hooks_on(model: nn.Module) -> int:
+    """The number of forward hooks on a model's modules."""
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def snapshot(thing: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from loops import fire_steps
 
 from hookline import Hook, HookManager, HookSettings
 
@@ -36,11 +37,6 @@ class Burn(Hook):
         self.spent += perf_counter() - start
 
 
-def run(manager, steps):
-    for step in steps:
-        manager.fire("on_step_end", step=step)
-
-
 def calls(manager):
     return {info.name: info.calls for info in manager.describe()}
 
@@ -51,7 +47,7 @@ def calls(manager):
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
 def test_calls_are_counted_exactly(count):
     manager = HookManager([hook := Count()])
-    run(manager, range(count))
+    fire_steps(manager, range(count))
     assert calls(manager) == {"count": count}
     assert hook.calls == count
 
@@ -60,7 +56,7 @@ def test_calls_of_all_events_of_a_hook_are_added_up():
     hook = Count()
     hook.on_epoch_end = lambda: None
     manager = HookManager([hook])
-    run(manager, range(10))
+    fire_steps(manager, range(10))
     manager.fire("on_epoch_end")
     assert calls(manager) == {"count": 11}
 
@@ -70,7 +66,7 @@ def test_only_due_calls_of_a_scheduled_hook_are_counted():
     manager.add_hook(every := Count(), "every", every=7)
     manager.add_hook(sampled := Count(), "sampled", sample_rate=0.3)
     manager.add_hook(Count(), "always")
-    run(manager, range(1, 501))
+    fire_steps(manager, range(1, 501))
     assert calls(manager) == {"every": 71, "sampled": sampled.calls, "always": 500}
     assert every.calls == 71
 
@@ -79,7 +75,7 @@ def test_describing_in_between_does_not_count_twice():
     manager = HookManager([Count("a")])
     manager.add_hook(Count(), "thin", every=2)
     for step in range(1, 21):
-        run(manager, [step])
+        fire_steps(manager, [step])
         manager.summary()
     assert calls(manager) == {"a": 20, "thin": 10}
 
@@ -94,7 +90,7 @@ def test_calls_survive_toggles_and_changes():
             manager.enable_hook("b")
         if step % 50 == 0:
             manager.add_hook(Count(f"new {step}"))
-        run(manager, [step])
+        fire_steps(manager, [step])
     counted = calls(manager)
     assert counted["a"] == a.calls == 300
     assert counted["b"] == b.calls < 300
@@ -106,7 +102,7 @@ def test_a_hook_that_is_disabled_before_its_call_is_not_counted():
     first = Hook("first")
     first.on_step_end = lambda: manager.disable_hook("second")
     manager.register_hooks([first, second := Count("second")])
-    run(manager, [1])
+    fire_steps(manager, [1])
     assert second.calls == 0
     assert calls(manager) == {"first": 1, "second": 0}
 
@@ -119,7 +115,7 @@ def test_a_scheduled_hook_is_counted_also_when_another_changes_something_before_
     change.on_step_end = lambda: manager.add_hook(Count())
     manager.register_hooks([busy, change])
     manager.add_hook(thin := Count(), "thin", every=2, after="change")
-    run(manager, range(1, 21))
+    fire_steps(manager, range(1, 21))
     assert thin.calls == 10
     assert calls(manager)["thin"] == 10
 
@@ -127,7 +123,7 @@ def test_a_scheduled_hook_is_counted_also_when_another_changes_something_before_
 def test_a_scheduled_hook_after_a_slow_one_is_counted_from_its_first_call_on():
     manager = HookManager([Burn("slow", 100e-6)])
     manager.add_hook(thin := Count(), "thin", every=2)
-    run(manager, range(2, 12))
+    fire_steps(manager, range(2, 12))
     assert thin.calls == 5
     assert calls(manager) == {"slow": 10, "thin": 5}
 
@@ -135,12 +131,12 @@ def test_a_scheduled_hook_after_a_slow_one_is_counted_from_its_first_call_on():
 def test_a_call_is_counted_also_when_hooks_changed_just_before_it():
     """This happens when another thread changes them between look-up and call."""
     manager = HookManager([hook := Count()])
-    run(manager, [1])
+    fire_steps(manager, [1])
     dispatch = manager.dispatchers.on_step_end
     manager.add_hook(Hook("other"))
     manager.add_hook(Count(), "new")
     dispatch(SimpleNamespace())
-    run(manager, [2])
+    fire_steps(manager, [2])
     assert hook.calls == 3
     assert calls(manager)["count"] == 3
 
@@ -148,7 +144,7 @@ def test_a_call_is_counted_also_when_hooks_changed_just_before_it():
 def test_a_hook_disabled_just_before_a_call_is_neither_called_nor_counted():
     """This happens when another thread disables it between look-up and call."""
     manager = HookManager([hook := Count("off"), stays := Count("stays")])
-    run(manager, [1])
+    fire_steps(manager, [1])
     dispatch = manager.dispatchers.on_step_end
     manager.disable_hook("off")
     dispatch(SimpleNamespace())
@@ -161,13 +157,13 @@ def test_an_event_without_a_required_argument_counts_no_call():
     hook.on_step_end = lambda loss: None
     manager = HookManager([hook])
     with pytest.raises(Exception, match="without 'loss'"):
-        run(manager, [1])
+        fire_steps(manager, [1])
     assert calls(manager) == {"watch": 0}
 
 
 def test_a_removed_hook_stays_in_the_summary_until_the_end_of_the_run():
     manager = HookManager([Count("warm up")])
-    run(manager, range(5))
+    fire_steps(manager, range(5))
     manager.remove_hook("warm up")
     assert [(hook.name, hook.calls) for hook in manager.summary().hooks] == [("warm up", 5)]
 
@@ -177,7 +173,7 @@ def test_a_hook_removed_before_its_call_is_not_counted_in_that_event():
     first = Hook("first")
     first.on_step_end = lambda step: step == 3 and manager.remove_hook("second")
     manager.register_hooks([first, second := Count("second")])
-    run(manager, [1, 2, 3])
+    fire_steps(manager, [1, 2, 3])
     assert second.calls == 2
     assert {hook.name: hook.calls for hook in manager.summary().hooks}["second"] == 2
 
@@ -187,14 +183,14 @@ def test_a_hook_removed_before_its_call_is_not_counted_in_that_event():
 
 def test_the_time_of_a_slow_hook_is_measured():
     manager = HookManager([hook := Burn("slow", 200e-6)])
-    run(manager, range(300))
+    fire_steps(manager, range(300))
     (info,) = manager.describe()
     assert hook.spent / 2 < info.seconds < hook.spent * 3
 
 
 def test_the_time_of_a_quick_hook_is_estimated():
     manager = HookManager([hook := Burn("quick", 5e-6)])
-    run(manager, range(5000))
+    fire_steps(manager, range(5000))
     (info,) = manager.describe()
     assert hook.spent / 3 < info.seconds < hook.spent * 5
 
@@ -202,7 +198,7 @@ def test_the_time_of_a_quick_hook_is_estimated():
 def test_the_time_of_a_rarely_called_hook_is_measured():
     manager = HookManager()
     manager.add_hook(hook := Burn("rare", 300e-6), every=50)
-    run(manager, range(1, 1001))
+    fire_steps(manager, range(1, 1001))
     (info,) = manager.describe()
     assert info.calls == 20
     assert hook.spent / 2 < info.seconds < hook.spent * 3
@@ -210,16 +206,16 @@ def test_the_time_of_a_rarely_called_hook_is_measured():
 
 def test_a_hook_that_becomes_slow_later_is_measured():
     manager = HookManager([hook := Burn("later", 0.0)])
-    run(manager, range(500))
+    fire_steps(manager, range(500))
     hook.each = 100e-6
-    run(manager, range(1000))
+    fire_steps(manager, range(1000))
     (info,) = manager.describe()
     assert hook.spent / 3 < info.seconds < hook.spent * 3
 
 
 def test_slower_hooks_cost_more():
     manager = HookManager([Burn("quick", 10e-6), Burn("slow", 1e-3), Burn("slower", 4e-3)])
-    run(manager, range(40))
+    fire_steps(manager, range(40))
     by_cost = sorted(manager.summary().hooks, key=lambda hook: -hook.seconds)
     assert [hook.name for hook in by_cost] == ["slower", "slow", "quick"]
 
@@ -229,7 +225,7 @@ def test_a_share_is_the_part_of_the_run_that_was_spent_in_a_hook():
     manager.run_started()
     idle = Burn("idle", 300e-6)
     for step in range(200):
-        run(manager, [step])
+        fire_steps(manager, [step])
         idle.on_step_end()
     manager.run_ended()
     summary = manager.summary()
@@ -250,7 +246,7 @@ def test_hooks_have_no_cost_before_the_first_event():
 def test_the_summary_prints_as_a_table():
     manager = HookManager([Count("first"), Count("second hook")])
     manager.disable_hook("second hook")
-    run(manager, range(12))
+    fire_steps(manager, range(12))
     header, first, second = str(manager.summary()).splitlines()
     assert header.split() == ["hook", "calls", "time", "share", "failures", "status"]
     assert first.split()[:2] == ["first", "12"]
@@ -262,7 +258,7 @@ def test_the_summary_prints_as_a_table():
 
 def test_the_summary_is_plain_data_too():
     manager = HookManager([Count("a")])
-    run(manager, range(3))
+    fire_steps(manager, range(3))
     data = json.loads(json.dumps(manager.summary().as_dict()))
     assert data["seconds"] > 0
     (hook,) = data["hooks"]
@@ -281,7 +277,7 @@ def test_over_the_budget_the_costliest_hook_is_named_once(caplog):
     manager = HookManager([Burn("cheap", 20e-6), Burn("costly", 400e-6)], settings=settings)
     end = perf_counter() + 2.5  # the budget is checked once a second
     while perf_counter() < end:
-        run(manager, range(100))
+        fire_steps(manager, range(100))
     (message,) = over_budget(caplog)
     assert "'costly'" in message
     assert "budget of 5.0%" in message
@@ -289,19 +285,19 @@ def test_over_the_budget_the_costliest_hook_is_named_once(caplog):
 
 def test_the_budget_is_not_checked_too_early(caplog):
     manager = HookManager([Burn("costly", 100e-6)], settings=HookSettings(budget_after=3600))
-    run(manager, range(300))
+    fire_steps(manager, range(300))
     assert over_budget(caplog) == []
 
 
 def test_within_the_budget_no_hook_is_named(caplog):
     settings = HookSettings(budget=1.5, budget_after=0.0)
-    run(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
+    fire_steps(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
     assert over_budget(caplog) == []
 
 
 def test_without_a_budget_no_hook_is_named(caplog):
     settings = HookSettings(budget=None, budget_after=0.0)
-    run(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
+    fire_steps(HookManager([Burn("costly", 100e-6)], settings=settings), range(300))
     assert over_budget(caplog) == []
 
 
@@ -312,7 +308,7 @@ def test_dispatching_does_not_consume_random_numbers():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     manager = HookManager([Count()])
     manager.add_hook(Count(), "sampled", sample_rate=0.5)
-    run(manager, range(1000))
+    fire_steps(manager, range(1000))
     manager.summary()
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]

@@ -16,29 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ENVIRONMENT, HOOKLINE, run_command, run_hookline, run_python
 
 from hookline import __version__
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.cli import demo_command as demo
-
-COMMAND = [sys.executable, "-m", "hookline"]
-ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-
-
-def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd, env=ENVIRONMENT
-    )
-
-
-def hookline(
-    *arguments: str | int | Path, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    return run([*COMMAND, *map(str, arguments)], cwd)
-
-
-def python(script: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", script])
 
 
 def manifest_in(out: Path) -> dict[str, Any]:
@@ -56,7 +38,7 @@ def value_of(word: str, printed: str) -> str:
 def test_python_m_hookline_is_the_installed_command() -> None:
     installed = str(Path(sys.executable).with_name("hookline"))
     for arguments in (["--version"], ["--help"], ["no_such_command"]):
-        module, script = hookline(*arguments), run([installed, *arguments])
+        module, script = run_hookline(*arguments), run_command(installed, *arguments)
         assert (module.returncode, module.stdout, module.stderr) == (
             script.returncode,
             script.stdout,
@@ -68,7 +50,7 @@ class Trained:
     """A demo of 60 steps: what it printed, and what it left behind."""
 
     def __init__(self, folder: Path) -> None:
-        done = hookline("demo", "--steps", 60, cwd=folder)
+        done = run_hookline("demo", "--steps", 60, cwd=folder)
         assert done.returncode == 0, done.stderr
         self.printed, self.errors = done.stdout, done.stderr
         (self.run,) = (folder / "runs").iterdir()
@@ -143,7 +125,7 @@ def test_piped_progress_is_plain_lines(trained: Trained) -> None:
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     def weights(seed: int) -> str:
-        done = hookline("demo", "--steps", 3, "--seed", seed, "--out", tmp_path)
+        done = run_hookline("demo", "--steps", 3, "--seed", seed, "--out", tmp_path)
         assert done.returncode == 0, done.stderr
         return value_of("weights", done.stdout)
 
@@ -152,7 +134,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert first == again != other
 
 
-def test_writing_leaves_trainings_random_numbers_alone() -> None:
+def test_generating_text_leaves_trainings_random_numbers_alone() -> None:
     text = demo._text()
     model = demo.GPT(len(text.letters))
     before = torch.get_rng_state()
@@ -179,7 +161,7 @@ def test_bad_input_is_one_line_that_helps(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    done = hookline("demo", *arguments, cwd=tmp_path)
+    done = run_hookline("demo", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -192,7 +174,7 @@ def test_bad_input_is_one_line_that_helps(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    done = hookline("demo", "--out", tmp_path / "runs")
+    done = run_hookline("demo", "--out", tmp_path / "runs")
     assert done.returncode == 2
     assert "Permission denied" in done.stderr
 
@@ -205,12 +187,12 @@ def test_an_error_of_hookline_is_its_message_and_exit_code_1() -> None:
         "app.sys.argv = ['hookline', 'demo']\n"
         "app.main()"
     )
-    done = python(script)
+    done = run_python(script)
     assert (done.returncode, done.stderr) == (1, "hookline: No disk. Buy one.\n")
 
 
 def test_ctrl_c_ends_the_run_cleanly(tmp_path: Path) -> None:
-    command = [*COMMAND, "demo", "--steps", "5000", "--out", str(tmp_path)]
+    command = [*HOOKLINE, "demo", "--steps", "5000", "--out", str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
@@ -240,7 +222,7 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
         f"sys.argv = ['hookline', 'demo', '--out', {str(tmp_path)!r}]\n"
         "app.main()"
     )
-    done = python(script)
+    done = run_python(script)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "hookline: Interrupted.\n"
     assert not list(tmp_path.iterdir())
@@ -254,7 +236,7 @@ def test_help_teaches_with_an_example_and_does_not_import_torch() -> None:
         "    except SystemExit as end: assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules"
     )
-    done = python(script)
+    done = run_python(script)
     assert done.returncode == 0, done.stderr
     assert "hookline demo --steps 100 --out /tmp/runs --seed 1" in done.stdout
     assert done.stdout.count("One hook system for every PyTorch training loop.") == 2
@@ -262,10 +244,10 @@ def test_help_teaches_with_an_example_and_does_not_import_torch() -> None:
 
 
 def test_the_options_of_the_demo_are_these() -> None:
-    done = hookline("demo", "--help")
+    done = run_hookline("demo", "--help")
     assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--steps", "--out", "--seed", "--help"}
 
 
 def test_version() -> None:
-    done = hookline("--version")
+    done = run_hookline("--version")
     assert (done.returncode, done.stdout) == (0, f"hookline {__version__}\n")

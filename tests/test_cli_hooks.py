@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,32 +11,21 @@ from typing import Any
 
 import pytest
 import yaml
-from test_registry import describe_package, site  # noqa: F401 (a fixture)
+from commands import ENVIRONMENT, HOOKLINE, run_hookline
+from packages import describe_package
 
 import hookline as library
 from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
 from hookline.config.registry import HookRegistry
 from hookline.events import COMMON, EVENTS, LOOP_MAP
 
-COMMAND = [sys.executable, "-m", "hookline"]
-ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-
 
 def hookline(
     *arguments: str, cwd: Path | None = None, path: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    environment = {**ENVIRONMENT, **variables}
     if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=cwd,
-        env=environment,
-    )
+        variables["PYTHONPATH"] = str(path)
+    return run_hookline(*arguments, cwd=cwd, **variables)
 
 
 def printed_json(*arguments: str, **options: Any) -> Any:
@@ -73,7 +61,7 @@ def test_the_list_for_programs_says_the_same() -> None:
     assert (ema["kind"], ema["package"], ema["problem"]) == ("loop", "hookline", None)
 
 
-def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> None:  # noqa: F811
+def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> None:
     done = hookline("hooks", path=site)
     assert "From the package acme-hooks\n" in done.stdout
     assert re.search(r"^  loss_ceiling +loop +Stops training when", done.stdout, re.MULTILINE)
@@ -329,7 +317,7 @@ def test_a_narrow_terminal_gets_lines_that_are_folded_at_words() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = " ".join([*COMMAND, "hooks", "--json"])
+    command = " ".join([*HOOKLINE, "hooks", "--json"])
     done = subprocess.run(
         ["bash", "-c", f"{command} | head -c1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,

@@ -12,39 +12,21 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import ENVIRONMENT, run_command, run_hookline
 
-# One thread: as fast for a model this small, and its time does not depend on who else computes.
-BIN = str(Path(sys.executable).parent)
-ENVIRONMENT = {
-    **os.environ,
-    "NO_COLOR": "1",
-    "COLUMNS": "100",
-    "OMP_NUM_THREADS": "1",
-    "PATH": BIN + os.pathsep + os.environ["PATH"],
-}
 FILES = ["hooks.py", "model.py", "test_hooks.py", "train.schema.json", "train.yaml"]
-
-
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=180, check=False, env=ENVIRONMENT
-    )
-
-
-def hookline(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "hookline", *arguments, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("init")
-    done = hookline("init", "project", "--slurm", cwd=folder)
+    done = run_hookline("init", "project", "--slurm", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "project"
 
 
 def test_it_writes_a_folder_and_says_what_to_do_next(tmp_path: Path) -> None:
-    done = hookline("init", "some/project", cwd=tmp_path)
+    done = run_hookline("init", "some/project", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(one.name for one in (tmp_path / "some" / "project").iterdir()) == FILES
     for line in (*FILES, "cd some/project", "hookline train train.yaml", "python -m pytest"):
@@ -54,7 +36,7 @@ def test_it_writes_a_folder_and_says_what_to_do_next(tmp_path: Path) -> None:
 
 def test_without_a_folder_it_is_this_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    done = hookline("init", cwd=tmp_path)
+    done = run_hookline("init", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
     assert "cd " not in done.stdout
@@ -63,7 +45,7 @@ def test_without_a_folder_it_is_this_one(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text("mine")
     (tmp_path / "model.py").write_text("mine")
-    done = hookline("init", cwd=tmp_path)
+    done = run_hookline("init", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert (
@@ -76,22 +58,22 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["file", "file/inside", "/proc/project"])
 def test_a_folder_that_cannot_be_written_is_bad_input(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = hookline("init", folder, cwd=tmp_path)
+    done = run_hookline("init", folder, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "is a file" in done.stderr or "cannot be written" in done.stderr
 
 
 def test_what_it_writes_is_checked_without_complaint(project: Path) -> None:
-    done = hookline("check", "train.yaml", cwd=project)
+    done = run_hookline("check", "train.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     assert "loss_spikes" in done.stdout
 
 
 def test_it_trains_something_real(project: Path) -> None:
-    done = hookline("train", "train.yaml", cwd=project)
+    done = run_hookline("train", "train.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
-    runs = json.loads(hookline("runs", "--json", cwd=project).stdout)
+    runs = json.loads(run_hookline("runs", "--json", cwd=project).stdout)
     (one,) = [one for one in runs if one["status"] == "completed"]
     lines = Path(project, one["path"], "metrics.jsonl").read_text().splitlines()
     losses = [m["value"] for m in map(json.loads, lines) if m["name"] == "val/loss"]
@@ -101,16 +83,16 @@ def test_it_trains_something_real(project: Path) -> None:
 
 
 def test_the_tests_of_its_hook_pass_and_it_is_clean(project: Path) -> None:
-    done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    done = run_command(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
     assert done.returncode == 0, done.stdout
     assert "4 passed" in done.stdout
     ruff = ["ruff", "check", "--isolated", "--no-cache", "--select", "E,F,UP,B,SIM,RUF"]
-    done = run(*ruff, "--line-length", "100", ".", cwd=project)
+    done = run_command(*ruff, "--line-length", "100", ".", cwd=project)
     assert done.returncode == 0, done.stdout
 
 
 def test_its_hook_can_be_shown(project: Path) -> None:
-    done = hookline("hooks", "show", "hooks.LossSpikes", cwd=project)
+    done = run_hookline("hooks", "show", "hooks.LossSpikes", cwd=project)
     assert done.returncode == 0, done.stderr
     assert "threshold: float (default 2.0)" in done.stdout
 
@@ -127,7 +109,7 @@ def test_what_is_commented_out_in_the_file_is_valid_too(project: Path) -> None:
     full = "\n".join(lines)
     assert len(yaml.safe_load(full)["hooks"]) == 6
     (project / "full.yaml").write_text(full)
-    done = hookline("check", "full.yaml", cwd=project)
+    done = run_hookline("check", "full.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("early_stopping", "gradient_monitor", "ema (disabled)", "CosineAnnealingLR"):
         assert name in done.stdout
@@ -167,11 +149,11 @@ def wait_for(what: str, log: Path, job: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the job is for Slurm")
 def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    assert hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
+    assert run_hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
     assert os.access(tmp_path / "job.sh", os.X_OK)
     log = tmp_path / "log"
     job = start(tmp_path, log)
-    wait_for("epoch 2/3", log, job)
+    wait_for("epoch 2/3  step 218", log, job)  # after the checkpoint of step 200
     os.killpg(job.pid, 9)  # as Slurm does when the time to end is over
     job.wait()
     log.write_text("")
@@ -180,13 +162,13 @@ def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
     text = log.read_text()
     assert "completed after " in text
     assert "epoch 1/3" not in text  # it went on
-    (run,) = json.loads(hookline("runs", "--json", cwd=tmp_path).stdout)
+    (run,) = json.loads(run_hookline("runs", "--json", cwd=tmp_path).stdout)
     assert (run["status"], run["steps"]) == ("completed", 327)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the job is for Slurm")
 def test_a_job_whose_time_runs_out_goes_back_into_the_queue(tmp_path: Path) -> None:
-    assert hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
+    assert run_hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in {

@@ -12,23 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ENVIRONMENT, HOOKLINE, run_hookline
 
 from hookline.runs import Run, diff_runs, open_run
 
-COMMAND = [sys.executable, "-m", "hookline", "runs"]
-ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+COMMAND = [*HOOKLINE, "runs"]
 
 
 def runs(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-        env=ENVIRONMENT,
-    )
+    return run_hookline("runs", *arguments, cwd=cwd)
 
 
 def printed(*arguments: str | Path, cwd: Path | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ENVIRONMENT, HOOKLINE, run_hookline
 
 import hookline
-
-COMMAND = [sys.executable, "-m", "hookline"]
-ENVIRONMENT = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 PROJECT = """
 import os, time, torch
@@ -67,24 +64,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=project,
-        env={**ENVIRONMENT, **environment},
-    )
-
-
 def runs_in(project: Path) -> list[Path]:
     return sorted((project / "runs").iterdir()) if (project / "runs").exists() else []
 
 
 def test_train_ends_with_the_runs_path(project: Path) -> None:
-    done = run(project, "train", "train.yaml", "trainer.max_epochs=1", "model.init_args.width=5")
+    done = run_hookline(
+        "train", "train.yaml", "trainer.max_epochs=1", "model.init_args.width=5", cwd=project
+    )
     assert done.returncode == 0, done.stderr
     (path,) = runs_in(project)
     assert done.stdout.splitlines()[-1].split() == ["run", f"runs/{path.name}"]
@@ -98,7 +85,7 @@ def test_train_ends_with_the_runs_path(project: Path) -> None:
 
 def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, "train", "train.yaml", *arguments],
+        [*HOOKLINE, "train", "train.yaml", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -126,11 +113,11 @@ def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
     assert printed.splitlines()[-1] == f"run runs/{path.name}"
     assert hookline.open_run(path).status == "interrupted"
 
-    other = run(project, "train", "train.yaml", "model.init_args.width=4", "--resume")
+    other = run_hookline("train", "train.yaml", "model.init_args.width=4", "--resume", cwd=project)
     assert "no unfinished run of this configuration. Starting a new run." in other.stdout
     assert len(runs_in(project)) == 2
 
-    again = run(project, "train", "train.yaml", "trainer.progress=off", "--resume")
+    again = run_hookline("train", "train.yaml", "trainer.progress=off", "--resume", cwd=project)
     assert again.returncode == 0, again.stderr
     assert f"Resuming the run {path.name} (interrupted) from runs/{path.name}/" in again.stdout
     assert again.stdout.splitlines()[-1] == f"run runs/{path.name}"
@@ -145,14 +132,16 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
         path = wait_for_a_checkpoint(project)
         process.kill()
         process.communicate(timeout=60)
-    again = run(project, "train", "--resume", "train.yaml")
+    again = run_hookline("train", "--resume", "train.yaml", cwd=project)
     assert f"Resuming the run {path.name} (lost)" in again.stdout
     assert hookline.open_run(path).status == "completed"
-    once_more = run(project, "train", "train.yaml", "--resume", path.name, "trainer.max_epochs=3")
+    once_more = run_hookline(
+        "train", "train.yaml", "--resume", path.name, "trainer.max_epochs=3", cwd=project
+    )
     assert once_more.returncode == 0, once_more.stderr
     assert "Resuming from " in once_more.stdout
     assert hookline.open_run(path).overview()["steps"] == 12
-    unknown = run(project, "train", "train.yaml", "--resume=2020")
+    unknown = run_hookline("train", "train.yaml", "--resume=2020", cwd=project)
     assert unknown.returncode == 1
     assert "There is no run '2020'" in unknown.stderr
 
@@ -160,10 +149,10 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
 def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
     project: Path,
 ) -> None:
-    assert run(project, "train", "train.yaml").returncode == 0
+    assert run_hookline("train", "train.yaml", cwd=project).returncode == 0
     (path,) = runs_in(project)
     other = [f"--resume={path.name}", "model.init_args.width=6", "trainer.max_epochs=3"]
-    done = run(project, "train", "train.yaml", *other)
+    done = run_hookline("train", "train.yaml", *other, cwd=project)
     assert done.returncode == 1
     first, *lines = done.stderr.splitlines()
     assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
@@ -177,8 +166,8 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
 
 def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(project: Path) -> None:
     hooks = "hooks=[{name: early_stopping, monitor: val/los}]"
-    assert run(project, "train", "train.yaml", hooks).returncode == 1
-    again = run(project, "train", "train.yaml", hooks, "--resume")
+    assert run_hookline("train", "train.yaml", hooks, cwd=project).returncode == 1
+    again = run_hookline("train", "train.yaml", hooks, "--resume", cwd=project)
     said = (
         "In runs, 1 unfinished run has this configuration, but no checkpoint. Starting a new run."
     )
@@ -186,7 +175,7 @@ def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(proj
 
 
 def test_a_reader_that_has_seen_enough_ends_the_output_and_not_the_training(project: Path) -> None:
-    command = " ".join([*COMMAND, "train", "train.yaml", "hooks.1=console_log"])
+    command = " ".join([*HOOKLINE, "train", "train.yaml", "hooks.1=console_log"])
     done = subprocess.run(
         ["bash", "-c", f"{command} | head -1; exit ${{PIPESTATUS[0]}}"],
         capture_output=True,
@@ -203,7 +192,7 @@ def test_a_reader_that_has_seen_enough_ends_the_output_and_not_the_training(proj
 
 
 def test_train_from_python(project: Path) -> None:
-    done = run(project, "train", "net.py:make_trainer", "steps=2", "lr=0.5")
+    done = run_hookline("train", "net.py:make_trainer", "steps=2", "lr=0.5", cwd=project)
     assert done.returncode == 0, done.stderr
     (path,) = runs_in(project)
     assert hookline.open_run(path).overview()["steps"] == 2
@@ -215,7 +204,7 @@ def test_train_from_python(project: Path) -> None:
 
 
 def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> None:
-    done = run(project, "check", "train.yaml")
+    done = run_hookline("check", "train.yaml", cwd=project)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1])
     assert lines["model"] == "Net, 43 parameters"
@@ -229,12 +218,14 @@ def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> 
 
 
 def test_check_answers_programs(project: Path) -> None:
-    done = run(project, "check", "train.yaml", "--json")
+    done = run_hookline("check", "train.yaml", "--json", cwd=project)
     facts: dict[str, Any] = json.loads(done.stdout)
     assert facts["ok"] is True
     assert facts["train"]["loss"] > 0
     assert facts["val"]["batches"] == 4
-    bad = run(project, "check", "train.yaml", "--json", "model.init_args.widht=3", "trainer.seed=1")
+    bad = run_hookline(
+        "check", "train.yaml", "--json", "model.init_args.widht=3", "trainer.seed=1", cwd=project
+    )
     assert bad.returncode == 1
     said = json.loads(bad.stdout)
     assert said["ok"] is False
@@ -244,7 +235,7 @@ def test_check_answers_programs(project: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_mistakes_are_a_message_with_their_places(project: Path, command: str) -> None:
     (project / "bad.yaml").write_text(TRAINING.replace("width", "widht").replace("lr:", "rate:"))
-    done = run(project, command, "bad.yaml")
+    done = run_hookline(command, "bad.yaml", cwd=project)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[0] == "hookline: 2 problems:"
     assert "bad.yaml:2: model.init_args.widht: Net has no argument 'widht'. Did you" in done.stderr
@@ -253,11 +244,11 @@ def test_mistakes_are_a_message_with_their_places(project: Path, command: str) -
 
 
 def test_check_finds_a_batch_that_does_not_fit_the_model(project: Path) -> None:
-    done = run(
-        project,
+    done = run_hookline(
         "check",
         "train.yaml",
         "model={class_path: torch.nn.Linear, init_args: {in_features: 3, out_features: 4}}",
+        cwd=project,
     )
     assert done.returncode == 1
     assert "With a batch of data.train, tuple(Tensor[2, 8] of float32" in done.stderr
@@ -269,7 +260,7 @@ HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 
 
 def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
-    done = run(project, "check", "train.yaml", HOOK)
+    done = run_hookline("check", "train.yaml", HOOK, cwd=project)
     assert done.returncode == 1
     assert "With the hook 'early_stopping': EarlyStopping monitors the metric 'val/los'" in (
         done.stderr
@@ -277,7 +268,7 @@ def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
     assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
     late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"
     assert "the metric 'train/acc', which is missing" in (
-        run(project, "check", "train.yaml", late).stderr
+        run_hookline("check", "train.yaml", late, cwd=project).stderr
     )
 
 
@@ -291,14 +282,14 @@ def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
     ],
 )
 def test_check_accepts_metrics_that_are_there_or_need_not_be(project: Path, hook: str) -> None:
-    done = run(project, "check", "train.yaml", f"hooks.1={hook}")
+    done = run_hookline("check", "train.yaml", f"hooks.1={hook}", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_check_leaves_metrics_alone_that_a_hook_may_add(project: Path) -> None:
     added = "\nclass Adds(hookline.Hook):\n    def on_validation_end(self, metrics): pass\n"
     (project / "net.py").write_text(PROJECT + added)
-    done = run(project, "check", "train.yaml", "hooks.0=net.Adds", HOOK)
+    done = run_hookline("check", "train.yaml", "hooks.0=net.Adds", HOOK, cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -309,13 +300,15 @@ def step(model, batch):
 """
     (project / "net.py").write_text(PROJECT + own)
     later = "hooks.1={name: early_stopping, monitor: val/f1}"
-    done = run(project, "check", "train.yaml", "step_fn=net.step", later)
+    done = run_hookline("check", "train.yaml", "step_fn=net.step", later, cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
-    assert run(project, "check", "train.yaml", "step_fn=net.step", HOOK).returncode == 1
+    assert (
+        run_hookline("check", "train.yaml", "step_fn=net.step", HOOK, cwd=project).returncode == 1
+    )
 
 
 def test_with_debug_a_mistake_that_ends_training_has_its_traceback(project: Path) -> None:
-    done = run(project, "--debug", "train", "train.yaml", HOOK)
+    done = run_hookline("--debug", "train", "train.yaml", HOOK, cwd=project)
     assert done.returncode == 1
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("hookline: The hook 'early_stopping' failed")
@@ -326,7 +319,7 @@ def test_a_folder_of_runs_that_leads_nowhere_or_has_no_possible_name_is_bad_inpu
 ) -> None:
     (project / "link").symlink_to(project / "nowhere")
     for folder in ("link", "x" * 300):
-        done = run(project, "check", "train.yaml", f"trainer.runs={folder}")
+        done = run_hookline("check", "train.yaml", f"trainer.runs={folder}", cwd=project)
         assert done.returncode == 2
         assert f"'{folder}' cannot be written" in done.stderr
 
@@ -351,7 +344,7 @@ def test_what_is_not_buffered_stays_so(option: str, shown: str) -> None:
 def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
     project: Path,
 ) -> None:
-    done = run(project, "train", "train.yaml", HOOK)
+    done = run_hookline("train", "train.yaml", HOOK, cwd=project)
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count("monitors the metric 'val/los'") == 1
     assert done.stderr.startswith("hookline: The hook 'early_stopping' failed")
@@ -369,7 +362,7 @@ def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceba
     ],
 )
 def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -> None:
-    done = run(project, *arguments)
+    done = run_hookline(*arguments, cwd=project)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -380,7 +373,7 @@ def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -
 def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
     project: Path, command: str, runs: str
 ) -> None:
-    done = run(project, command, "train.yaml", f"trainer.runs={runs}")
+    done = run_hookline(command, "train.yaml", f"trainer.runs={runs}", cwd=project)
     assert done.returncode == 2
     assert f"'trainer.runs': '{runs}' " in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -388,15 +381,17 @@ def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
 
 def test_check_makes_no_folder(project: Path) -> None:
     before = sorted(project.iterdir())
-    done = run(project, "check", "train.yaml", "trainer.runs=deep/er", PYTHONDONTWRITEBYTECODE="1")
+    done = run_hookline(
+        "check", "train.yaml", "trainer.runs=deep/er", PYTHONDONTWRITEBYTECODE="1", cwd=project
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(project.iterdir()) == before
 
 
 def test_the_schema_is_printed_or_written(project: Path) -> None:
-    printed = run(project, "schema")
+    printed = run_hookline("schema", cwd=project)
     assert json.loads(printed.stdout)["title"] == "Hookline config file"
-    written = run(project, "schema", "--out", "train.schema.json")
+    written = run_hookline("schema", "--out", "train.schema.json", cwd=project)
     assert written.stdout == "train.schema.json\n"
     assert (project / "train.schema.json").read_text() == printed.stdout
 

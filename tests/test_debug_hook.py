@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import batches, make, same, weights
+from loops import batches, fit, make, same, weights
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig, TrainingError
+from hookline import TrainingError
 from hookline.hooks.debugging.debug_hook import DebugHook
 from hookline.tensors.finiteness import all_finite, first_nonfinite
 from hookline.tensors.nested import named_tensors
@@ -25,13 +25,8 @@ from hookline.tensors.nested import named_tensors
 NAN, INF = float("nan"), float("inf")
 
 
-def train(*hooks, data=None, model=None, optimizer=None, **fields):
-    if model is None:
-        model, optimizer = make()
-    options = {"runs": None, "progress": "off", "on_nan": "continue"} | fields
-    trainer = Trainer(TrainerConfig(**options), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    trainer.fit(batches(4) if data is None else data)
-    return trainer
+def train(*hooks, optimizer=None, **options):
+    return fit(*hooks, optimizers=optimizer, **{"on_nan": "continue"} | options)
 
 
 def bad_batch(value=NAN):

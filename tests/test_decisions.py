@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from loops import Net, batches, make, run_on_two_ranks, same, weights
+from loops import Net, batches, config, make, run_on_two_ranks, same, weights
 
 import hookline
-from hookline import Trainer, TrainerConfig
-
-
-def config(**fields):
-    return TrainerConfig(**{"progress": "off", "runs": None, **fields})
+from hookline import Trainer
 
 
 def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(tmp_path):

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 
+import loops
 import pytest
 import torch
 from loops import batches, make
@@ -34,12 +35,10 @@ class Scores(hookline.Hook):
             metrics[self.metric] = self.scores.pop(0)
 
 
-def fit(tmp_path, *hooks, resume_from=None, validate=True, **fields) -> Trainer:
-    model, optimizer = make()
-    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 10} | fields
-    trainer = Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+def fit(tmp_path, *hooks, validate=True, **options) -> Trainer:
+    options = {"runs": tmp_path / "runs", "max_epochs": 10} | options
     val = batches(1, seed=2) if validate else None
-    return trainer.fit(batches(2), val_loaders=val, resume_from=resume_from)
+    return loops.fit(*hooks, data=batches(2), val=val, **options)
 
 
 def reason(trainer: Trainer) -> str | None:

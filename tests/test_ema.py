@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import loops
 import pytest
 import torch
 from loops import Net, batches, make, same, weights
@@ -18,7 +19,6 @@ from hookline import (
     HookFailedError,
     HookStateError,
     Trainer,
-    TrainerConfig,
     TrainingError,
 )
 from hookline.checkpoint import find_checkpoint, load_checkpoint
@@ -44,13 +44,12 @@ class Follow(hookline.Hook):
             self.weights.append(weights(model))
 
 
-def fit(tmp_path, *hooks, model=None, resume_from=None, n=4, **fields) -> Trainer:
+def fit(tmp_path, *hooks, model=None, n=4, **options) -> Trainer:
     torch.manual_seed(0)
     model = Net() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 2} | fields
-    trainer = Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    return trainer.fit(batches(n), val_loaders=batches(2, seed=2), resume_from=resume_from)
+    options = {"runs": tmp_path / "runs", "max_epochs": 2, "val": batches(2, seed=2)} | options
+    return loops.fit(*hooks, model=model, optimizers=optimizer, data=batches(n), **options)
 
 
 def expected(start, seen, decay, warmup=0):

@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from loops import fire_steps
 
 from hookline import (
     Hook,
@@ -45,11 +46,6 @@ class Critical(Failing):
     critical = True
 
 
-def run(manager, steps):
-    for step in steps:
-        manager.fire("on_step_end", step=step)
-
-
 def info(manager, name):
     return next(hook for hook in manager.describe() if hook.name == name)
 
@@ -82,7 +78,7 @@ def test_a_failure_is_logged_with_its_traceback(caplog):
 
 
 def test_each_failure_is_logged_with_its_traceback_however_many_there_were(caplog):
-    run(HookManager([Failing(*range(1, 20, 2))]), range(1, 20))
+    fire_steps(HookManager([Failing(*range(1, 20, 2))]), range(1, 20))
     failures = [record for record in caplog.records if "failed in" in record.getMessage()]
     assert len(failures) == 10
     assert all(record.exc_info for record in failures)
@@ -90,16 +86,16 @@ def test_each_failure_is_logged_with_its_traceback_however_many_there_were(caplo
 
 def test_a_new_kind_of_failure_is_shown_however_many_there_were_before(caplog):
     manager = HookManager([hook := Failing(*range(1, 20, 2))])
-    run(manager, range(1, 12))
+    fire_steps(manager, range(1, 12))
     caplog.clear()
     hook.error = KeyError("something new")
-    run(manager, range(12, 14))
+    fire_steps(manager, range(12, 14))
     assert caplog.records[0].exc_info
 
 
 def test_a_hook_that_was_enabled_again_shows_its_traceback_when_it_fails(caplog):
     manager = HookManager([Failing()])
-    run(manager, range(1, 4))
+    fire_steps(manager, range(1, 4))
     manager.enable_hook("failing")
     caplog.clear()
     manager.fire("on_step_end", step=4)
@@ -108,16 +104,16 @@ def test_a_hook_that_was_enabled_again_shows_its_traceback_when_it_fails(caplog)
 
 def test_failures_are_counted_and_the_last_one_is_described():
     manager = HookManager([hook := Failing(2, 4)])
-    run(manager, range(1, 4))
+    fire_steps(manager, range(1, 4))
     hook.error = KeyError("other")
-    run(manager, range(4, 6))
+    fire_steps(manager, range(4, 6))
     failing = info(manager, "failing")
     assert (failing.failures, failing.last_error, failing.calls) == (2, "KeyError: 'other'", 5)
 
 
 def test_the_summary_lists_every_failure():
     manager = HookManager([Failing(1, 3), Sound()])
-    run(manager, range(1, 5))
+    fire_steps(manager, range(1, 5))
     summary = manager.summary()
     assert summary.failures == {"failing": 2}
     assert "failing: last error: ValueError: no luck" in str(summary)
@@ -126,24 +122,24 @@ def test_the_summary_lists_every_failure():
 
 def test_the_summary_still_lists_the_failures_of_a_hook_that_was_removed():
     manager = HookManager([Failing(1)])
-    run(manager, [1])
+    fire_steps(manager, [1])
     manager.remove_hook("failing")
     assert manager.summary().failures == {"failing": 1}
 
 
 def test_failures_of_a_removed_hook_and_of_its_successor_are_all_listed():
     manager = HookManager([Failing(1)])
-    run(manager, [1])
+    fire_steps(manager, [1])
     manager.remove_hook("failing")
     manager.add_hook(Failing(2, 4))
-    run(manager, [2, 3, 4])
+    fire_steps(manager, [2, 3, 4])
     assert manager.summary().failures == {"failing": 3}
 
 
 def test_a_failure_while_the_cost_is_sampled_is_isolated_too():
     """The first events are all timed, later ones rarely; this covers both."""
     manager = HookManager([Failing(*range(2, 400, 2)), sound := Sound()])
-    run(manager, range(1, 400))
+    fire_steps(manager, range(1, 400))
     assert info(manager, "failing").failures == 199
     assert sound.called == list(range(1, 400))
 
@@ -151,7 +147,7 @@ def test_a_failure_while_the_cost_is_sampled_is_isolated_too():
 def test_a_scheduled_hook_that_fails_is_isolated_too():
     manager = HookManager()
     manager.add_hook(hook := Failing(), every=2)
-    run(manager, range(1, 20))
+    fire_steps(manager, range(1, 20))
     assert hook.called == [2, 4, 6]
     assert info(manager, "failing").status == "failed"
 
@@ -161,7 +157,7 @@ def test_a_scheduled_hook_that_fails_is_isolated_too():
 
 def test_a_hook_that_fails_three_times_in_a_row_is_disabled_with_an_error_message(caplog):
     manager = HookManager([hook := Failing()])
-    run(manager, range(1, 10))
+    fire_steps(manager, range(1, 10))
     assert hook.called == [1, 2, 3]
     assert info(manager, "failing").status == "failed"
     assert manager.dispatchers.on_step_end is None
@@ -174,7 +170,7 @@ def test_a_hook_that_fails_three_times_in_a_row_is_disabled_with_an_error_messag
 
 def test_a_success_in_between_keeps_a_hook_enabled():
     manager = HookManager([hook := Failing(1, 2, 4, 5, 7, 8)])
-    run(manager, range(1, 10))
+    fire_steps(manager, range(1, 10))
     assert hook.called == list(range(1, 10))
     assert info(manager, "failing").failures == 6
 
@@ -182,10 +178,10 @@ def test_a_success_in_between_keeps_a_hook_enabled():
 def test_a_success_of_one_event_does_not_reset_the_failures_of_another():
     manager = HookManager([hook := Failing(99)])
     for epoch in range(3):
-        run(manager, range(5))
+        fire_steps(manager, range(5))
         manager.fire("on_epoch_end", epoch=epoch)
     assert info(manager, "failing").status == "failed"
-    run(manager, [6])
+    fire_steps(manager, [6])
     assert hook.called == [*range(5)] * 3  # not called for any event
 
 
@@ -193,7 +189,7 @@ def test_failures_of_different_events_are_not_counted_together():
     manager = HookManager([Failing(1, 2)])
     manager.fire("on_epoch_end", epoch=0)
     manager.fire("on_epoch_end", epoch=1)
-    run(manager, [1, 2, 3])
+    fire_steps(manager, [1, 2, 3])
     assert info(manager, "failing").failures == 4
     assert info(manager, "failing").status == "enabled"
 
@@ -212,23 +208,23 @@ def test_failures_in_a_row_are_counted_also_when_another_hook_adds_hooks_in_each
     busy.on_step_end = lambda step: manager.add_hook(Sound())
     manager.add_hook(busy)
     manager.add_hook(failing, every=2)
-    run(manager, range(1, 20))
+    fire_steps(manager, range(1, 20))
     assert failing.called == [2, 4, 6]
 
 
 def test_a_hook_disabled_after_failures_stays_registered_and_can_be_enabled_again():
     manager = HookManager([hook := Failing(1, 2, 3)])
-    run(manager, range(1, 6))
+    fire_steps(manager, range(1, 6))
     assert manager.list_hooks() == ["failing"]
     manager.enable_hook("failing")
     assert info(manager, "failing").status == "enabled"
-    run(manager, [6])
+    fire_steps(manager, [6])
     assert hook.called == [1, 2, 3, 6]
 
 
 def test_a_failed_hook_is_not_enabled_and_can_be_disabled_by_the_user():
     manager = HookManager([Failing()])
-    run(manager, range(1, 4))
+    fire_steps(manager, range(1, 4))
     assert (info(manager, "failing").status, info(manager, "failing").enabled) == ("failed", False)
     manager.disable_hook("failing")
     assert info(manager, "failing").status == "disabled"
@@ -239,9 +235,9 @@ def test_a_failed_hook_is_not_enabled_and_can_be_disabled_by_the_user():
 
 def test_a_hook_that_was_enabled_again_may_fail_three_times_again():
     manager = HookManager([hook := Failing()])
-    run(manager, range(1, 5))
+    fire_steps(manager, range(1, 5))
     manager.enable_hook("failing")
-    run(manager, range(5, 10))
+    fire_steps(manager, range(5, 10))
     assert hook.called == [1, 2, 3, 5, 6, 7]
     assert info(manager, "failing").failures == 6
 
@@ -249,13 +245,13 @@ def test_a_hook_that_was_enabled_again_may_fail_three_times_again():
 @pytest.mark.parametrize("limit", [1, 5])
 def test_the_number_of_failures_is_a_setting(limit):
     manager = HookManager([hook := Failing()], settings=HookSettings(max_failures=limit))
-    run(manager, range(10))
+    fire_steps(manager, range(10))
     assert hook.called == list(range(limit))
 
 
 def test_the_other_hooks_still_run_in_the_step_in_which_a_hook_is_disabled_and_after_it():
     manager = HookManager([Failing(), sound := Sound()])
-    run(manager, range(6))
+    fire_steps(manager, range(6))
     assert sound.called == list(range(6))
 
 

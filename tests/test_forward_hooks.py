@@ -10,29 +10,13 @@ from dataclasses import dataclass
 import numpy
 import pytest
 import torch
-from loops import Net, batches, make, recorder, same, weights
+from loops import Net, batches, config, fit, make, recorder, same, weights
 
 import hookline
-from hookline import ForwardHook, HookFailedError, ObserverError, Trainer, TrainerConfig
+from hookline import ForwardHook, HookFailedError, ObserverError, Trainer
 from hookline.hooks.monitoring.activation_stats import ActivationStats
 from hookline.tensors import fingerprints, observation
 from hookline.tensors.fingerprints import Comparison, Fingerprint
-
-
-def config(**fields):
-    return TrainerConfig(**{"runs": None, "progress": "off", "seed": 3, **fields})
-
-
-def fit(*hooks, function=None, model=None, **fields):
-    optimizer = None
-    if model is None:
-        model, optimizer = make()
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    step_fn = fields.pop("step_fn", None)
-    trainer = Trainer(config(**fields), model, optimizer, hooks=hooks, step_fn=step_fn)
-    if function is not None:
-        trainer.add_hook(function, kind="forward")
-    return trainer.fit(batches(4))
 
 
 def test_it_is_called_for_every_batch_after_the_forward_and_before_the_loss():
@@ -62,7 +46,7 @@ def test_a_plain_function_is_one_with_its_kind():
     def look(activations):
         seen.append(activations.mean().item())
 
-    trainer = fit(function=look)
+    trainer = fit(forward=[look])
     assert len(seen) == 4
     info = trainer.hooks.describe()[0]
     assert (info.name, info.kind, info.calls) == ("look", "forward", 4)
@@ -73,7 +57,7 @@ def test_training_is_the_same_bit_for_bit_with_and_without_observers():
     def watch(activations):
         activations.float().std()
 
-    plain, observed = fit(), fit(ActivationStats(log_interval=1), function=watch)
+    plain, observed = fit(), fit(ActivationStats(log_interval=1), forward=[watch])
     assert same(weights(plain.model), weights(observed.model))
 
 
@@ -82,7 +66,7 @@ def test_a_change_in_place_is_fatal_and_names_the_hook():
         activations.mul_(0.5)
 
     with pytest.raises(ObserverError, match=r"meddle changed the model's outputs in place"):
-        fit(function=meddle)
+        fit(forward=[meddle])
 
 
 def test_a_change_in_place_is_noticed_also_when_the_hook_fails_after_it():
@@ -91,7 +75,7 @@ def test_a_change_in_place_is_noticed_also_when_the_hook_fails_after_it():
         raise RuntimeError("and then this")
 
     with pytest.raises(ObserverError, match="meddle"):
-        fit(function=meddle)
+        fit(forward=[meddle])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +109,7 @@ def test_random_numbers_of_training_are_put_back_and_the_hook_is_disabled(draw, 
         random.seed(5)
         numpy.random.seed(5)
         numpy.random.randn()  # it keeps a second number, which is part of the state
-        trainer = fit(function=function) if function else fit()
+        trainer = fit(forward=[function]) if function else fit()
         drawn = random.random(), numpy.random.randn(), numpy.random.randn()
         return trainer, (*drawn, *weights(trainer.model))
 
@@ -195,7 +179,7 @@ def test_writes_that_torch_does_not_count_are_fatal_and_name_the_hook(
         write(activations)
 
     with pytest.raises(ObserverError, match=r"observe changed the model's outputs in place"):
-        fit(function=observe)
+        fit(forward=[observe])
     assert len(calls) == 1
 
 
@@ -209,7 +193,7 @@ def test_writes_are_looked_for_in_the_first_calls_and_then_periodically(monkeypa
             through_data(activations)
 
     with pytest.raises(ObserverError, match="observe"):
-        fit(function=observe, max_epochs=3)
+        fit(forward=[observe], max_epochs=3)
     assert len(calls) == 7  # the calls are counted from 0
 
 
@@ -269,7 +253,7 @@ def test_a_thread_that_draws_is_not_taken_for_the_hook():
 
 
 def test_a_hook_that_returns_something_is_told_that_it_is_lost(caplog):
-    trainer = fit(function=lambda activations: activations * 2)
+    trainer = fit(forward=[lambda activations: activations * 2])
     assert "but what an observer returns is not used" in caplog.text
     assert trainer.status == "completed"
 
@@ -278,7 +262,7 @@ def test_a_failing_observer_does_not_stop_training():
     def fails(activations):
         raise ZeroDivisionError
 
-    trainer = fit(function=fails)
+    trainer = fit(forward=[fails])
     assert (trainer.status, trainer.step) == ("completed", 4)
     assert trainer.hooks.summary().failures == {"fails": 3}
 
@@ -307,10 +291,10 @@ def test_tensors_anywhere_in_the_outputs_are_detached_and_watched():
     def step_fn(model, batch):
         return model(batch[0]).logits.square().mean()
 
-    fit(function=look, model=Rich(), step_fn=step_fn)
+    fit(forward=[look], model=Rich(), step_fn=step_fn)
     assert seen == [(False, False)] * 4
     with pytest.raises(ObserverError, match="meddle"):
-        fit(function=meddle, model=Rich(), step_fn=step_fn)
+        fit(forward=[meddle], model=Rich(), step_fn=step_fn)
 
 
 class Plain:
@@ -339,10 +323,10 @@ def test_tensors_in_any_object_are_detached_and_watched():
     def step_fn(model, batch):
         return model(batch[0]).logits.square().mean()
 
-    fit(function=look, model=ReturnsAnObject(), step_fn=step_fn)
+    fit(forward=[look], model=ReturnsAnObject(), step_fn=step_fn)
     assert seen == [(Plain, False)] * 4
     with pytest.raises(ObserverError, match="meddle"):
-        fit(function=meddle, model=ReturnsAnObject(), step_fn=step_fn)
+        fit(forward=[meddle], model=ReturnsAnObject(), step_fn=step_fn)
 
 
 def test_it_does_not_see_validation():
@@ -365,7 +349,7 @@ def test_activation_stats_records_mean_and_deviation_at_its_interval(tmp_path):
     def keep(activations):
         outputs.append(activations.clone())
 
-    trainer = fit(ActivationStats(log_interval=3), function=keep, runs=tmp_path)
+    trainer = fit(ActivationStats(log_interval=3), forward=[keep], runs=tmp_path)
     found = records(trainer)
     assert [one["name"] for one in found] == ["activations/mean", "activations/std"] * 2
     expected = [
@@ -399,7 +383,7 @@ def test_activation_stats_takes_mappings_and_bf16(tmp_path):
 
 def test_the_loop_still_calls_other_hooks_in_order():
     hook = recorder("on_before_forward", "on_after_forward")
-    fit(hook, function=lambda activations: None)
+    fit(hook, forward=[lambda activations: None])
     assert hook.told == ["on_before_forward", "on_after_forward"] * 4
 
 

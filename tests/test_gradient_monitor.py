@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loops
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,20 +28,11 @@ NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
 
 def fit(
-    folder: Path,
-    *hooks: hookline.Hook,
-    data: Any = None,
-    parts: Any = None,
-    loss_fn: Any = F.mse_loss,
-    **config: Any,
+    folder: Path, *hooks: hookline.Hook, parts: Any = None, **options: Any
 ) -> dict[tuple[int, str], Any]:
-    """Train, and return what was recorded by step and name."""
-    config = {"runs": folder, "progress": "off"} | config
-    model, optimizer = parts or make()
-    trainer = hookline.Trainer(
-        hookline.TrainerConfig(**config), model, optimizer, loss_fn=loss_fn, hooks=hooks
-    )
-    trainer.fit(batches(4) if data is None else data)
+    """Train, and return the logged values by step and name."""
+    model, optimizers = parts or (None, None)
+    trainer = loops.fit(*hooks, model=model, optimizers=optimizers, runs=folder, **options)
     assert trainer.hooks.summary().failures == {}
     records = read_records(trainer.run.path / "metrics.jsonl")
     return {(one["step"], one["name"]): one["value"] for one in records}

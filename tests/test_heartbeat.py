@@ -10,21 +10,17 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from loops import batches, make
+from loops import batches, fit, make
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig
 from hookline.hooks.notification.heartbeat import Heartbeat
 
 ALWAYS = 1e-9  # seconds: due in every batch
 
 
-def train(*hooks, runs=None, val=None, **fields):
-    model, optimizer = make()
-    config = TrainerConfig(runs=runs, progress="off", **fields)
-    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    return trainer.fit(batches(3), val_loaders=val)
+def train(*hooks, **options):
+    return fit(*hooks, data=batches(3), **options)
 
 
 class Reads(hookline.Hook):

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import batches, make
+from loops import batches, fit, make
 from loops import train as run_loop
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig
 from hookline.context import LazyFloat
 from hookline.hooks.monitoring.console_log import ConsoleLogHook
 from hookline.hooks.monitoring.json_log import JSONLogHook
@@ -29,12 +28,8 @@ from hookline.hooks.monitoring.logging_hook import LoggingHook
 from hookline.runs.jsonl_file import read_records
 
 
-def train(tmp_path, *hooks, data=None, val=None, resume_from=None, **fields):
-    model, optimizer = make()
-    config = TrainerConfig(**({"runs": tmp_path / "runs", "progress": "off"} | fields))
-    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    trainer.fit(batches(4) if data is None else data, val_loaders=val, resume_from=resume_from)
-    return trainer
+def train(tmp_path, *hooks, **options):
+    return fit(*hooks, **{"runs": tmp_path / "runs"} | options)
 
 
 class Saves(hookline.Hook):

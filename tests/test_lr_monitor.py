@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import loops
 import pytest
 import torch
 from loops import Net, batches, make, train
-from torch.nn import functional as F
 
 import hookline
 from hookline.hooks.monitoring.lr_monitor import LRMonitor
@@ -16,24 +16,14 @@ from hookline.runs.jsonl_file import read_records
 
 
 def fit(
-    folder: Path,
-    *hooks: hookline.Hook,
-    parts: Any = None,
-    schedulers: Any = None,
-    data: Any = None,
-    **config: Any,
+    folder: Path, *hooks: hookline.Hook, parts: Any = None, data: Any = None, **options: Any
 ) -> dict[str, list[tuple[int, Any]]]:
-    """Train, and return what was recorded: step and value, by name."""
-    model, optimizers = parts or make()
-    trainer = hookline.Trainer(
-        hookline.TrainerConfig(**{"runs": folder, "progress": "off"} | config),
-        model,
-        optimizers,
-        schedulers,
-        loss_fn=F.mse_loss,
-        hooks=hooks,
+    """Train, and return the logged values by name: step and value."""
+    model, optimizers = parts or (None, None)
+    data = batches(3) if data is None else data
+    trainer = loops.fit(
+        *hooks, model=model, optimizers=optimizers, data=data, runs=folder, **options
     )
-    trainer.fit(batches(3) if data is None else data)
     assert trainer.hooks.summary().failures == {}
     values: dict[str, list[tuple[int, Any]]] = {}
     for one in read_records(trainer.run.path / "metrics.jsonl"):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import batches, make, same, weights
-from torch.nn import functional as F
+from loops import batches, make, make_trainer, same, weights
 
 import hookline
-from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
+from hookline import ConfigError, HookFailedError, Trainer
 from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -30,10 +29,8 @@ class Scores(hookline.Hook):
             metrics[self.metric] = self.scores.pop(0)
 
 
-def trainer_of(tmp_path: Path, *hooks, **fields) -> Trainer:
-    model, optimizer = make()
-    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 4} | fields
-    return Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+def trainer_of(tmp_path: Path, *hooks, **options) -> Trainer:
+    return make_trainer(*hooks, **{"runs": tmp_path / "runs", "max_epochs": 4} | options)
 
 
 def fit(tmp_path, *hooks, validate=True, resume_from=None, n=3, **fields) -> Trainer:
@@ -45,6 +42,11 @@ def fit(tmp_path, *hooks, validate=True, resume_from=None, n=3, **fields) -> Tra
 
 def names(trainer: Trainer) -> list[str]:
     return [p.name for p in complete_checkpoints(trainer.run.checkpoints)]
+
+
+def saved(hook: ModelCheckpoint) -> list[dict]:
+    """The checkpoints that a hook keeps, as it saves them in its own state."""
+    return hook.state_dict()["checkpoints"]["written"]
 
 
 def steps(trainer: Trainer) -> list[int]:
@@ -250,7 +252,7 @@ def test_every_n_steps_with_the_latest_metric_there_is(tmp_path):
     hook = ModelCheckpoint(save_top_k=-1, monitor="val/score", every_n_steps=2, filename="{step}")
     trainer = fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook, max_epochs=3)
     assert steps(trainer) == [2, 4, 6, 8]
-    scores = {one.step: one.score for one in hook._retention.saved}
+    scores = {one["step"]: one["score"] for one in saved(hook)}
     assert math.isnan(scores[2]), "nothing was known yet"
     # At step 6 the epoch ends: the validation that follows measures the same weights.
     assert (scores[4], scores[6], scores[8]) == (5.0, 4.0, 4.0)
@@ -278,7 +280,7 @@ def test_every_n_steps_ranks_by_the_loss_of_the_step(tmp_path):
     trainer = fit(tmp_path, hook, max_epochs=1)
     lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     losses = [r["value"] for r in map(json.loads, lines) if r["name"] == "train/loss"]
-    assert [one.score for one in hook._retention.saved] == losses
+    assert [one["score"] for one in saved(hook)] == losses
 
 
 def test_every_n_steps_saves_a_skipped_step_only_once(tmp_path):
@@ -407,7 +409,7 @@ def test_a_resumed_run_knows_its_checkpoints_and_scores(tmp_path):
     assert trainer.run.path == first.run.path
     assert steps(trainer) == steps(whole) == [6, 9]
     assert hook.best_model_score == 2.0, "that of the checkpoint resumed from, the newest"
-    assert [one.score for one in hook._retention.saved] == [3.0, 2.0]
+    assert [one["score"] for one in saved(hook)] == [3.0, 2.0]
 
 
 def test_a_resumed_run_prunes_what_it_wrote_before(tmp_path):
@@ -427,7 +429,7 @@ def test_a_resumed_run_with_steps_goes_on_with_the_latest_metrics(tmp_path):
     again = hook()
     trainer = fit(tmp_path, again, resume_from=first.run.path, max_epochs=3, validate=False)
     assert steps(trainer) == [4, 8]
-    assert [one.score for one in again._retention.saved] == [5.0, 5.0]
+    assert [one["score"] for one in saved(again)] == [5.0, 5.0]
 
 
 def test_another_metric_than_before_starts_afresh_and_leaves_the_old_ones(tmp_path, caplog):

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from loops import batches, make
+from loops import batches, fit, make
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig
 from hookline.hooks.notification.http import Sender
 from hookline.hooks.notification.notification_hook import NotificationHook
 
@@ -81,13 +80,8 @@ def no_thread_is_left():
             assert not thread.is_alive()
 
 
-def train(*hooks, val=None, resume_from=None, runs=None, data=None, **fields):
-    model, optimizer = make()
-    config = TrainerConfig(runs=runs, progress="off", **fields)
-    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    return trainer.fit(
-        batches(3) if data is None else data, val_loaders=val, resume_from=resume_from
-    )
+def train(*hooks, data=None, **options):
+    return fit(*hooks, data=batches(3) if data is None else data, **options)
 
 
 class Validates(hookline.Hook):

@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+from loops import hooks_on
 from torch import nn
 
 from hookline.errors import (
@@ -23,10 +24,6 @@ from hookline.errors import (
     UnknownHookError,
 )
 from hookline.probes import Counts, HookManager, Probe, Probes, StoreFullError
-
-
-def hooks_on(module):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 class Fails(Probe):

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from loops import hooks_on
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -56,10 +57,6 @@ class Net(nn.Module):
 def x(rows=3, seed=1):
     data = torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
     return data.requires_grad_()
-
-
-def hooks_on(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def flow(net, which="**", backwards=1, **options):

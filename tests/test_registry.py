@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from loops import batches, make, train
+from packages import describe_package
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
@@ -25,8 +23,6 @@ from hookline.config.hook_names import (
     load_hook_class,
 )
 from hookline.config.registry import HookRegistry
-
-PACKAGE = Path(__file__).parent / "entry_point_package"
 
 
 class Looks(hookline.ForwardHook):
@@ -173,9 +169,10 @@ def test_schedules_and_places_belong_to_the_registration():
         ]
     )
     assert registry.list_hooks() == ["ema", "lr_monitor"]
-    (_, monitor) = registry.describe()
+    ema, monitor = registry.describe()
     assert monitor.schedule == "every 5, sample 0.5, from epoch 2"
-    assert registry._entry("ema").strict
+    assert ema.critical
+    assert not monitor.critical
 
 
 def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apart():
@@ -323,41 +320,11 @@ def test_a_module_with_an_error_of_its_own_is_named(tmp_path, monkeypatch):
 # -- installed packages ---------------------------------------------------------------------------
 
 
-def install(target: Path) -> Path:
-    """Install the package as anybody would; pip needs no network for it."""
-    source = target / "source"
-    shutil.copytree(PACKAGE, source)  # building leaves files there
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    apart = [
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "--target",
-        str(target / "site"),
-    ]
-    done = subprocess.run([*pip, *apart, str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target / "site"
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("package"))
-
-
 @pytest.fixture
 def installed(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     yield
     sys.modules.pop("acme_hooks", None)
-
-
-def describe_package(folder: Path, package: str, points: dict[str, str]) -> None:
-    """What pip leaves of a package: its metadata."""
-    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
-    (info / "entry_points.txt").write_text(f"[hookline.hooks]\n{lines}")
 
 
 @pytest.mark.usefixtures("installed")

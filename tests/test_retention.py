@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, order, ba
 def test_would_keep_is_true_for_exactly_what_would_be_kept(scores, keep, keep_newest):
     kept = scored(*scores)[:keep]
     retention = Retention(keep=keep, order="max", keep_newest=keep_newest)
-    retention._saved, retention._number = list(kept), len(scores)
+    state = {"written": [asdict(one) for one in kept], "pending": [], "number": len(scores)}
+    retention.load_state_dict(state)
     for score in scores:
         new = RetainedCheckpoint("", 0, len(scores), score)
         expected = keep_newest or new in rank_checkpoints([*kept, new], "max")[:keep]

@@ -6,23 +6,17 @@ import time
 from datetime import timedelta
 
 import pytest
-from loops import batches, make
+from loops import batches, fit, make
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig
 from hookline.hooks.optimization.time_limit import TimeLimit
 
 SHORT = 0.02  # seconds
 
 
-def train(*hooks, runs=None, val=None, data=None, resume_from=None, **fields):
-    model, optimizer = make()
-    config = TrainerConfig(runs=runs, progress="off", **fields)
-    trainer = Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
-    return trainer.fit(
-        batches(6) if data is None else data, val_loaders=val, resume_from=resume_from
-    )
+def train(*hooks, data=None, **options):
+    return fit(*hooks, data=batches(6) if data is None else data, **options)
 
 
 class Sleeps(hookline.Hook):

@@ -7,7 +7,19 @@ import re
 
 import pytest
 import torch
-from loops import ALL_EVENTS, Net, batches, make, recorder, same, train, weights
+from loops import (
+    ALL_EVENTS,
+    Net,
+    batches,
+    config,
+    fit,
+    make,
+    recorder,
+    same,
+    told_in,
+    train,
+    weights,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -23,33 +35,8 @@ from hookline import (
 from hookline.events import LOOP_MAP
 
 
-def config(**fields):
-    """No record and no display, unless a test wants them."""
-    return TrainerConfig(**({"runs": None, "progress": "off"} | fields))
-
-
-def fit(*hooks, data=None, val=None, optimizers=None, model=None, schedulers=None, **fields):
-    """Train a small model with these hooks; returns the trainer."""
-    parts = {k: fields.pop(k) for k in ("loss_fn", "step_fn", "tokens_fn") if k in fields}
-    own_model, own_optimizer = make()
-    trainer = Trainer(
-        config(**fields),
-        own_model if model is None else model,
-        own_optimizer if optimizers is None else optimizers,
-        schedulers,
-        hooks=hooks,
-        **parts,
-    )
-    trainer.fit(batches(4) if data is None else data, val)
-    return trainer
-
-
 def names(hook):
     return [told if isinstance(told, str) else told[0] for told in hook.told]
-
-
-def of(hook, event):
-    return [told[1] for told in hook.told if not isinstance(told, str) and told[0] == event]
 
 
 # -- the loop -------------------------------------------------------------------------------------
@@ -61,7 +48,7 @@ def test_training_is_bit_for_bit_the_loop_one_would_write():
     hook = recorder(*ALL_EVENTS, on_step_end=("loss", "grad_norm", "ctx", "state"))
     model, optimizer = make()
     fit(hook, model=model, optimizers=optimizer, data=batches(12))
-    assert [float(a["loss"]) for a in of(hook, "on_step_end")] == losses
+    assert [float(a["loss"]) for a in told_in(hook, "on_step_end")] == losses
     assert same(weights(model), weights(plain))
 
 
@@ -83,13 +70,13 @@ def test_epochs_batches_and_steps_are_counted():
         on_step_end=("step",),
     )
     trainer = fit(hook, data=batches(3), max_epochs=2)
-    assert [a["epoch"] for a in of(hook, "on_epoch_start")] == [0, 1]
-    ends = of(hook, "on_train_batch_end")
+    assert [a["epoch"] for a in told_in(hook, "on_epoch_start")] == [0, 1]
+    ends = told_in(hook, "on_train_batch_end")
     assert [(a["epoch"], a["batch_idx"]) for a in ends] == [
         (e, i) for e in (0, 1) for i in range(3)
     ]
     assert {(a["dataloader_idx"], a["dataloader_name"]) for a in ends} == {(0, "train")}
-    assert [a["step"] for a in of(hook, "on_step_end")] == [1, 2, 3, 4, 5, 6]
+    assert [a["step"] for a in told_in(hook, "on_step_end")] == [1, 2, 3, 4, 5, 6]
     assert (trainer.step, trainer.status) == (6, "completed")
 
 
@@ -136,7 +123,7 @@ def test_an_exception_is_told_and_goes_on():
     with pytest.raises(ZeroDivisionError, match="my step"):
         fit(hook, step_fn=broken)
     assert names(hook) == ["on_exception", "on_train_end"]
-    assert of(hook, "on_train_end") == [{"status": "error"}]
+    assert told_in(hook, "on_train_end") == [{"status": "error"}]
 
 
 def test_ctrl_c_is_told_as_an_interruption():
@@ -147,7 +134,7 @@ def test_ctrl_c_is_told_as_an_interruption():
     hook = recorder(on_exception=("exception",), on_train_end=("status",))
     with pytest.raises(KeyboardInterrupt):
         fit(Interrupts(), hook)
-    assert of(hook, "on_train_end") == [{"status": "interrupted"}]
+    assert told_in(hook, "on_train_end") == [{"status": "interrupted"}]
 
 
 def test_a_second_fit_is_a_new_run():
@@ -156,7 +143,7 @@ def test_a_second_fit_is_a_new_run():
     trainer = Trainer(config(max_epochs=2), model, optimizer, hooks=[hook])
     trainer.fit(batches(2))
     trainer.fit(batches(2))
-    numbers = [(a["epoch"], a["step"]) for a in of(hook, "on_step_end")]
+    numbers = [(a["epoch"], a["step"]) for a in told_in(hook, "on_step_end")]
     assert numbers == [(0, 1), (0, 2), (1, 3), (1, 4)] * 2
 
 
@@ -203,7 +190,7 @@ def test_training_step_by_hand():
 def test_the_loss_by_function_by_step_and_by_the_model():
     hook = recorder(on_train_batch_end=("loss", "metrics"))
     fit(hook, loss_fn=lambda outputs, targets: (outputs - targets).abs().mean())
-    by_function = float(of(hook, "on_train_batch_end")[0]["loss"])
+    by_function = float(told_in(hook, "on_train_batch_end")[0]["loss"])
 
     hook = recorder(on_train_batch_end=("loss", "metrics"))
 
@@ -211,7 +198,7 @@ def test_the_loss_by_function_by_step_and_by_the_model():
         return {"loss": F.l1_loss(model(batch[0]), batch[1]), "size": len(batch[0])}
 
     fit(hook, step_fn=step)
-    told = of(hook, "on_train_batch_end")[0]
+    told = told_in(hook, "on_train_batch_end")[0]
     assert float(told["loss"]) == pytest.approx(by_function)
     assert told["metrics"] == {"loss": float(told["loss"]), "size": 4}
 
@@ -237,9 +224,9 @@ def test_the_default_loss_depends_on_the_targets_and_is_said_once(whole, caplog)
     data = [(x, torch.randint(0, 4, (4,)) if whole else y) for x, y in batches(3)]
     hook = recorder(on_after_forward=("outputs",), on_train_batch_end=("loss",))
     fit(hook, data=data)
-    outputs = of(hook, "on_after_forward")[0]["outputs"]
+    outputs = told_in(hook, "on_after_forward")[0]["outputs"]
     expected = (F.cross_entropy if whole else F.mse_loss)(outputs, data[0][1])
-    assert float(of(hook, "on_train_batch_end")[0]["loss"]) == expected.item()
+    assert float(told_in(hook, "on_train_batch_end")[0]["loss"]) == expected.item()
     assert caplog.text.count("No loss function was given") == 1
 
 
@@ -270,7 +257,7 @@ def test_the_loss_function_may_be_replaced_while_training():
 
     hook = recorder(on_train_batch_end=("loss",))
     fit(Replaces(), hook)
-    losses = [float(a["loss"]) for a in of(hook, "on_train_batch_end")]
+    losses = [float(a["loss"]) for a in told_in(hook, "on_train_batch_end")]
     assert losses[1] > 0
     assert losses[2:] == [0, 0]
 
@@ -321,9 +308,9 @@ def test_several_optimizers_with_schedulers_and_intervals():
         schedulers=schedulers,
         optimizer_every=[1, 2],
     )
-    turns = [(t["step"], t["optimizer_idx"]) for t in of(hook, "on_after_optimizer_step")]
+    turns = [(t["step"], t["optimizer_idx"]) for t in told_in(hook, "on_after_optimizer_step")]
     assert turns == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)]
-    assert [t["lr"] for t in of(hook, "on_step_end")] == [0.1, 0.05, 0.025, 0.0125]
+    assert [t["lr"] for t in told_in(hook, "on_step_end")] == [0.1, 0.05, 0.025, 0.0125]
     assert b.param_groups[0]["lr"] == pytest.approx(0.1 * 0.1**2)  # one for each of its own steps
 
 
@@ -340,7 +327,7 @@ def test_schedulers_may_step_once_an_epoch():
         data=batches(2),
         max_epochs=2,
     )
-    assert [t["lr"] for t in of(hook, "on_step_end")] == [0.1, 0.1, 0.05, 0.05]
+    assert [t["lr"] for t in told_in(hook, "on_step_end")] == [0.1, 0.1, 0.05, 0.05]
 
 
 def test_a_hook_may_skip_an_optimizer_step():
@@ -357,8 +344,8 @@ def test_a_hook_may_skip_an_optimizer_step():
     before = weights(model)
     trainer.fit(batches(1))
     assert same(weights(model), before)
-    assert of(hook, "on_step_skipped") == [{"reason": "a hook asked"}]
-    assert of(hook, "on_step_end")[0]["ctx"].skipped
+    assert told_in(hook, "on_step_skipped") == [{"reason": "a hook asked"}]
+    assert told_in(hook, "on_step_end")[0]["ctx"].skipped
     assert trainer.step == 0
 
 
@@ -373,8 +360,8 @@ def test_gradients_are_clipped_and_the_norm_before_is_told(how):
     hook = recorder(on_gradient_clip=("grad_norm",), on_step_end=("grad_norm",))
     fit(Largest(), hook, data=batches(1), **how)
     assert seen[0] <= 0.01
-    norm = float(of(hook, "on_gradient_clip")[0]["grad_norm"])
-    assert norm == float(of(hook, "on_step_end")[0]["grad_norm"]) > 0.1
+    norm = float(told_in(hook, "on_gradient_clip")[0]["grad_norm"])
+    assert norm == float(told_in(hook, "on_step_end")[0]["grad_norm"]) > 0.1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -382,7 +369,7 @@ def test_other_precisions_train(precision):
     hook = recorder(on_after_forward=("outputs",), on_step_end=("loss",))
     trainer = fit(hook, precision=precision, data=batches(8))
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert of(hook, "on_after_forward")[0]["outputs"].dtype is kind
+    assert told_in(hook, "on_after_forward")[0]["outputs"].dtype is kind
     assert trainer.step > 0
 
 
@@ -391,8 +378,8 @@ def test_a_scaler_that_skips_is_told():
     data[1] = (data[1][0], torch.full_like(data[1][1], float("inf")))
     hook = recorder(on_step_skipped=("reason",), on_step_end=("step",))
     fit(hook, precision="fp16", data=data, on_nan="continue")
-    assert "non-finite" in of(hook, "on_step_skipped")[0]["reason"]
-    assert [a["step"] for a in of(hook, "on_step_end")] == [1, 1, 2]
+    assert "non-finite" in told_in(hook, "on_step_skipped")[0]["reason"]
+    assert [a["step"] for a in told_in(hook, "on_step_end")] == [1, 1, 2]
 
 
 def nan_at(i, n=6):
@@ -412,7 +399,7 @@ def test_a_nan_loss_may_be_skipped_or_ignored():
     hook = recorder(on_step_skipped=("reason",))
     model, optimizer = make()
     assert fit(hook, model=model, optimizers=optimizer, data=nan_at(2), on_nan="skip").step == 5
-    assert of(hook, "on_step_skipped") == [{"reason": "the loss is nan"}]
+    assert told_in(hook, "on_step_skipped") == [{"reason": "the loss is nan"}]
     assert all(weight.isfinite().all() for weight in weights(model))
     assert fit(data=nan_at(2), on_nan="continue").step == 6
 
@@ -427,9 +414,9 @@ def test_several_loaders_have_metrics_of_their_own_and_over_all():
         data={"web": batches(3), "code": batches(2, seed=5)},
         loaders={"order": "round_robin", "on_exhausted": "drop"},
     )
-    told = [(a["loader_name"], float(a["loss"])) for a in of(hook, "on_train_batch_end")]
+    told = [(a["loader_name"], float(a["loss"])) for a in told_in(hook, "on_train_batch_end")]
     assert [name for name, _ in told] == ["web", "code", "web", "code", "web"]
-    metrics = of(hook, "on_epoch_end")[0]["metrics"]
+    metrics = told_in(hook, "on_epoch_end")[0]["metrics"]
     web = [loss for name, loss in told if name == "web"]
     assert metrics["train/dl_web/loss"] == pytest.approx(sum(web) / 3)
     assert metrics["train/loss"] == pytest.approx(sum(loss for _, loss in told) / 5)
@@ -453,7 +440,7 @@ def test_validation_is_told_and_leaves_no_trace():
     plain, _ = run(None)
     validated, hook = run(batches(3, seed=9))
     assert same(plain, validated)
-    ends = of(hook, "on_validation_end")
+    ends = told_in(hook, "on_validation_end")
     assert [a["epoch"] for a in ends] == [0, 1]
     assert ends[0]["metrics"]["eval/loss"] == ends[0]["metrics"]["val/loss"] > 0
 
@@ -480,7 +467,7 @@ def test_validation_weighs_batches_by_their_samples():
 def test_validation_comes_when_it_was_asked_for(fields, steps):
     hook = recorder(on_validation_end=("step",))
     fit(hook, val=batches(1), **fields)
-    assert [a["step"] for a in of(hook, "on_validation_end")] == steps
+    assert [a["step"] for a in told_in(hook, "on_validation_end")] == steps
 
 
 def test_the_best_accuracy_is_kept():
@@ -506,8 +493,8 @@ def test_the_best_accuracy_is_kept():
 def test_the_state_has_the_keys_of_a_small_trainer():
     hook = recorder(on_batch_end=("state", "loss"))
     trainer = fit(hook, data=batches(3))
-    state = dict(of(hook, "on_batch_end")[-1]["state"])
-    losses = [float(a["loss"]) for a in of(hook, "on_batch_end")]
+    state = dict(told_in(hook, "on_batch_end")[-1]["state"])
+    losses = [float(a["loss"]) for a in told_in(hook, "on_batch_end")]
     assert state.pop("model") is trainer.model
     assert state.pop("optimizer") is trainer.optimizer
     assert state == {
@@ -529,10 +516,10 @@ def test_tokens_are_counted():
 
     data = [{"input_ids": torch.zeros(2, 6), "x": x, "y": y} for x, y in batches(2)]
     fit(hook, data=data, step_fn=step)
-    assert [a["tokens_seen"] for a in of(hook, "on_step_end")] == [12, 24]
+    assert [a["tokens_seen"] for a in told_in(hook, "on_step_end")] == [12, 24]
     hook = recorder(on_step_end=("tokens_seen",))
     fit(hook, tokens_fn=lambda batch: 5, data=batches(2))
-    assert [a["tokens_seen"] for a in of(hook, "on_step_end")] == [5, 10]
+    assert [a["tokens_seen"] for a in told_in(hook, "on_step_end")] == [5, 10]
 
 
 # -- making one -----------------------------------------------------------------------------------

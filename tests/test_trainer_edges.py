@@ -6,20 +6,12 @@ import json
 
 import pytest
 import torch
-from loops import batches, make, recorder, same, weights
+from loops import batches, config, make, recorder, same, told_in, weights
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
-from hookline import Trainer, TrainerConfig, TrainingError, get_trainer
-
-
-def config(**fields):
-    return TrainerConfig(**({"runs": None, "progress": "off"} | fields))
-
-
-def of(hook, event):
-    return [told[1] for told in hook.told if not isinstance(told, str) and told[0] == event]
+from hookline import Trainer, TrainingError, get_trainer
 
 
 def two(model):
@@ -64,7 +56,7 @@ def test_clipping_several_optimizers_tells_the_norm_of_all_gradients():
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
 
     Trainer(config(clip_norm=0.1), model, two(model), hooks=[Norm(), hook]).fit(batches(1))
-    assert float(of(hook, "on_step_end")[0]["grad_norm"]) == pytest.approx(norms[0].item())
+    assert float(told_in(hook, "on_step_end")[0]["grad_norm"]) == pytest.approx(norms[0].item())
 
 
 def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
@@ -83,7 +75,7 @@ def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
         hooks=[Skips(), hook],
     )
     trainer.fit(batches(5), val_loaders=batches(1))
-    assert [a["step"] for a in of(hook, "on_validation_end")] == [2, 4]
+    assert [a["step"] for a in told_in(hook, "on_validation_end")] == [2, 4]
 
 
 def test_hooks_in_validation_draw_none_of_trainings_random_numbers():

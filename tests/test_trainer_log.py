@@ -6,18 +6,15 @@ import json
 
 import pytest
 import torch
-from loops import batches, make
+from loops import batches, fit, make
 
 import hookline
 from hookline import Trainer, TrainerConfig
 from hookline.runs import read_records
 
 
-def run(tmp_path, *hooks, **fields):
-    model, optimizer = make()
-    config = TrainerConfig(**({"runs": tmp_path, "progress": "off"} | fields))
-    trainer = Trainer(config, model, optimizer, hooks=hooks)
-    trainer.fit(batches(2))
+def fit_and_read(tmp_path, *hooks, **options):
+    trainer = fit(*hooks, data=batches(2), **{"runs": tmp_path} | options)
     lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     return trainer, [json.loads(line) for line in lines]
 
@@ -30,7 +27,7 @@ def test_values_are_recorded_by_kind(tmp_path):
             trainer.log("weights", model.first.weight.detach(), kind="histogram")
             trainer.log("picture", torch.rand(3, 4, 5), kind="image")
 
-    trainer, records = run(tmp_path, Logs())
+    trainer, records = fit_and_read(tmp_path, Logs())
     by_name = {record["name"]: record for record in records if record["step"] == 1}
     assert by_name["scalar"]["value"] == 2.5
     assert (by_name["words"]["kind"], by_name["words"]["value"]) == ("text", "hello")
@@ -43,7 +40,7 @@ def test_what_is_logged_carries_its_step_and_epoch(tmp_path):
         def on_step_end(self, trainer, step):
             trainer.log("x", step)
 
-    _, records = run(tmp_path, Logs(), max_epochs=2)
+    _, records = fit_and_read(tmp_path, Logs(), max_epochs=2)
     told = [(r["step"], r["epoch"], r["value"]) for r in records if r["name"] == "x"]
     assert told == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 1, 4)]
 
@@ -53,7 +50,7 @@ def test_elsewhere_than_in_a_terminal_progress_is_plain_lines_and_a_table(tmp_pa
         def on_step_end(self):
             raise RuntimeError("my bad")
 
-    run(tmp_path, Fails(), progress="plain")
+    fit_and_read(tmp_path, Fails(), progress="plain")
     out = capsys.readouterr().out
     assert "step 2" in out
     assert "loss" in out
@@ -63,7 +60,7 @@ def test_elsewhere_than_in_a_terminal_progress_is_plain_lines_and_a_table(tmp_pa
 
 @pytest.mark.parametrize("off", ["off", False])
 def test_the_display_is_off_with_one_setting(tmp_path, capsys, off):
-    run(tmp_path, progress=off)
+    fit_and_read(tmp_path, progress=off)
     assert capsys.readouterr().out == ""
 
 

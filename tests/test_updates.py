@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import Net, batches, make, recorder, same, weights
+from loops import Net, batches, config, fit, make, recorder, same, weights
 from torch import nn
 
 import hookline
 import hookline.updates
-from hookline import HookFailedError, Trainer, TrainerConfig, UpdateHook
+from hookline import HookFailedError, Trainer, UpdateHook
 from hookline.updates import (
     AGC,
     Centralize,
@@ -26,22 +26,6 @@ from hookline.updates import (
     Scale,
     SkipNonfinite,
 )
-
-
-def config(**fields):
-    return TrainerConfig(**{"runs": None, "progress": "off", **fields})
-
-
-def fit(*hooks, data=None, optimizer=None, model=None, functions=(), **fields):
-    if model is None:
-        model, optimizer = make()
-    trainer = Trainer(config(**fields), model, optimizer, hooks=hooks)
-    for function in functions:
-        trainer.add_hook(function, kind="update")
-    torch.manual_seed(5)
-    trainer.fit(batches(4) if data is None else data)
-    return trainer
-
 
 # -- the contract ---------------------------------------------------------------------------------
 
@@ -63,7 +47,7 @@ def test_an_update_gets_every_gradient_by_name_and_what_it_returns_is_used():
 
 def test_what_is_left_out_keeps_its_gradient_and_none_changes_nothing():
     plain = fit()
-    left_out = fit(functions=[lambda gradients: {}, lambda gradients: None])
+    left_out = fit(updates=[lambda gradients: {}, lambda gradients: None])
     assert same(weights(plain.model), weights(left_out.model))
 
 
@@ -72,7 +56,7 @@ def test_a_part_may_be_replaced():
         return {"first.weight": torch.zeros_like(gradients["first.weight"])}
 
     before = make()[0].state_dict()
-    after = fit(functions=[freeze_first]).model.state_dict()
+    after = fit(updates=[freeze_first]).model.state_dict()
     assert torch.equal(after["first.weight"], before["first.weight"])
     assert not torch.equal(after["second.weight"], before["second.weight"])
 
@@ -91,7 +75,7 @@ def test_updates_are_chained_in_the_order_of_their_registration():
     def look(gradients):
         seen.append(("look", gradients["first.bias"].clone()))
 
-    fit(functions=[double, add_one, look], data=batches(1))
+    fit(updates=[double, add_one, look], data=batches(1))
     assert [name for name, _ in seen] == ["double", "add", "look"]
     assert torch.equal(seen[1][1], 2 * seen[0][1])
     assert torch.equal(seen[2][1], 2 * seen[0][1] + 1)
@@ -136,9 +120,7 @@ def test_each_optimizer_that_is_due_has_its_own_gradients():
     def look(gradients, optimizer_idx, step):
         seen.append((step, optimizer_idx, sorted(gradients)))
 
-    fit(
-        functions=[look], model=model, optimizer=optimizers, data=batches(2), optimizer_every=[1, 2]
-    )
+    fit(updates=[look], model=model, optimizers=optimizers, data=batches(2), optimizer_every=[1, 2])
     first, second = ["first.bias", "first.weight"], ["second.bias", "second.weight"]
     assert seen == [(0, 0, first), (1, 0, first), (1, 1, second)]
 
@@ -152,9 +134,9 @@ def test_parameters_without_a_gradient_are_not_in_it():
     model = Half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fit(
-        functions=[lambda gradients: seen.append(list(gradients))],
+        updates=[lambda gradients: seen.append(list(gradients))],
         model=model,
-        optimizer=optimizer,
+        optimizers=optimizer,
         data=batches(1),
     )
     assert seen == [["first.weight", "first.bias"]]
@@ -177,7 +159,7 @@ def test_what_does_not_fit_stops_training_with_the_hooks_name(returned, message)
         return returned(gradients)
 
     with pytest.raises(HookFailedError) as error:
-        fit(functions=[faulty])
+        fit(updates=[faulty])
     assert "'faulty'" in str(error.value)
     assert message in str(error.value)
 
@@ -220,12 +202,12 @@ def test_a_class_without_a_call_fails_with_its_name():
 def test_updates_see_unscaled_gradients_under_a_scaler():
     plain, scaled = [], []
     fit(
-        functions=[lambda gradients: plain.append(gradients["second.bias"].clone())],
+        updates=[lambda gradients: plain.append(gradients["second.bias"].clone())],
         data=batches(1),
         precision="bf16",
     )
     fit(
-        functions=[lambda gradients: scaled.append(gradients["second.bias"].clone())],
+        updates=[lambda gradients: scaled.append(gradients["second.bias"].clone())],
         data=batches(1),
         precision="fp16",
     )
@@ -433,7 +415,7 @@ def test_updates_run_in_a_trainer_with_bf16_parameters(update):
     model = Net().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(2)]
-    trainer = fit(update, model=model, optimizer=optimizer, data=data)
+    trainer = fit(update, model=model, optimizers=optimizer, data=data)
     assert trainer.step == 2
 
 
@@ -646,7 +628,7 @@ def test_an_optimizer_may_have_nothing_for_an_update(update):
     model = Net()
     parts = [[model.first.weight], [model.second.bias], [nn.Parameter(torch.ones(2))]]
     optimizers = [torch.optim.SGD(part, 0.1) for part in parts]
-    fit(update, model=model, optimizer=optimizers)
+    fit(update, model=model, optimizers=optimizers)
 
 
 @pytest.mark.parametrize(
@@ -702,7 +684,7 @@ def test_returning_the_parameters_themselves_does_not_change_them():
 
 def test_one_number_for_all_may_be_returned_and_clipped():
     fit(
-        functions=[lambda gradients: {k: g.mean().expand_as(g) for k, g in gradients.items()}],
+        updates=[lambda gradients: {k: g.mean().expand_as(g) for k, g in gradients.items()}],
         clip_norm=0.1,
     )
 
@@ -716,8 +698,8 @@ def test_a_gradient_that_is_put_on_the_parameter_itself_counts():
         halves(model)
 
     assert same(
-        weights(fit(functions=[by_hand]).model),
-        weights(fit(functions=[lambda gradients: {k: g / 2 for k, g in gradients.items()}]).model),
+        weights(fit(updates=[by_hand]).model),
+        weights(fit(updates=[lambda gradients: {k: g / 2 for k, g in gradients.items()}]).model),
     )
 
 
@@ -834,7 +816,7 @@ def test_a_tied_parameter_is_found_by_any_of_its_names():
     model.tied = model.first
     before = model.first.weight.clone()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fit(Mask(["tied.weight"]), model=model, optimizer=optimizer)
+    fit(Mask(["tied.weight"]), model=model, optimizers=optimizer)
     assert torch.equal(model.first.weight, before)
     assert not torch.equal(model.second.weight, make()[0].second.weight)
 
@@ -894,7 +876,7 @@ def test_a_failed_update_leaves_nothing_of_itself():
             raise ZeroDivisionError
 
     plain = fit()
-    half = fit(Half(), functions=[lambda gradients: None])
+    half = fit(Half(), updates=[lambda gradients: None])
     assert same(weights(half.model), weights(plain.model))
     assert set(half.hooks.summary().failures) == {"half"}
 

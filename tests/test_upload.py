@@ -13,11 +13,10 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from leftovers import leave_unfinished_folder
-from loops import batches, make
-from torch.nn import functional as F
+from loops import batches, make, make_trainer
 
 import hookline
-from hookline import ConfigError, Trainer, TrainerConfig
+from hookline import ConfigError, Trainer
 from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -73,10 +72,8 @@ def flaky(memory):
     return Flaky
 
 
-def trainer_of(tmp_path: Path, *hooks, **fields) -> Trainer:
-    model, optimizer = make()
-    fields = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 3} | fields
-    return Trainer(TrainerConfig(**fields), model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+def trainer_of(tmp_path: Path, *hooks, **options) -> Trainer:
+    return make_trainer(*hooks, **{"runs": tmp_path / "runs", "max_epochs": 3} | options)
 
 
 def fit(tmp_path, *hooks, **fields) -> Trainer:
