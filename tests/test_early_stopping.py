@@ -308,9 +308,14 @@ def test_a_bare_loop_is_stopped_too():
     assert hook.best_score == 2.0
 
 
-def test_a_bare_loop_that_cannot_be_stopped_says_so():
-    with pytest.raises(HookFailedError, match=r"session\.batches"):
-        bare(EarlyStopping(patience=1), (3.0, 4.0), through_session=False)
+def test_a_bare_loop_that_never_looks_gets_a_warning_and_the_request_stays(caplog):
+    hook = EarlyStopping(patience=1)
+    done, session = bare(hook, (3.0, 4.0, 4.0, 4.0), through_session=False)
+    assert done == 4
+    assert session.should_stop
+    assert session.status == "stopped"
+    assert caplog.text.count("should_stop") == 1
+    assert session.hooks.describe()[0].status == "enabled"
 
 
 def test_a_bare_loop_is_told_which_call_supplies_the_metric(caplog):

@@ -1291,6 +1291,13 @@ def test_a_hook_without_the_validation_that_it_needs_is_an_error(
     assert str(error.value).endswith(reason)
 
 
+def test_a_scheduler_without_the_validation_that_it_needs_is_an_error(project: Path) -> None:
+    scheduler = "scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau"
+    with pytest.raises(hookline.TrainingError, match="ReduceLROnPlateau needs the metric 'val/lo"):
+        dry_run(load(project, scheduler))
+    assert dry_run(load(project, scheduler, "data.val=net.batches"))["schedulers"]
+
+
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
     options = ["{monitor: train/loss, check_on_train_epoch_end: true}", "{strict: false}"]
     for option in options:

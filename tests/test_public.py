@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import hookline
 
-PACKAGES = ["config_files", "probes", "runs", "trainer", "updates"]
+PACKAGES = ["checkpoint", "config_files", "probes", "runs", "trainer", "updates"]
 
 
 def names_for_type_checkers(package):
@@ -32,12 +33,12 @@ def test_what_type_checkers_see_is_what_can_be_imported():
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_offers_the_names_that_type_checkers_see(name):
     package = importlib.import_module(f"hookline.{name}")
-    eager = {"RunError"} if name == "runs" else set()
+    eager = {"runs": {"RunError"}, "checkpoint": {"CheckpointError"}}.get(name, set())
     assert set(package.__all__) == {*names_for_type_checkers(package), *eager}
     assert all(getattr(package, name) is not None for name in package.__all__)
 
 
-@pytest.mark.parametrize("name", ["hookline", *(f"hookline.{name}" for name in PACKAGES)])
+@pytest.mark.parametrize("name", [f"hookline.{name}" for name in PACKAGES])
 def test_dir_lists_the_public_names_before_they_are_used(name):
     code = (
         f"import {name} as package; import sys; sys.exit(dir(package) != sorted(package.__all__))"
@@ -86,3 +87,16 @@ def test_the_hooks_of_the_typing_file_run_as_well_as_they_check():
 def test_every_error_is_a_hookline_error():
     errors = [getattr(hookline, name) for name in hookline.__all__ if name.endswith("Error")]
     assert all(issubclass(error, hookline.HooklineError) for error in errors)
+
+
+def test_dir_shows_public_packages_too():
+    code = "import hookline; print(*dir(hookline)); hookline.config_files.load_training"
+    shown = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert shown == sorted([*hookline.__all__, "config_files", "probes", "updates"])
+
+
+def test_every_lazy_package_is_tested():
+    modules = pkgutil.walk_packages(hookline.__path__, "hookline.")
+    packages = [importlib.import_module(module.name) for module in modules if module.ispkg]
+    lazy = {package.__name__ for package in packages if hasattr(package, "__getattr__")}
+    assert lazy == {f"hookline.{name}" for name in PACKAGES}

@@ -160,4 +160,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     *(name for names in _MODULES.values() for name in names),
 ]
 
-__getattr__, __dir__ = lazy_exports(__name__, _MODULES, _ALIASES, ("probes", "updates"))
+__getattr__, __dir__ = lazy_exports(
+    __name__, _MODULES, _ALIASES, ("config_files", "probes", "updates")
+)

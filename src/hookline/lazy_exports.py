@@ -38,6 +38,6 @@ def lazy_exports(
         return value
 
     def list_names() -> list[str]:
-        return sorted(sys.modules[package].__all__)
+        return sorted({*sys.modules[package].__all__, *subpackages})
 
     return get_name, list_names

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from hookline.config.registry import HookRegistry
 from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
@@ -77,7 +79,7 @@ def _first_batch(stream: Any, key: str) -> Any:
 
 
 def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
-    """Raise if a hook monitors a metric that nothing produces.
+    """Raise if a hook or scheduler monitors a metric that nothing produces.
 
     Metrics of events that occur are not checked if others can be added to them: by several loaders
     or by a user's hooks.
@@ -89,6 +91,10 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
         "on_validation_end": val,
         "on_epoch_end": [*train, *(val if never_validates is None else [])],
     }
+    for scheduler in trainer.schedulers:
+        if never_validates is not None and isinstance(scheduler, ReduceLROnPlateau):
+            kind = type(scheduler).__name__
+            raise TrainingError(f"{kind} needs the metric 'val/loss', but {never_validates}")
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, RequiresMetrics):
             continue
