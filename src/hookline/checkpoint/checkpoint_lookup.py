@@ -17,8 +17,16 @@ from hookline.checkpoint.atomic_files import hash_file, write_atomic
 from hookline.errors import CheckpointError, listed
 
 __all__ = [
-    *("FORMAT", "FORMAT_VERSION", "CheckpointScan", "complete_checkpoints", "damage_error"),
-    *("find_checkpoint", "hash_manifest", "read_manifest", "read_pointers", "scan_checkpoints"),
+    "FORMAT",
+    "FORMAT_VERSION",
+    "CheckpointScan",
+    "complete_checkpoints",
+    "damage_error",
+    "find_checkpoint",
+    "hash_manifest",
+    "read_manifest",
+    "read_pointers",
+    "scan_checkpoints",
     "set_pointer",
 ]
 

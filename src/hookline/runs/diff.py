@@ -18,10 +18,10 @@ Pairs = dict[str, list[Any]]
 def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     """Return the differences by section and name, each as the values of both runs.
 
-    The sections are `config` (the configuration by dotted path, and the seeds), `code` (the commit
-    and uncommitted changes), `hooks` (each hook by name, and their order), `versions` (Python,
-    packages, platform and devices) and `results` (the last and best value of each metric). A value
-    that a run does not have is None.
+    The sections are `config` (the configuration by dotted path, what the training run consists of,
+    its name and tags, and the seeds), `code` (the commit and uncommitted changes), `hooks` (each
+    hook by name, and their order), `versions` (Python, packages, platform and devices) and
+    `results` (the last and best value of each metric). A value that a run does not have is None.
     """
     first, second = a.manifest, b.manifest
     sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
@@ -54,14 +54,24 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def _by_number(value: Any) -> Any:
+    """Return lists of mappings, such as parameter groups, as mappings by number."""
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        value = {str(i): item for i, item in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {name: _by_number(item) for name, item in value.items()}
+    return value
+
+
 def _section(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     section = manifest.get(name)
     return section if isinstance(section, Mapping) else {}
 
 
 def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    seeds = {name: manifest.get(name) for name in ("seed", "torch_seed")}
-    return {**seeds, **dict(_flatten(_section(manifest, "config"), ""))}
+    labels = {name: manifest.get(name) for name in ("name", "tags", "seed", "torch_seed")}
+    config, training = _section(manifest, "config"), _section(manifest, "training")
+    return {**labels, **dict(_flatten(config, "")), **dict(_flatten(_by_number(training), ""))}
 
 
 def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from typing import Any
 
@@ -109,6 +110,8 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     versions = versions.items() if isinstance(versions, dict) else ()
     fields = [
         ("run", overview["id"]),
+        ("name", manifest.get("name")),
+        ("tags", ", ".join(map(str, manifest.get("tags") or ()))),
         ("folder", overview["path"]),
         ("status", overview["status"]),
         ("last error", _first_line(overview["last_error"])),
@@ -117,10 +120,37 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("git", describe_commit(git, 12) + branch + changes if git else None),
         ("config", str(overview["config_hash"] or "")[:12]),
         ("seed", manifest.get("seed")),
+        *_training_fields(manifest.get("training")),
         ("hooks", _list_hooks(hooks) if isinstance(hooks, list) else None),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
+
+
+def _training_fields(training: Any) -> list[tuple[str, str]]:
+    """Return lines about the model, optimizers, schedulers, loaders and hyperparameters."""
+    fields: list[tuple[str, str]] = []
+    if not isinstance(training, dict):
+        return fields
+    with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a damaged manifest
+        for model in (training["model"], *training.get("models", ())):
+            fields.append(("model", f"{_short(model)}, {model['parameters'] or 0:,} parameters"))
+        for optimizer in training["optimizers"]:
+            rates = [format_number(group.get("lr")) for group in optimizer["groups"]]
+            fields.append(("optimizer", f"{_short(optimizer)}, lr {', '.join(rates)}"))
+        fields += [("scheduler", _short(scheduler)) for scheduler in training.get("schedulers", ())]
+        for kind in ("loaders", "val_loaders"):
+            for name, loader in training.get(kind, {}).items():
+                length = "" if loader["length"] is None else f", {loader['length']} batches"
+                size = "" if loader["batch_size"] is None else f" of {loader['batch_size']}"
+                fields.append((f"{name} data", f"{_short(loader)}{length}{size}"))
+        hparams = training.get("hparams", {}).items()
+        fields.append(("hparams", ", ".join(f"{k}={format_number(v)}" for k, v in hparams)))
+    return fields
+
+
+def _short(described: Fields) -> str:
+    return str(described["class"]).rpartition(".")[2]
 
 
 def _first_line(error: Any) -> str:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import BufferedRandom
 from pathlib import Path
@@ -104,7 +104,9 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
 
 
 @contextmanager
-def _run_git(folder: Path, deadline: float, *arguments: str) -> Iterator[BufferedRandom]:
+def _run_git(
+    folder: Path, deadline: float, *arguments: str
+) -> Generator[BufferedRandom, None, None]:
     """Yield the output of a git command: a file, because it may be too large for memory."""
     # A git hook that runs this program sets variables for its own repository.
     environment = {k: v for k, v in os.environ.items() if k not in _CALLER_VARIABLES}

@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
 __all__ = [
-    *("VERSION", "InvalidValue", "JsonlFile", "JsonlReader", "MetricsLog", "encode_line"),
-    *("read_jsonl_backwards", "read_records"),
+    "VERSION",
+    "InvalidValue",
+    "JsonlFile",
+    "JsonlReader",
+    "MetricsLog",
+    "encode_line",
+    "read_jsonl_backwards",
+    "read_records",
 ]
 
 log = logging.getLogger("hookline")

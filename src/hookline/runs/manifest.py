@@ -21,17 +21,26 @@ from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
 from hookline.runs.environment import describe_environment
 from hookline.runs.git import read_git_state
-from hookline.runs.jsonable import config_hash, to_jsonable
+from hookline.runs.jsonable import config_hash as hash_config
+from hookline.runs.jsonable import to_jsonable
 
 __all__ = [
-    *("continue_manifest", "describe_part", "last_write_time", "new_manifest", "new_run_id"),
-    *("read_run_manifest", "utc_now", "write_run_manifest"),
+    "continue_manifest",
+    "describe_part",
+    "last_write_time",
+    "new_manifest",
+    "new_run_id",
+    "read_run_manifest",
+    "utc_now",
+    "write_run_manifest",
 ]
 
 _FORMAT = "hookline.run"
 _VERSION = 1
 _PART_FIELDS = ("started", "ended", "status", "host", "pid", "pid_started", "pid_namespace")
-_LONG_FIELDS = ("config", "hooks", "packages", "seed", "torch_seed")  # in a part if they changed
+_LONG_FIELDS = (  # in an earlier part if they changed afterwards
+    *("config", "hooks", "training", "name", "tags", "packages", "seed", "torch_seed"),
+)
 
 
 def utc_now() -> str:
@@ -87,12 +96,21 @@ def last_write_time(folder: Path) -> float | None:
 
 
 def describe_part(
-    config: Mapping[str, Any] | None, seed: Any, hooks: Sequence[Any] | None, device: Any
+    config: Mapping[str, Any] | None,
+    seed: Any,
+    hooks: Sequence[Any] | None,
+    device: Any = None,
+    training: Mapping[str, Any] | None = None,
+    config_hash: str | None = None,
+    name: str | None = None,
+    tags: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the fields of a part of a run that starts now; None means the same as before."""
     fields: dict[str, Any] = {"started": utc_now(), "ended": None, "status": "training"}
     if config is not None:
-        fields |= {"config": to_jsonable(config), "config_hash": config_hash(config)}
+        fields |= {"config": to_jsonable(config), "config_hash": config_hash or hash_config(config)}
+    labels = {"training": training, "name": name, "tags": list(tags) or None}
+    fields |= {key: to_jsonable(value) for key, value in labels.items() if value is not None}
     if hooks is not None:
         fields["hooks"] = to_jsonable(list(hooks))
     if config is not None or hooks is not None:

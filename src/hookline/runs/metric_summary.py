@@ -12,7 +12,11 @@ from typing import Any
 from hookline.runs.jsonl_file import JsonlReader
 
 __all__ = [
-    *("MetricSummary", "is_better_when_low", "is_repeated", "parse_number", "summarize_metrics"),
+    "MetricSummary",
+    "is_better_when_low",
+    "is_repeated",
+    "parse_number",
+    "summarize_metrics",
 ]
 
 # A line as the metrics log writes most. The groups are step, time, name and value.

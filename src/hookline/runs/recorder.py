@@ -13,6 +13,7 @@ from hookline.runs.git import describe_commit, read_git_state
 from hookline.runs.jsonable import config_hash, mask_secrets
 from hookline.runs.manifest import new_run_id
 from hookline.runs.run import Kind, Run
+from hookline.runs.training_description import describe_training
 
 __all__ = ["Recorder"]
 
@@ -43,6 +44,8 @@ class Recorder:
         step: int | None = 0,
         resumed_run: Path | None = None,
         restored: Path | None = None,
+        loop: Any = None,
+        config_is_complete: bool = False,
     ) -> None:
         """Start a run, and log its id, commit, configuration hash and hooks.
 
@@ -54,10 +57,20 @@ class Recorder:
             step: Completed steps; None if unknown.
             resumed_run: The folder of the run that is resumed.
             restored: The checkpoint that was loaded.
+            loop: The trainer or session, whose model, optimizers, … the manifest describes, with
+                its `name` and `tags`.
+            config_is_complete: The configuration itself describes all of that, as that of a config
+                file does: the configuration hash covers only the configuration.
         """
-        config = mask_secrets(config)
-        fields: dict[str, Any] = {"config": config, "seed": seed, "device": device}
-        fields["hooks"] = [mask_secrets(_describe_hook(info)) for info in hooks]
+        fields: dict[str, Any] = {
+            "config": mask_secrets(config),
+            "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
+            "training": None if loop is None else describe_training(loop),
+        }
+        covered = fields if loop is not None and not config_is_complete else fields["config"]
+        hashed = config_hash(covered)
+        fields |= {"config_hash": hashed, "seed": seed, "device": device}
+        fields |= {"name": getattr(loop, "name", None), "tags": getattr(loop, "tags", ())}
         self._hook_statuses = {info.name: info.status for info in hooks}
         if isinstance(self._root, Run):
             self.run = self._root
@@ -67,10 +80,10 @@ class Recorder:
         elif self._root is not None:
             self.run = Run.create(self._root, **fields)
         if self.run is not None or log.isEnabledFor(logging.INFO):
-            self._log_start(config, hooks)
+            self._log_start(hashed, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
 
-    def _log_start(self, config: Mapping[str, Any], hooks: Sequence[HookInfo]) -> None:
+    def _log_start(self, hashed: str, hooks: Sequence[HookInfo]) -> None:
         run = self.run
         self.run_id = new_run_id() if run is None else run.id
         if not log.isEnabledFor(logging.INFO):
@@ -81,7 +94,7 @@ class Recorder:
             self.run_id,
             describe_commit(git),
             " with uncommitted changes" if git.get("dirty") else "",
-            config_hash(config),
+            hashed,
             ", ".join(f"{info.name} ({info.status})" for info in hooks) or "none",
         )
 

@@ -89,7 +89,7 @@ class Run:
         config: Mapping[str, Any],
         seed: Any,
         hooks: Sequence[Any],
-        device: Any = None,
+        **fields: Any,
     ) -> Run:
         """Start a run in a new folder, `<root>/<run_id>/`.
 
@@ -98,14 +98,16 @@ class Run:
             config: The resolved configuration. Values that JSON lacks are written as their `repr`.
             seed: The seed.
             hooks: A description of each hook, in order.
-            device: Where the model is trained.
+            **fields: Further fields of the manifest: `device`, where the model is trained;
+                `training`, what the run consists of; `config_hash`, if the hash covers more than
+                the configuration; `name` and `tags`.
         """
         root = Path(root)
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _create_folder(root)
             try:
-                manifest = new_manifest(path.name, describe_part(config, seed, hooks, device))
+                manifest = new_manifest(path.name, describe_part(config, seed, hooks, **fields))
                 write_run_manifest(path, manifest)
                 return cls(path, manifest, writable=True)
             except BaseException:
@@ -126,7 +128,7 @@ class Run:
         config: Mapping[str, Any] | None = None,
         seed: Any = None,
         hooks: Sequence[Any] | None = None,
-        device: Any = None,
+        **fields: Any,
     ) -> Run:
         """Open an existing run.
 
@@ -137,7 +139,7 @@ class Run:
             config: The configuration from now on; None if it is the same.
             seed: The seed, if a configuration or hooks are given.
             hooks: A description of each hook; None if they are the same.
-            device: Where the model is trained.
+            **fields: Further fields of the manifest, as for `create`.
         """
         path = Path(path)
         manifest = read_run_manifest(path)
@@ -146,7 +148,7 @@ class Run:
         _warn_about_other_writer(path, manifest)
         try:
             remove_leftovers(path)
-            part = describe_part(config, seed, hooks, device)
+            part = describe_part(config, seed, hooks, **fields)
             manifest = continue_manifest(path, manifest, part)
             write_run_manifest(path, manifest)
             return cls(path, manifest, writable=True)

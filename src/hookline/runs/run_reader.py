@@ -171,6 +171,8 @@ class OpenedRun:
         return {
             "id": str(manifest.get("run_id") or self.path.name),
             "path": str(self.path),
+            "name": manifest.get("name"),
+            "tags": manifest.get("tags") or [],
             "status": _status(manifest),
             "started": manifest.get("started"),
             "seconds": self.seconds,

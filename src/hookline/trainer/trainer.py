@@ -442,6 +442,8 @@ class Trainer(TrainerBase):
                 step=self.step,
                 resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
                 restored=restored,
+                loop=self,
+                config_is_complete=hasattr(config, "training"),  # that of a config file
             )
         self._context.run = self._recorder.run
 

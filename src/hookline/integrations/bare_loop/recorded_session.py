@@ -42,6 +42,7 @@ class SessionRecorder(Recorder):
             hooks=session.hooks.describe(),
             device=device_of(session.model),
             step=None if isinstance(self._root, Run) else 0,  # `session.resumed` sets it
+            loop=session,
         )
 
     def add_to_step(self, name: str, value: Any) -> None:
