@@ -164,6 +164,15 @@ def test_clearing_frees_also_what_a_failed_call_has_left():
 # -- the constructor's arguments
 
 
+def test_an_edit_hook_changes_inputs_too():
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+    with HookManager(enable_intervention=True) as manager:
+        manager.register_edit_hook(layer, "a", "scale", 2.0, at="input")
+        assert torch.equal(layer(x), nn.functional.linear(2 * x, layer.weight, layer.bias))
+        manager.disable_hook("a")
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
 def test_max_states_per_hook_is_for_each_hook():
     layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
     with HookManager(max_states_per_hook=3) as manager:

@@ -40,7 +40,7 @@ class CapturedState(Mapping[str, Any]):
         call: The number of the module's call, from 0, within the model's outermost call; in
             training where that is not seen, within the step. For a manager each module is a model
             of its own, so there it is 0 unless the module calls itself.
-        layer_idx: The layer's number, as the probe was told or the module's name says.
+        layer_idx: The layer's number, as given to the probe, or the first in the module's name.
         time: When, in seconds since 1970.
         input: The positional arguments.
         kwargs: The keyword arguments.
