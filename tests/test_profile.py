@@ -217,7 +217,7 @@ def test_a_bare_loop_is_told_what_to_call() -> None:
     model, optimizer = make()
     with (
         pytest.raises(hookline.NotSuppliedError) as error,
-        hookline.attach(model, optimizer, hooks=[RuntimeProfile()]) as session,
+        hookline.attach(model, optimizer, hooks=[RuntimeProfile()], runs=None) as session,
     ):
         F.mse_loss(model(torch.ones(4, 8)), torch.ones(4, 4)).backward()
         optimizer.step()

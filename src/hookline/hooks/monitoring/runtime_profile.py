@@ -50,6 +50,7 @@ class RuntimeProfile(BuiltIn):
         "wait for the device."
     )
     hookline_rank = Rank.MONITOR
+    hookline_records = True
     hookline_optional_events = frozenset({"on_validation_end", "on_checkpoint_save"})
 
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
