@@ -192,7 +192,7 @@ def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
     model, optimizer = make()
     with (
         pytest.raises(hookline.NotSuppliedError, match=r"with session\.epoch\(\)"),
-        hookline.attach(model, optimizer, hooks=[LRMonitor(frequency="epoch")]),
+        hookline.attach(model, optimizer, hooks=[LRMonitor(frequency="epoch")], runs=None),
     ):
         train(model, optimizer, batches(1))
 

@@ -426,3 +426,59 @@ def test_what_is_logged_when_training_is_over_is_dropped(tmp_path: Path) -> None
     session.log("a/b", 1.0)
     session.log("a", 1.0)
     assert rows(only(tmp_path), "a*", "train/a") == []
+
+
+def test_monitors_write_a_run_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hookline.LRMonitor()]) as session:
+        train(model, optimizer, batches(2))
+    assert session.run is not None
+    assert len(rows(only(tmp_path / "runs"), "lr*")) == 2
+
+
+def test_hooks_that_record_nothing_write_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]):
+        train(model, optimizer, batches(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_not_kept_are_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hookline.LRMonitor()], runs=None):
+        train(model, optimizer, batches(3))
+    assert list(tmp_path.iterdir()) == []
+    assert caplog.text.count("is not kept") == 1
+    assert "attach(…, runs='runs')" in caplog.text
+
+
+def test_values_logged_after_a_step_belong_to_it_without_batches_too(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for i, (x, y) in enumerate(batches(3)):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            session.log("before", i)
+            loss.backward()
+            optimizer.step()
+            session.log("after", i)
+    run = only(tmp_path)
+    for name in ("before", "after"):
+        assert rows(run, f"train/{name}") == [(1, None, 0), (2, None, 1), (3, None, 2)]
+
+
+def test_the_last_value_is_kept_in_a_loop_whose_calls_are_not_seen(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for i, (x, y) in enumerate(batches(2)):
+            F.mse_loss(model.forward(x), y).backward()
+            optimizer.step()
+            session.log("after", i)
+    assert [value for _, _, value in rows(only(tmp_path), "train/after")] == [0, 1]

@@ -68,6 +68,9 @@ class Hook:
     hookline_optional_events: ClassVar[frozenset[str]] = frozenset()
     """Events that the hook does not require; a loop need not provide them."""
 
+    hookline_records: ClassVar[bool] = False
+    """Whether the hook exists to log values to the run; a bare loop then writes one by default."""
+
     hookline_cost: ClassVar[str] = ""
     """The hook's cost in one sentence, for `describe()`."""
 

@@ -103,6 +103,7 @@ class Monitor(BuiltIn, Probe):
         "microsecond per call of a module."
     )
     hookline_rank = Rank.MONITOR
+    hookline_records = True
     probe_name = "monitor"
     wants_input = False
     _results = (

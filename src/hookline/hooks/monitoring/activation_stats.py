@@ -30,6 +30,7 @@ class ActivationStats(BuiltIn, ForwardHook):
     """
 
     hookline_rank = Rank.MONITOR
+    hookline_records = True
     cost = "Two reductions of each output in the batches it logs, without waiting for the device."
 
     def __init__(self, log_interval: PositiveInt = 100) -> None:

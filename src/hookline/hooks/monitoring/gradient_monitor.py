@@ -68,6 +68,7 @@ class GradientMonitor(BuiltIn):
         "weights during the step."
     )
     hookline_rank = Rank.MONITOR
+    hookline_records = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class RuntimeProfile(BuiltIn):
         "wait for the device."
     )
     hookline_rank = Rank.MONITOR
+    hookline_records = True
     hookline_optional_events = frozenset(
         {
             *("on_train_batch_start", "on_train_batch_end", "on_before_backward"),

@@ -11,6 +11,7 @@ import torch
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
+from hookline.integrations.bare_loop.attached_loop import DefaultRuns
 from hookline.integrations.bare_loop.session import Session, describe
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def attach(
     loss_divided: bool | None = None,
     on_stop: Literal["warn", "raise"] = "warn",
     stop_grace: int = 10,
-    runs: str | os.PathLike[str] | Run | None = None,
+    runs: str | os.PathLike[str] | Run | DefaultRuns | None = DefaultRuns.IF_RECORDED,
 ) -> Session:
     """Attach hooks to a training loop, which stays unchanged.
 
@@ -60,7 +61,8 @@ def attach(
         stop_grace: how many more steps such a loop may take before `StopTraining`.
         runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
             and toggles are recorded, as by the trainer. Or a run that is open for writing:
-            `Run.open(folder, resume=True)` continues one. None writes no run.
+            `Run.open(folder, resume=True)` continues one. By default `runs`, if one of the hooks
+            logs values to the run (`GradientMonitor`), else none. None writes no run.
     """
     if on_stop not in ("warn", "raise"):
         raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from enum import Enum
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
     from hookline.integrations.bare_loop.recorded_session import SessionRecorder
     from hookline.runs.run import Run
 
-__all__ = ["AttachedLoop"]
+__all__ = ["AttachedLoop", "DefaultRuns"]
 
 log = logging.getLogger("hookline")
+
+
+class DefaultRuns(Enum):
+    """Where runs are written if the user does not say: `runs`, if a hook logs values to the run."""
+
+    IF_RECORDED = "runs"
 
 
 class AttachedLoop(TrainingLoop[HookManager]):
@@ -53,8 +60,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
         loss_divided: bool | None,
         on_stop: Literal["warn", "raise"],
         stop_grace: int,
-        runs: str | os.PathLike[str] | Run | None = None,
+        runs: str | os.PathLike[str] | Run | DefaultRuns | None,
     ) -> None:
+        hooks = list(hooks)
+        if isinstance(runs, DefaultRuns):
+            records = any(getattr(hook, "hookline_records", False) for hook in hooks)
+            runs = runs.value if records else None
         self.model = model
         self.optimizers = optimizers
         self.scheduler = scheduler
@@ -75,7 +86,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._on_stop, self._stop_grace = on_stop, stop_grace
         self._has_read_stop = self._ignores_stop = False
         self.started = self._ended = False
-        self._warned_late_log = False
+        self._warned_late_log = self._warned_no_run = False
         self.hooks = HookManager(source=self._context, settings=settings)
         self.hooks.raise_on_missing_args = True  # until the first step
         self.hooks.register_hooks(hooks)
@@ -221,6 +232,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:
+            self._recorder.end_step(self._context.step, self._context.known_epoch, None)
             self._recorder.close(status, self._stop_reason, self.hooks.summary(), error)
             self._recorder = None
 

@@ -152,10 +152,11 @@ class LoopChecks:
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
         return [f"{listeners} needs on_gradient_clip. {CALLS['clip']}"] if listeners else []
 
-    def unseen_calls(
-        self, model: ModelWatch, *, needs_calls: bool, needs_backward: bool
-    ) -> list[str]:
-        """Return what should have been seen before the first step, but was not."""
+    def unseen_calls(self, model: ModelWatch, *, needs_loss: bool) -> list[str]:
+        """Return what hooks need to have been seen before the first step, and was not."""
+        fire = self._hooks.dispatchers
+        needs_calls = fire.on_before_forward or fire.on_after_forward or fire.forward
+        needs_backward = fire.on_after_backward or needs_loss
         problems: list[str] = []
         if (needs_calls or needs_backward) and not model.calls_seen:
             problems.append(
@@ -167,7 +168,7 @@ class LoopChecks:
             problems.append(
                 f"Backward did not pass through what the model returned. {CALLS['backward']}"
             )
-        if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
+        if fire.update is not None and (shared := self._shared_parameter()):
             problems.append(
                 f"Two of the optimizers share the parameter '{shared}', so updates would transform "
                 "its gradient twice. Give each parameter to one of them."

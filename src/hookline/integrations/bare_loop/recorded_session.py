@@ -29,6 +29,7 @@ class SessionRecorder(Recorder):
         super().__init__(root)
         self._step_means = Means()
         self._warned = False
+        self._last_step = 0
 
     def start(self, session: AttachedLoop, config: Any) -> None:
         """Start a run, on the first rank only."""
@@ -55,6 +56,9 @@ class SessionRecorder(Recorder):
         if self.run is None:
             return
         values = self._step_means.means()
+        if loss is None and not values and step == self._last_step:
+            return  # at the end, with nothing left
+        self._last_step = step
         if loss is not None:
             values["train/loss"] = loss  # that of backward has precedence over a logged one
         elif "train/loss" not in values and not self._warned:

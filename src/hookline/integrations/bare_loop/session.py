@@ -12,6 +12,7 @@ import torch
 from hookline.context import LazyFloat, Metrics
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.means import Means
 
 if TYPE_CHECKING:
@@ -192,8 +193,9 @@ class Session(AttachedLoop):
         """Give hooks and the run a number, or the run a value of another kind.
 
         A number whose name has no slash is in the batch's `metrics`, and its mean in those of the
-        epoch or the validation; a run has it for each step, too. Log it before `optimizer.step()`:
-        a batch that completes a step ends there. A name with a slash, and every other kind than a
+        epoch or the validation; a run has it for each step, too. What is logged after
+        `optimizer.step()` belongs to the step that has just ended, but is not in its `metrics`: a
+        batch that completes a step ends there. A name with a slash, and every other kind than a
         scalar, is written to the run only.
 
         Args:
@@ -206,6 +208,9 @@ class Session(AttachedLoop):
             self.begin()
             if self._recorder is not None:
                 self._recorder.value(context.step, context.known_epoch, name, value, kind)
+            elif self.run is None and not context.has_run and not self._warned_no_run:
+                self._warned_no_run = True
+                log.warning("'%s' and what is logged like it is not kept. %s", name, CALLS["run"])
             return
         if not _is_number(value):
             raise TypeError(
@@ -216,7 +221,8 @@ class Session(AttachedLoop):
         if isinstance(value, torch.Tensor):
             value = value.detach().clone()  # the loop may change it in place
         batch = context.known_batch
-        is_late = batch is not None and batch.ended
+        has_ended = batch.ended if batch is not None else self._step_watch.is_between_steps
+        is_late = has_ended and self._validation is None
         if self._validation is not None:
             self._validation.add(f"val/{name}", value)
         else:

@@ -73,7 +73,6 @@ class StepWatch:
         self.end_probes: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self.scaler = scaler
-        self._has_started = False
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self.losses = LossTracker(context, scaler, loss_divided)
@@ -85,12 +84,11 @@ class StepWatch:
         self._stale: dict[int, Versions] = {}  # of those ready when another backward began
         self._skips: dict[int, str] = {}  # reasons to skip, by optimizer; -1 for all
         self._found_inf: torch.Tensor | None = None
-        self._in_scaler_step = False
         self._unchecked = self._is_first_step = True
-        self._verified = False
+        self._verified = self._takes_short_path = False
+        self._has_started = self._in_scaler_step = self._closure_evaluated = False
         self._has_new_gradients = False  # backward has run since the last step
-        self._closure_evaluated = False
-        self._takes_short_path = False
+        self._calls_before_step = 0
         self._model = ModelWatch(
             context.model,
             callbacks.before_forward,
@@ -105,6 +103,12 @@ class StepWatch:
             self._handles.append(optimizer.register_step_post_hook(ModelCallback(self._after_step)))
         if scaler is not None:
             ScalerWatch.listen(scaler, self)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a step has ended and the model has not been called since, as far as is seen."""
+        calls = self._model.calls_seen
+        return bool(calls) and calls == self._calls_before_step and not self._has_new_gradients
 
     def start(self) -> None:
         """Training has started: the first call of the model need not be watched for it."""
@@ -404,6 +408,7 @@ class StepWatch:
             self._versions.clear()
             self._clips.end_step()
         self._is_first_step = self._has_new_gradients = self._closure_evaluated = False
+        self._calls_before_step = self._model.calls_seen
         if self.end_probes is not None:
             self.end_probes()
         context.skipped = False
@@ -438,12 +443,7 @@ class StepWatch:
         return problems
 
     def _unseen(self) -> list[str]:
-        fire = self.dispatchers
-        needs_calls = bool(fire.on_before_forward or fire.on_after_forward or fire.forward)
-        needs_backward = bool(fire.on_after_backward or self._asks_for_loss)
-        problems = self._checks.unseen_calls(
-            self._model, needs_calls=needs_calls, needs_backward=needs_backward
-        )
+        problems = self._checks.unseen_calls(self._model, needs_loss=bool(self._asks_for_loss))
         self.losses.set_step_loss()
         if not problems and self._asks_for_loss and self.context.known_loss is None:
             problems.append(str(self._unknown_loss()))
