@@ -19,6 +19,7 @@ from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
 from hookline.options import BuiltIn
 from hookline.tensors.nested import describe_structure
+from hookline.trainer.checks import check_metrics
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["dry_run"]
@@ -40,6 +41,7 @@ def dry_run(training: Training) -> dict[str, Any]:
             trainer.set_data(training.loaders, training.val_loaders)
         train = _train_batch(trainer)
         val = _val_batch(trainer) if trainer.validates else None
+        check_metrics(trainer)
         train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
         _check_monitors(trainer, train_names, val_names)
     return {**_describe(training), "train": train, "val": val}
