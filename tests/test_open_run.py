@@ -607,7 +607,7 @@ def test_it_shows_itself_as_text(finished: hookline.Trainer) -> None:
     run = open_run(finished.run.path)
     assert repr(run) == f"<run {run.id}: completed, 6 steps, {run.path}>"
     text = str(run)
-    for word in (run.id, "completed", "saves, logs", "seed      3", "6 steps", "torch 2."):
+    for word in (run.id, "completed", "saves, logs", "seed        3", "6 steps", "torch 2."):
         assert word in text
     assert run.manifest["config_hash"][:12] in text
     lines = [line.split() for line in text.splitlines()]

@@ -36,6 +36,7 @@ VERSION = 1
 """The schema version of records, in the field `v`."""
 
 _BLOCK_SIZE = 1 << 18
+_END_SIZE = 1 << 16  # read at a time from the end
 
 
 class JsonlFile:
@@ -265,7 +266,7 @@ def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[
             end = position = lines.seek(0, os.SEEK_END)
             rest = b""
             while position > 0 and end - position < max_bytes:
-                size = min(_BLOCK_SIZE, position)
+                size = min(_END_SIZE, position)
                 position = lines.seek(position - size)
                 # The first line may begin in the block before.
                 rest, *complete = (lines.read(size) + rest).split(b"\n")
