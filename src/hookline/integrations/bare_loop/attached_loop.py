@@ -62,9 +62,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
         stop_grace: int,
         runs: str | os.PathLike[str] | Run | DefaultRuns | None,
     ) -> None:
-        hooks = list(hooks)
+        if isinstance(hooks, HookManager):
+            given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
+        else:
+            given_hooks = hooks = list(hooks)
         if isinstance(runs, DefaultRuns):
-            records = any(getattr(hook, "hookline_records", False) for hook in hooks)
+            records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
             runs = runs.value if records else None
         self.model = model
         self.optimizers = optimizers
