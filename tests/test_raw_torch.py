@@ -323,3 +323,68 @@ def test_under_ddp_backward_has_ended_when_gradients_are_averaged(tmp_path: Path
 @pytest.mark.slow
 def test_under_fsdp2_the_norm_is_that_of_all_ranks(tmp_path: Path):
     assert run_on_two_ranks(FSDP_SCRIPT, tmp_path).count("fine") == 2
+
+
+def gan_losses(generator, discriminator, optimizers):
+    """Two steps of a small GAN; returns the losses of both, in the order of their backwards."""
+    losses = []
+    for x, _ in batches(2):
+        for optimizer, parts in zip(reversed(optimizers), ("real", "fake"), strict=True):
+            optimizer.zero_grad()
+            fake = generator(x)
+            if parts == "real":
+                loss = discriminator(fake.detach()).mean() - discriminator(x[:, :4]).mean()
+            else:
+                loss = -discriminator(fake).mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+    return losses
+
+
+def test_several_models_are_attached_together():
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, discriminator)]
+    hook = recorder(
+        "on_after_forward",
+        "on_after_backward",
+        on_gradients_ready=("optimizer_idx",),
+        on_step_end=("loss", "model"),
+    )
+    with hookline.attach([generator, discriminator], optimizers, hooks=[hook]) as session:
+        losses = gan_losses(generator, discriminator, optimizers)
+    events = [told if isinstance(told, str) else told[0] for told in hook.told]
+    assert session.step == 2
+    assert events.count("on_after_forward") == 2 * (3 + 2)
+    assert events.count("on_after_backward") == 4
+    ready = [told[1]["optimizer_idx"] for told in hook.told if told[0] == "on_gradients_ready"]
+    assert ready == [1, 0, 1, 0]
+    ends = [told[1] for told in hook.told if told[0] == "on_step_end"]
+    expected = [(losses[0] + losses[1]) / 2, (losses[2] + losses[3]) / 2]
+    assert [float(end["loss"]) for end in ends] == pytest.approx(expected)
+    assert list(ends[0]["model"]) == [generator, discriminator]
+    assert not generator._forward_hooks
+    assert not discriminator._forward_hooks
+
+
+def test_something_else_than_models_is_an_error():
+    model, optimizer = make()
+    with pytest.raises(TypeError, match=r"takes torch\.nn\.Modules, not 'discriminator'"):
+        hookline.attach([model, "discriminator"], optimizer)
+
+
+def test_hooks_that_need_no_forward_work_where_the_model_is_not_called_directly():
+    hook = recorder("on_gradients_ready", on_step_end=("grad_norm",))
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in batches(2):
+            F.mse_loss(model.forward(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [told if isinstance(told, str) else told[0] for told in hook.told] == [
+        "on_gradients_ready",
+        "on_step_end",
+    ] * 2
+    assert all(float(told[1]["grad_norm"]) > 0.1 for told in hook.told if told[0] == "on_step_end")

@@ -16,7 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["ModelCallback", "ModelWatch"]
+__all__ = ["ModelCallback", "ModelGroup", "ModelWatch"]
+
+
+class ModelGroup(torch.nn.ModuleList):
+    """Several models that one loop trains, such as a generator and a discriminator."""
 
 
 class ModelCallback:
@@ -53,7 +57,7 @@ def _nothing(*args: Any) -> None:
 
 
 class ModelWatch:
-    """Calls back when the model's outermost call begins and returns, and around backward.
+    """Calls back when a model's outermost call begins and returns, and around backward.
 
     Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored.
     """
@@ -91,15 +95,16 @@ class ModelWatch:
             return
         self.detach()
         self._sees = (calls, backward)
-        if calls:
-            self._depth = 0
-            self._handles = [
-                self.model.register_forward_pre_hook(ModelCallback(self._before)),
-                # always_call: a forward that raises must not leave the depth wrong
-                self.model.register_forward_hook(ModelCallback(self._after), always_call=True),
-            ]
-        elif backward:
-            self._handles = [self.model.register_forward_hook(ModelCallback(self._returned))]
+        self._depth = 0
+        for model in self.model if isinstance(self.model, ModelGroup) else [self.model]:
+            if calls:
+                self._handles += [
+                    model.register_forward_pre_hook(ModelCallback(self._before)),
+                    # always_call: a forward that raises must not leave the depth wrong
+                    model.register_forward_hook(ModelCallback(self._after), always_call=True),
+                ]
+            elif backward:
+                self._handles.append(model.register_forward_hook(ModelCallback(self._returned)))
 
     def detach(self) -> None:
         """Remove all hooks from the model and its latest outputs."""

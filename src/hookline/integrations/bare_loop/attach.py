@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.attached_loop import DefaultRuns
 from hookline.integrations.bare_loop.session import Session, describe
+from hookline.loop.model_watch import ModelGroup
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
@@ -21,7 +22,7 @@ __all__ = ["attach"]
 
 
 def attach(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     hooks: Iterable[Hook] | HookManager = (),
     *,
@@ -44,7 +45,9 @@ def attach(
     raise an error before the first step, with the call on the session that provides it.
 
     Args:
-        model: the model as the loop calls it (the compiled or wrapped one, if there is one).
+        model: the model as the loop calls it (the compiled or wrapped one, if there is one), or
+            several, such as a generator and a discriminator. Hooks get several as one module that
+            contains them in this order.
         optimizer: the optimizer, or several. A step is complete when each of them has stepped.
         hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
             schedules and order.
@@ -70,9 +73,10 @@ def attach(
         raise TypeError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
         )
+    attached = _one_module(model)
     return Session(
-        model,
-        _optimizers(optimizer, model),
+        attached,
+        _optimizers(optimizer, attached),
         hooks,
         scheduler=scheduler,
         scaler=scaler,
@@ -84,6 +88,16 @@ def attach(
         stop_grace=stop_grace,
         runs=runs,
     )
+
+
+def _one_module(models: Any) -> Any:
+    """Return several models as one."""
+    if not isinstance(models, list | tuple):
+        return models
+    for model in models:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"attach([model, …], …) takes torch.nn.Modules, not {describe(model)}.")
+    return models[0] if len(models) == 1 else ModelGroup(models)
 
 
 def _unwrapped(optimizer: Any) -> Any:

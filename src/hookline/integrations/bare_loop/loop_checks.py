@@ -16,7 +16,7 @@ from hookline.integrations.bare_loop.backward_frame import caller_of
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
 from hookline.integrations.bare_loop.requirements import CALLS
-from hookline.loop.model_watch import ModelWatch
+from hookline.loop.model_watch import ModelGroup, ModelWatch
 
 __all__ = ["LoopChecks", "is_compiled_in_place"]
 
@@ -27,7 +27,8 @@ _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 def is_compiled_in_place(model: torch.nn.Module) -> bool:
     """Return whether `model.compile()` was called."""
-    return getattr(model, "_compiled_call_impl", None) is not None
+    models = model if isinstance(model, ModelGroup) else [model]
+    return any(getattr(each, "_compiled_call_impl", None) is not None for each in models)
 
 
 class LoopChecks:

@@ -49,6 +49,9 @@ class LossTracker:
         scaler: what multiplies the loss before backward.
         divided: whether the loop divides its losses by the number of batches in a step; None to
             find out.
+
+    Attributes:
+        has_stepped: whether one of several optimizers has stepped, and the step goes on.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class LossTracker:
         scaler: torch.amp.GradScaler | None,
         divided: bool | None = None,
     ) -> None:
+        self.has_stepped = False
         self._wanted = False
         self._context = context
         self._scaler = scaler
@@ -105,7 +109,8 @@ class LossTracker:
         self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled))
 
     def _add(self, seen: BackwardLoss) -> None:
-        if self._parameter.grad is None:  # gradients were dropped since the last backward, if any
+        # Gradients were dropped since the last backward, if there was one: it had no step.
+        if self._parameter.grad is None and not self.has_stepped:
             self._step.clear()
         self._step.append(seen)
         self._batch.append(seen)
@@ -145,6 +150,7 @@ class LossTracker:
         self._step.clear()
         self._first = []
         self._backwards = 0
+        self.has_stepped = False
 
     # -- losses that the loop has divided ---------------------------------------------------------
 

@@ -374,9 +374,9 @@ class StepWatch:
 
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
+        self.losses.has_stepped = True
         if len(self._stepped) == len(self.optimizers):
             self._end_all_turns()
-            # From here on, one optimizer without a scaler takes the short path.
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
 
