@@ -414,3 +414,10 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
     assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
     assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
     assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--resume", "--help", "--json", "--out"}
+
+
+def test_check_finds_a_hook_whose_metric_nothing_measures(project: Path) -> None:
+    hook = "hooks.1={name: early_stopping}"
+    done = run(project, "check", "train.yaml", hook, "trainer.validate_every_epochs=null")
+    assert done.returncode == 1
+    assert "needs the metric 'val/loss', which is not measured" in done.stderr

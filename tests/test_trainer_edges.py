@@ -276,3 +276,12 @@ def test_gradients_that_wait_for_their_turn_follow_the_scale_of_fp16():
     assert scale == 256.0
     assert grown > scale
     assert same(actual, expected)
+
+
+def test_a_nan_loss_that_is_skipped_leaves_nothing_to_an_optimizer_that_waits():
+    model, _ = make()
+    data = batches(4)
+    data[0] = (data[0][0], torch.full_like(data[0][1], float("nan")))
+    trainer = Trainer(config(optimizer_every=[1, 2], on_nan="skip"), model, two(model)).fit(data)
+    assert trainer.step == 3
+    assert all(weight.isfinite().all() for weight in weights(model))

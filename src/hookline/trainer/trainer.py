@@ -314,8 +314,10 @@ class Trainer(TrainerBase):
             run.log(context.step, context.epoch, "train/loss", loss)
             for name, value in _mean_metrics(self._accumulated_metrics).items():
                 run.log(context.step, context.epoch, f"train/{name}", value)
-        for _, optimizer in self._due_optimizers:
+        used = self.optimizers if self._drops_gradients else [o for _, o in self._due_optimizers]
+        for optimizer in used:
             zero_grad(optimizer)
+        self._drops_gradients = False
         if self._probes is not None:
             self._probes.end_step()
         losses.clear()
@@ -566,6 +568,9 @@ class Trainer(TrainerBase):
             return problem
         if problem:
             self.skip_optimizer_step(None, problem)
+            self._drops_gradients = (
+                True  # those that wait for their optimizer are not finite either
+            )
         return None
 
     def _end_epoch(self, metrics: Metrics) -> None:

@@ -102,6 +102,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._accumulated_losses: list[Any] = []  # of the batches in the next optimizer step
         self._accumulated_metrics: list[Mapping[str, Any]] = []
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
+        self._drops_gradients = False  # whether this step leaves none, also for later steps
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
         self._context: TrainerEventContext = TrainerEventContext(self, self.model, self.optimizers)
         self._watch = ModelWatch(self.model, self._before_forward, self._after_forward)
