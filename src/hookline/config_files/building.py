@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -176,12 +176,12 @@ class _Builder:
         return loaders.get(None, loaders or None)
 
     def _loader(self, key: Key, section: LoaderConfig) -> Any:
-        data = self._create(key, section)
+        data: Any = self._create(key, section)
         is_dataset = section.loader is not None and not isinstance(data, type)
         if is_dataset or isinstance(data, torch.utils.data.Dataset):
             options = self._create_within(section.loader or {}, (*key, "loader"))
             with self._creating((*key, "loader") if section.loader is not None else key):
-                return torch.utils.data.DataLoader(data, **options)
+                return torch.utils.data.DataLoader(cast("Any", data), **options)
         if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
                 key,

@@ -153,10 +153,11 @@ def _parse_yaml(text: str) -> ParsedFile:
 def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
     """Return what is wrong and how to fix it; for rare mistakes, what the parser says."""
     context, problem = error.context or "", error.problem or ""
-    mark, start = error.problem_mark, error.context_mark
+    mark = error.problem_mark
     in_words = f"{context} {problem}.".lstrip()
     if mark is None or mark.line >= len(lines):  # YAML knows more line breaks
         return in_words
+    start = error.context_mark or mark
     if r"'\t'" in problem:
         return "Indent with spaces: YAML does not allow tabs."
     if "cannot start any token" in problem or "scanning an alias" in context:
