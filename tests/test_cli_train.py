@@ -418,6 +418,8 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
 
 def test_check_finds_a_hook_whose_metric_nothing_measures(project: Path) -> None:
     hook = "hooks.1={name: early_stopping}"
-    done = run(project, "check", "train.yaml", hook, "trainer.validate_every_epochs=null")
+    done = run_hookline(
+        "check", "train.yaml", hook, "trainer.validate_every_epochs=null", cwd=project
+    )
     assert done.returncode == 1
     assert "needs the metric 'val/loss', which is not measured" in done.stderr
