@@ -296,9 +296,13 @@ def test_a_bare_loop_is_stopped_too():
     assert hook.best_score == 2.0
 
 
-def test_a_bare_loop_that_cannot_be_stopped_says_so():
-    with pytest.raises(HookFailedError, match=r"session\.batches"):
-        bare(EarlyStopping(patience=1), (3.0, 4.0), through_session=False)
+def test_a_bare_loop_that_does_not_look_is_warned_and_the_hook_stays_enabled(caplog):
+    scores = (3.0, 4.0, 4.0, 4.0, 4.0)
+    done, session = bare(EarlyStopping(patience=1), scores, through_session=False)
+    assert done == 5
+    assert session.should_stop
+    assert caplog.text.count("session.batches(loader)") == 1
+    assert [info.failures for info in session.hooks.describe()] == [0]
 
 
 def test_a_bare_loop_is_told_which_call_supplies_the_metric(caplog):
