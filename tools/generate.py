@@ -219,6 +219,7 @@ def texts() -> Iterator[tuple[str, str]]:
         yield name, rewritten(ROOT / name, start, end, make())
     for hook in hook_pages.ALL:
         yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
+    yield "docs/loops.md", hook_pages.loops_page()
     for topic in api_pages.PAGES:
         yield f"docs/api/{topic}.md", api_pages.page(topic)
 

@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from importlib import import_module
 from typing import Any
 
 from hookline.cli.hook_facts import describe_behaviour, describe_hook, group_hooks
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
+from hookline.dispatch.binding import bind
+from hookline.errors import HooklineError
+from hookline.integrations.bare_loop.requirements import CALLS, calls_for
+from hookline.integrations.bare_loop.session import Session
 
 ALL = {**BUILT_INS, **PROBES}
 
@@ -66,6 +73,47 @@ def overview() -> str:
             lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def loops_page() -> str:
+    """Return the page that says which built-in hook works in which loop."""
+    lines = [
+        "# Built-in hooks and loops",
+        "",
+        "<!-- Written by `make generate` from the events and arguments of the hooks. -->",
+        "",
+        "All built-in hooks work with the [trainer](trainer.md). A [bare loop](bare_loop.md) that",
+        "stays unchanged provides what most of them need. Others need calls on the",
+        "[session](session.md). The table shows each hook with its default options.",
+        "",
+        "| hook | trainer | bare loop |",
+        "|---|---|---|",
+    ]
+    lines += [f"| [{name}](built_in/{name}.md) | yes | {_in_bare_loop(name)} |" for name in ALL]
+    return "\n".join([*lines, ""])
+
+
+def _in_bare_loop(name: str) -> str:
+    module, _, class_name = find_hook(name).path.rpartition(".")
+    kind = getattr(import_module(module), class_name)
+    try:
+        hook = kind()
+    except (TypeError, HooklineError):  # it has required options
+        hook = object.__new__(kind)
+    needs: set[str] = set()
+    for event, binding in bind(hook).items():
+        if event not in kind.hookline_optional_events:
+            needs |= calls_for(event, binding.required)
+    source = inspect.getsource(kind)
+    missing = sorted(
+        f"`trainer.{attribute}`"
+        for attribute in set(re.findall(r"trainer\.(\w+)\(", source))
+        if not hasattr(Session, attribute) and f'hasattr(trainer, "{attribute}")' not in source
+    )
+    if missing:
+        return f"no: it calls {', '.join(missing)}"
+    calls = [re.findall(r"`(.+?)`", CALLS[need])[0] for need in sorted(needs)]
+    return f"with {', '.join(f'`{call}`' for call in calls)}" if calls else "yes"
 
 
 def _class(facts: dict[str, Any]) -> tuple[str, str]:

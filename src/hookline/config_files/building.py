@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -66,9 +65,8 @@ def build_trainer(config: TrainingConfig, tree: ConfigTree, resolved: ResolvedOb
 
 
 def _run_labels(config: TrainingConfig) -> dict[str, Any]:
-    """Return the sections that label the run, if they are given and the trainer takes them."""
-    accepted = inspect.signature(Trainer).parameters
-    given = {name: getattr(config, name) for name in _LABELS if name in accepted}
+    """Return the sections that label the run, if they are given."""
+    given = {name: getattr(config, name) for name in _LABELS}
     return {name: value for name, value in given.items() if value}
 
 

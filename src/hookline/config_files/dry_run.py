@@ -6,20 +6,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-from hookline.config.registry import HookRegistry
 from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
-from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
-from hookline.options import BuiltIn
 from hookline.tensors.nested import describe_structure
-from hookline.trainer.checks import check_metrics
+from hookline.trainer.checks import check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["dry_run"]
@@ -81,57 +76,23 @@ def _first_batch(stream: Any, key: str) -> Any:
 
 
 def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
-    """Raise if a hook or scheduler monitors a metric that nothing produces.
+    """Raise if a hook monitors a metric that the batches did not produce.
 
-    Metrics of events that occur are not checked if others can be added to them: by several loaders
-    or by a user's hooks.
+    Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
     """
     streams = [one for one in (trainer.train_data, trainer.val_data) if one is not None]
-    is_open = any(len(one.names) > 1 for one in streams) or _users_add_metrics(trainer.hooks)
-    never_validates = _why_it_never_validates(trainer)
-    metrics = {
-        "on_validation_end": val,
-        "on_epoch_end": [*train, *(val if never_validates is None else [])],
-    }
-    for scheduler in trainer.schedulers:
-        if never_validates is not None and isinstance(scheduler, ReduceLROnPlateau):
-            kind = type(scheduler).__name__
-            raise TrainingError(f"{kind} needs the metric 'val/loss', but {never_validates}")
+    if any(len(one.names) > 1 for one in streams) or users_add_metrics(trainer.hooks):
+        return
+    metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
     for name, hook, active in trainer.hooks.of_kind("loop"):
         if not active or not isinstance(hook, RequiresMetrics):
             continue
         event, monitored = hook.required_metrics(trainer)
         with _errors_name(f"the hook '{name}'"):
-            for metric in monitored:
-                may_be_added = is_open and event == "on_epoch_end"
-                needs_validation = event == "on_validation_end" or metric.startswith(_VALIDATED)
-                if never_validates is not None and needs_validation and not may_be_added:
-                    text = f"{type(hook).__name__} monitors the metric '{metric}', but"
-                    raise TrainingError(f"{text} {never_validates}")
-                may_come = trainer.step_fn is not None and not nearest(metric, metrics[event])
-                if not is_open and not may_come:  # a step function may return it for other batches
-                    require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
-
-
-def _why_it_never_validates(trainer: Trainer) -> str | None:
-    config = trainer.config
-    if not trainer.validates:
-        return "there is no validation data. Give it, in a config file as `data.val`."
-    if config.validate_every_epochs is config.validate_every_steps is None:
-        fields = "`validate_every_epochs` and `validate_every_steps`"
-        return f"the trainer never validates: {fields} are None. Set one of them."
-    return None
-
-
-def _users_add_metrics(hooks: HookRegistry) -> bool:
-    """Return whether hooks that are not built in receive the metrics, and may add to them."""
-    active = map(hooks.get_hook, hooks.get_active_hooks())
-    users = [bind(hook) for hook in active if not isinstance(hook, BuiltIn)]
-    return any(
-        event in bindings and "metrics" in bindings[event].accepted
-        for bindings in users
-        for event in ("on_validation_end", "on_epoch_end")
-    )
+            for metric in monitored if metrics[event] else ():  # empty: the event does not occur
+                if trainer.step_fn is not None and not nearest(metric, metrics[event]):
+                    continue  # the step function may return it for other batches
+                require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def check_metrics(trainer: Any) -> None:
     """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
     if validates_in_fit(trainer):
         return
-    missing = "there is no validation data: give val_loaders to fit()"
+    missing = "there is no validation data: give val_loaders to fit(), or data.val in a config file"
     if trainer.validates:
         missing = "validate_every_epochs and validate_every_steps are None: set one of them"
     for name, hook, active in trainer.hooks.of_kind("loop"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 
-__all__ = ["CALLS", "not_supplied", "pending_requirements", "unmet_requirements"]
+__all__ = ["CALLS", "calls_for", "not_supplied", "pending_requirements", "unmet_requirements"]
 
 CALLS: Mapping[str, str] = {
     "epoch": "Wrap each epoch: `with session.epoch():`.",
@@ -72,6 +72,14 @@ def unmet_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
             need = _ARGUMENTS.get(argument)
             if need is not None and need not in supplied | known:
                 yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
+
+
+def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
+    """Return the keys of `CALLS` that an event with these arguments needs in an unchanged loop."""
+    needs = {_ARGUMENTS[argument] for argument in arguments if argument in _ARGUMENTS}
+    if event == "on_train_start":
+        needs -= {"epoch", "tokens"}
+    return needs | ({_EVENTS[event]} if event in _EVENTS else set())
 
 
 def pending_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
