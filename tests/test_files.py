@@ -1277,8 +1277,8 @@ def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("data.val=null", "there is no validation data. Give it, in a config file as `data.val`."),
-        ("trainer.validate_every_epochs=null", "`validate_every_steps` are None. Set one of them."),
+        ("data.val=null", "give val_loaders to fit(), or data.val in a config file."),
+        ("trainer.validate_every_epochs=null", "validate_every_steps are None: set one of them."),
     ],
 )
 def test_a_hook_without_the_validation_that_it_needs_is_an_error(
@@ -1287,7 +1287,7 @@ def test_a_hook_without_the_validation_that_it_needs_is_an_error(
     training = load(project, "data.val=net.batches", override, f"hooks=[{hook}]")
     with pytest.raises(hookline.TrainingError) as error:
         dry_run(training)
-    assert f"monitors the metric '{metric}', but" in str(error.value)
+    assert f"needs the metric '{metric}', which is not measured" in str(error.value)
     assert str(error.value).endswith(reason)
 
 
