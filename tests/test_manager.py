@@ -463,3 +463,11 @@ def test_a_misspelled_event_method_is_an_attribute_error():
 
 def test_an_attribute_that_does_not_exist_is_an_ordinary_attribute_error():
     assert not hasattr(HookManager(), "something_else")
+
+
+def test_one_hook_instead_of_a_list_says_what_to_write():
+    class Watch(Hook):
+        pass
+
+    with pytest.raises(TypeError, match=r"hooks takes a list of hooks\. Write hooks=\[Watch"):
+        HookManager(Watch())

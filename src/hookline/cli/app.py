@@ -69,7 +69,8 @@ _USAGE_ERRORS: type[Exception] = typer.BadParameter.__mro__[1]
 
 def _usage_message(error: Any) -> str:
     command = error.ctx.command_path if error.ctx is not None else "hookline"
-    return f"{error.format_message().rstrip('.')}. See: {command} --help"
+    message = error.format_message()
+    return f"{message}{'' if message.endswith(('.', '?')) else '.'} See: {command} --help"
 
 
 def _unexpected_error_message(error: Exception) -> str:

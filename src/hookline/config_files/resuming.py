@@ -1,4 +1,4 @@
-"""Resuming: find the checkpoint that a training continues from."""
+"""Resuming: find the checkpoint that a training run continues from."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class StateReport:
 def save_states(entries: Sequence[Entry], failures: FailureHandler) -> dict[str, dict[str, Any]]:
     """Return the states of the hooks that have one, by name.
 
-    A hook whose `state_dict` fails is left out, or stops training if it is critical.
+    A hook whose `state_dict` fails is omitted, or stops training if it is critical.
     """
     states: dict[str, dict[str, Any]] = {}
     for entry in entries:

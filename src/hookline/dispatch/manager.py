@@ -157,6 +157,10 @@ class HookManager:
         if isinstance(hooks, HookManager):
             entries = registration_order(hooks._entries)
             return [self.add_hook(e.hook, e.name, **e.registration()) for e in entries]
+        if isinstance(hooks, Hook):
+            raise TypeError(
+                f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
+            )
         return [self.add_hook(hook) for hook in hooks]
 
     def remove_hook(self, name: str) -> Hook:

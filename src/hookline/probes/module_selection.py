@@ -42,7 +42,7 @@ def check_model(model: Any) -> None:
 def clean_names(model: nn.Module) -> dict[str, nn.Module]:
     """Return the model's modules by name, in the model's order; the model itself is `""`.
 
-    Wrappers are left out. A tied module is there once, under its first name; see `aliases`.
+    Wrappers are omitted. A tied module is there once, under its first name; see `aliases`.
     """
     modules: dict[int, ModulePlace] = {}
     for place in _places(model):

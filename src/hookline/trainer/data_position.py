@@ -139,7 +139,7 @@ class DataPosition:
                 iter(loader)
                 log.warning(
                     "The workers of a train loader with persistent_workers=True are started anew. "
-                    "Its order is that of the run, but random numbers that its dataset draws in "
+                    "Its order is that of the run, but random numbers that its dataset uses in "
                     "the workers differ. Train with persistent_workers=False to resume exactly."
                 )
         self._set_generators(saved["generators"])

@@ -23,7 +23,7 @@ class PatternOrder:
         self.round_size = len(pattern)
 
     def turns(self, active: list[bool]) -> Iterator[int]:
-        """Yield loaders without end; those that are not active at their turn are left out."""
+        """Yield loaders without end; those that are not active at their turn are skipped."""
         return (idx for idx in cycle(self._pattern) if active[idx])
 
     def longest(self, lengths: list[int]) -> int:
@@ -46,7 +46,7 @@ class WeightedOrder:
         self._weights = weights
 
     def turns(self, active: list[bool]) -> Iterator[int]:
-        """Yield loaders without end; those that are not active at their turn are left out."""
+        """Yield loaders without end; those that are not active at their turn are skipped."""
         while True:
             remaining = [idx for idx, is_active in enumerate(active) if is_active]
             for turn in _weighted_turns([self._weights[idx] for idx in remaining]):

@@ -40,6 +40,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             without an improvement.
     """
 
+    intervenes = True
     hookline_rank = Rank.CONTROL
     cost = "Reads one number from the device per check."
 

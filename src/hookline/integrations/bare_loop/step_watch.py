@@ -163,7 +163,7 @@ class StepWatch:
     def _backward_begins(self) -> None:
         if self.losses.wanted:
             self.losses.backward_begins()
-        if self._ready:  # a step was left out, or the optimizers have backwards of their own
+        if self._ready:  # a step was skipped, or the optimizers have backwards of their own
             ready = self._ready - self._stepped.keys()
             self._stale = {i: gradient_versions(self.optimizers[i]) for i in ready}
 
@@ -266,7 +266,7 @@ class StepWatch:
         i = self._index[id(optimizer)]
         if i in self._versions:
             self._versions[i] = gradient_versions(optimizer)
-        if i in self._ready:  # of a step that the loop left out: a scaler unscales once
+        if i in self._ready:  # of a step that the loop skipped: a scaler unscales once
             self._new_gradients(i)
         self._gradients_ready(i)
 
