@@ -1,5 +1,7 @@
 """Stopping, skipping, saving: asked for anywhere, done at a boundary, on all ranks together."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from loops import Net, batches, config, make, run_on_two_ranks, same, weights
@@ -22,7 +24,7 @@ def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(t
         def on_step_end(self, step):
             assert (tmp_path / "a").exists() == (step > 2)
 
-        def on_checkpoint_save(self, checkpoint_path, step):
+        def on_checkpoint_save(self, checkpoint_path: Path, step):
             self.saved.append((checkpoint_path.name, step))
 
     hook = Asks()
@@ -39,7 +41,7 @@ def test_a_checkpoint_asked_for_by_a_checkpoint_waits_for_the_next_boundary(tmp_
             if step == 1:
                 trainer.save_checkpoint(tmp_path / "first")
 
-        def on_checkpoint_save(self, trainer, checkpoint_path, step):
+        def on_checkpoint_save(self, trainer, checkpoint_path: Path, step):
             if checkpoint_path.name == "first":
                 trainer.save_checkpoint(tmp_path / "second")
                 assert not (tmp_path / "second").exists()
@@ -124,6 +126,7 @@ def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
 
 
 TWO_RANKS = """
+import os
 import sys, torch, torch.distributed as dist, hookline
 from hookline.trainer.strategies import SingleProcess
 dist.init_process_group("gloo")
@@ -168,6 +171,8 @@ assert trainer.hooks.summary().failures == {}
 print("fine", flush=True)
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 """
 
 

@@ -417,7 +417,7 @@ def test_many_layers_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) 
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    assert "and 12 more" in warnings_of(caplog)[0]
+    assert any("and 12 more" in text for text in warnings_of(caplog))
 
 
 def test_a_monitor_with_nothing_to_do_is_an_error() -> None:
@@ -655,6 +655,7 @@ def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
 
 
 SHARDED = """
+import os
 import math, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -698,6 +699,8 @@ for name, values in whole.items():
         assert math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7), (name, values, sharded[name])
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 """
 
 

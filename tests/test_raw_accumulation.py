@@ -237,4 +237,4 @@ def test_a_language_model_loop_works_as_it_stands(compiled, tmp_path):
     events = [told if isinstance(told, str) else told[0] for told in hook.told]
     assert events == ["on_gradients_ready", "on_gradient_clip", "on_step_end"] * 4
     run = hookline.open_run(session.run.path)
-    assert len(run.metrics("train/loss", frame=False)) == 4
+    assert len(run.metrics("train/loss")) == 4

@@ -365,6 +365,6 @@ def test_a_gradient_monitor_works_in_a_loop_that_clips(tmp_path):
     monitor = hookline.GradientMonitor(log_frequency=1)
     with hookline.attach(model, optimizer, hooks=[monitor], runs=tmp_path) as session:
         train(model, optimizer, batches(3), lambda: CLIPS["norm"](model))
-    rows = hookline.open_run(session.run.path).metrics("*norm*", frame=False)
+    rows = hookline.open_run(session.run.path).metrics("*norm*")
     assert len(rows) >= 3
     assert max(row["value"] for row in rows) > 0.2

@@ -58,12 +58,14 @@ def test_the_record_changes_nothing_in_training(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_of_the_record_is_loaded_or_put_on_the_model() -> None:
     script = (
-        "import logging, sys, hookline; logging.basicConfig(level=10)\n"
-        "from loops import make, train, batches\n"
-        "model, optimizer = make()\n"
+        "import logging, sys, torch, hookline; logging.basicConfig(level=10)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "with hookline.attach(model, optimizer) as session:\n"
         "    assert not model._forward_hooks and not model._forward_pre_hooks\n"
-        "    train(model, optimizer, batches(2))\n"
+        "    for _ in range(2):\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
         "    session.log('gradients/norm', 1.0); session.log('a', [1], kind='histogram')\n"
         "assert session.run is None\n"
         "assert not [name for name in sys.modules if name.startswith('hookline.runs')]\n"

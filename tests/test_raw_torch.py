@@ -255,6 +255,7 @@ def test_a_whole_model_under_reentrant_checkpointing_is_refused():
 # -- many processes -------------------------------------------------------------------------------
 
 DDP_SCRIPT = """
+import os, sys
 import torch, torch.distributed as dist, hookline
 from torch import nn
 dist.init_process_group("gloo")
@@ -280,10 +281,13 @@ with hookline.attach(model, optimizer, hooks=[Gradients()], settings=settings):
         optimizer.step()
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 """
 
 
 FSDP_SCRIPT = """
+import os, sys
 import torch, torch.distributed as dist, hookline
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -312,6 +316,8 @@ with hookline.attach(model, optimizer, hooks=[Norms()], settings=settings):
     optimizer.step()
 dist.barrier()
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 """
 
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_asked_for_within_a_step_is_made_at_its_end(tmp_path):
         def on_after_backward(self, trainer):
             assert trainer.save_checkpoint() is None
 
-        def on_checkpoint_save(self, path, step, trainer):
+        def on_checkpoint_save(self, path: Path, step, trainer):
             saved.append((path.name, step))
             assert (path / "manifest.json").is_file()
 

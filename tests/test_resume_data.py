@@ -172,7 +172,7 @@ def test_random_transforms_in_persistent_workers_are_exact_or_warned_about(tmp_p
     assert resume_equals(tmp_path / "first", loader, 3)
     assert not caplog.records
     resume_equals(tmp_path / "later", loader, 12, "on_epoch_end", max_epochs=3)
-    assert "random numbers that its dataset draws in the workers differ" in caplog.text
+    assert "random numbers that its dataset uses in the workers differ" in caplog.text
 
 
 def test_resuming_with_other_loaders_raises_an_error(tmp_path):

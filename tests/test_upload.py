@@ -189,7 +189,7 @@ def test_a_destination_that_comes_back_gets_its_copy(tmp_path):
 
 def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, caplog):
     class Damages(hookline.Hook):
-        def on_checkpoint_save(self, path):
+        def on_checkpoint_save(self, path: Path):
             file = path / "model.safetensors"
             data = bytearray(file.read_bytes())
             data[-1] ^= 1
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, caplog):
 
 def test_a_damaged_manifest_is_not_tried_again(tmp_path, caplog):
     class Damages(hookline.Hook):
-        def on_checkpoint_save(self, path):
+        def on_checkpoint_save(self, path: Path):
             (path / "manifest.json").write_text("{")
 
     hook = UploadHook(tmp_path / "copies", retries=3)
@@ -215,7 +215,7 @@ def test_a_damaged_manifest_is_not_tried_again(tmp_path, caplog):
 
 def test_what_was_removed_before_its_turn_is_left_out(tmp_path, caplog):
     class Removes(hookline.Hook):
-        def on_checkpoint_save(self, path, epoch):
+        def on_checkpoint_save(self, path: Path, epoch):
             if epoch == 0:
                 shutil.rmtree(path)
 
