@@ -188,7 +188,7 @@ def _called(name: str, module: nn.Module) -> bool:
 
 def _disabled() -> Callable[[], Any]:
     model = GPT()
-    Capture(_called).attach(model).off()
+    Capture(_called).attach(model).disable()
     return partial(model, _tokens())
 
 
