@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hookline.loop.random_state import random_state, restore_random_state
+from hookline.tensors.nested import tensors_in
 
 __all__ = ["evaluation", "samples_in", "tokens_in"]
 
@@ -30,13 +31,8 @@ def evaluation(model: torch.nn.Module, device: torch.device) -> Generator[None]:
 
 def samples_in(batch: Any) -> int:
     """Return the number of samples: the size of the first tensor's first dimension, or 1."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple) and batch:
-        return samples_in(batch[0])
-    return 1
+    first = next(iter(tensors_in(batch)), None)
+    return first.shape[0] if first is not None and first.ndim else 1
 
 
 def tokens_in(batch: Any) -> int:
