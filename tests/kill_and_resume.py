@@ -18,12 +18,11 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from killed_training import DONE, ENDING, STARTING, STEP, VALIDATION, compare_ends, train
+from warm_processes import import_modules, write_modules
 
 from hookline.checkpoint import load_checkpoint
 from hookline.errors import CheckpointError
@@ -58,9 +57,7 @@ class Killer:
     def run(self, kills: int) -> None:
         """Train without interruption, then with kills until there were as many as asked for."""
         whole = self._run_whole("whole")
-        for name in (whole / "modules.txt").read_text().split():
-            with suppress(ImportError):
-                import_module(name)  # here, so that not every part of a run has to
+        import_modules(whole / "modules.txt")
         started = time.monotonic()
         differences = compare_ends(whole, self._run_whole("whole_again"))
         self._seconds = time.monotonic() - started
@@ -136,8 +133,8 @@ class Killer:
             os.dup2(log, 1)
             os.dup2(log, 2)
             print(f"-- process {os.getpid()}", flush=True)
-            train(folder, lambda phase: self._phase.__setitem__(0, phase))
-            (folder / "modules.txt").write_text("\n".join(sys.modules))
+            train(folder, tell=lambda phase: self._phase.__setitem__(0, phase))
+            write_modules(folder / "modules.txt")
             code = 0
         except BaseException:
             traceback.print_exc()

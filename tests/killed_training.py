@@ -148,18 +148,29 @@ def find_resumable(runs: Path) -> Path | None:
     return None
 
 
-def train(folder: Path, tell: Callable[[int], None]) -> None:
-    """Continue the run in a folder, or start one; at the end write its state beside it."""
-    trainer = make_trainer(folder / "runs", Progress(tell))
+def train(
+    folder: Path, *hooks: hookline.Hook, tell: Callable[[int], None] = lambda _: None, **fields: Any
+) -> Trainer:
+    """Continue the run in a folder, or start one; when it ends write its state beside it.
+
+    Args:
+        folder: for the run, and its state at the end.
+        hooks: further hooks.
+        tell: is told where training stands.
+        fields: fields of the configuration.
+    """
+    trainer = make_trainer(folder / "runs", Progress(tell), *hooks, **fields)
     loaders, validation = make_loaders()
     trainer.fit(loaders, validation, resume_from=find_resumable(folder / "runs"))
-    save_checkpoint(
-        folder / "final",
-        model=trainer.model.state_dict(),
-        state=trainer.state_dict(),
-        info={"run": newest_run(folder).name, "status": trainer.status},
-    )
+    if trainer.status in ("completed", "stopped"):
+        save_checkpoint(
+            folder / "final",
+            model=trainer.model.state_dict(),
+            state=trainer.state_dict(),
+            info={"run": newest_run(folder).name, "status": trainer.status},
+        )
     tell(DONE)
+    return trainer
 
 
 def newest_run(folder: Path) -> Path:
