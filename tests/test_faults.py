@@ -228,6 +228,25 @@ def test_a_kill_during_pruning_leaves_complete_checkpoints(
     assert compare_ends(whole, tmp_path) == []
 
 
+def train_and_die_at_the_end(folder: str) -> None:
+    """Train, and die in `on_train_end`."""
+
+    class Die(hookline.Hook):
+        def on_train_end(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(Path(folder), Die())
+
+
+def test_a_kill_after_early_stopping_does_not_make_training_go_on(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    process = parent.start(train_and_die_at_the_end, tmp_path, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    finish(parent, tmp_path)
+    assert compare_ends(whole, tmp_path) == []
+
+
 # -- the disk --------------------------------------------------------------------------------------
 
 
