@@ -18,11 +18,15 @@ if TYPE_CHECKING:
         find_checkpoint,
         set_pointer,
     )
+    from hookline.checkpoint.checkpoint_writer import SaveResult
+    from hookline.checkpoint.saver import CheckpointSaver
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointSaver",
+    "SaveResult",
     "complete_checkpoints",
     "find_checkpoint",
     "load_checkpoint",
@@ -37,5 +41,7 @@ __getattr__, __dir__ = lazy_exports(
         "checkpoint_lookup": (
             *("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
         ),
+        "checkpoint_writer": ("SaveResult",),
+        "saver": ("CheckpointSaver",),
     },
 )
