@@ -404,6 +404,7 @@ class Trainer(TrainerBase):
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
         self._position = DataPosition()
+        self._run_position = None
         self._optimizer_round = 0
         self._accumulated_losses.clear()
         self._accumulated_metrics.clear()
@@ -444,6 +445,7 @@ class Trainer(TrainerBase):
                 step=self.step,
                 resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
                 restored=restored,
+                position=self._run_position,
                 loop=self,
                 config_is_complete=hasattr(config, "training"),  # that of a config file
             )

@@ -94,6 +94,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
         self._recorder = Recorder(None)
+        self._run_position: dict[str, int] | None = None  # that of a checkpoint, in its run
         self._progress = make_progress("off")
         self.train_data: Stream | None = None
         self.val_data: Stream | None = None
@@ -350,6 +351,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "pending_gradients": self._pending_gradients(),
             "tokens_seen": context.counted_tokens,
             "best_accuracy": self.best_accuracy,
+            "run": self._recorder.position(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -375,6 +377,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._load_pending_gradients(state["pending_gradients"])
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
+        self._run_position = state.get("run")
         self._position.load_state_dict(state["position"], self.device)
         if self.train_data is not None:
             self._position.check_resumable(self.train_data)
