@@ -356,7 +356,8 @@ class TrainerConfig(Config):
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
     progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
         default="auto",
-        description="how progress is shown; off prints nothing, not even the run's folder",
+        description="the progress display; True is `auto`, False is `off`, which prints nothing, "
+        "not even the run's folder",
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.saver import CheckpointSaver, SaveResult
+from hookline.checkpoint import CheckpointSaver, SaveResult
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.errors import CheckpointError
 

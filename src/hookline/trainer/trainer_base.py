@@ -359,7 +359,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "sanity_due": self._sanity_due,
             "validation_due": self._validation_due,
             "epoch_over": self._epoch_over,
-            "run": None if self.run is None else self.run.position(),
+            "run": self._recorder.position(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.saver import SaveResult
+from hookline.checkpoint import SaveResult
 from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.random_state import seed_everything
@@ -55,6 +55,7 @@ class TrainerRun(TrainerBase):
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
         self._position = DataPosition()
+        self._run_position = self._stop_signal = None
         self._epoch_over = self._validation_due = False
         self._sanity_due = config.sanity
         self._optimizer_round = 0
