@@ -155,7 +155,8 @@ def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock |
             continue  # another process removed the folder before it was locked
         except OSError:
             # Locks are not supported here. Without a marker, no other process removes the folder.
-            (folder / _MARKER).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / _MARKER).unlink(missing_ok=True)
             return folder, None
 
 
