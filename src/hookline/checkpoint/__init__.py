@@ -18,15 +18,18 @@ if TYPE_CHECKING:
         find_checkpoint,
         set_pointer,
     )
+    from hookline.checkpoint.differences import describe_differences, select_fitting
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "CheckpointError",
     "complete_checkpoints",
+    "describe_differences",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
+    "select_fitting",
     "set_pointer",
 ]
 
@@ -37,5 +40,6 @@ __getattr__, __dir__ = lazy_exports(
         "checkpoint_lookup": (
             *("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
         ),
+        "differences": ("describe_differences", "select_fitting"),
     },
 )
