@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         set_pointer,
     )
     from hookline.checkpoint.checkpoint_writer import SaveResult
+    from hookline.checkpoint.differences import describe_differences, select_fitting
     from hookline.checkpoint.saver import CheckpointSaver
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "CheckpointSaver",
     "SaveResult",
     "complete_checkpoints",
+    "describe_differences",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
+    "select_fitting",
     "set_pointer",
 ]
 
@@ -43,5 +46,6 @@ __getattr__, __dir__ = lazy_exports(
         ),
         "checkpoint_writer": ("SaveResult",),
         "saver": ("CheckpointSaver",),
+        "differences": ("describe_differences", "select_fitting"),
     },
 )
