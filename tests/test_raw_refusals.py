@@ -97,15 +97,22 @@ def test_a_backward_on_many_numbers_has_no_loss():
         optimizer.step()
 
 
-def test_a_backward_that_does_not_pass_through_the_model_is_refused():
+def test_gradients_without_backward_have_no_loss():
     model, optimizer = make()
+    x, y = batches(1)[0]
+    hook = recorder("on_after_backward", "on_epoch_end", on_step_end=("loss",))
     with (
-        pytest.raises(NotSuppliedError, match="Backward did not pass"),
-        hookline.attach(model, optimizer, hooks=[recorder("on_after_backward")]),
+        pytest.raises(NotSuppliedError) as caught,
+        hookline.attach(model, optimizer, hooks=[hook]),
     ):
-        model(batches(1)[0][0])
-        model.first(batches(1)[0][0]).sum().backward()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
+    assert "on_after_backward), recorder (Recorder.on_step_end) needs backward" in str(caught.value)
+    assert "session.epoch()" in str(caught.value)
+    assert hook.told == []
 
 
 @pytest.mark.parametrize("call", ["forward", "inner"])

@@ -21,7 +21,8 @@ from hookline.integrations.bare_loop.requirements import (
     pending_requirements,
     unmet_requirements,
 )
-from hookline.integrations.bare_loop.step_watch import StepCallbacks, StepWatch
+from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.evaluation import tokens_in
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
