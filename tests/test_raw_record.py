@@ -394,6 +394,20 @@ def test_the_line_at_the_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert line.endswith("hooks: recorder (enabled)")
 
 
+def test_where_the_run_is_and_why_it_stopped_is_shown_without_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for batch in session.batches(batches(3)):
+            session.stop("enough")
+            train(model, optimizer, [batch])
+    assert session.run is not None
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"run {session.run.path}", "stopped after 1 steps: enough"]
+    assert shown.out == ""
+
+
 def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     hook = recorder(on_step_end=("run",))

@@ -43,6 +43,7 @@ class StepWatch:
     """Watches model, optimizers and scaler of a loop, and fires the events of a step.
 
     Attributes:
+        checks: finds what hooks would see wrong.
         end_probes: called at the end of each step, where the model has probes.
         after_step: called when a step has ended.
     """
@@ -65,7 +66,7 @@ class StepWatch:
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self.losses = LossTracker(context, scaler, loss_divided)
-        self._checks = LoopChecks(context, hooks, scaler)
+        self.checks = LoopChecks(context, hooks, scaler)
         self._clips = ClipTracker(context, hooks, self._prepare_clip)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._ready: set[int] = set()
@@ -124,7 +125,7 @@ class StepWatch:
             self.hooks, has_run=self.callbacks.record_step is not None
         )
         if needs.calls:
-            self._checks.check_compiled()
+            self.checks.check_compiled()
         self.losses.wanted = needs.loss
         self._clips.wants_norm = needs.grad_norm
         # on_train_start comes before the first forward, also without `with`.
@@ -168,7 +169,7 @@ class StepWatch:
             for i, versions in self._stale.items():
                 if gradient_versions(self.optimizers[i]) != versions:
                     if self._clips.was_clipped(i, versions) and not self._closure_evaluated:
-                        self._checks.report_backward_after_clip()
+                        self.checks.report_backward_after_clip()
                     self._new_gradients(i)
             self._stale = {}
         if self.dispatchers.on_gradients_ready is not None:
@@ -192,9 +193,7 @@ class StepWatch:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
         if loss is None and self._needs.asks_for_loss and not self._verified:
-            self._checks.raise_or_warn(
-                [*self.callbacks.unmet_requirements(), *self._unknown_loss()]
-            )
+            self.checks.raise_or_warn([*self.callbacks.unmet_requirements(), *self._unknown_loss()])
         return loss
 
     def _unknown_loss(self) -> list[str]:
@@ -217,7 +216,7 @@ class StepWatch:
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
         if which is not None:
-            self._checks.check_attached(which)
+            self.checks.check_attached(which)
         for i, optimizer in enumerate(self.optimizers):
             if i in self._ready or i in self._stepped or which not in (None, optimizer):
                 continue
@@ -233,7 +232,7 @@ class StepWatch:
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
             if function != "get_total_norm":
-                self._checks.report_scaled_clip(function)
+                self.checks.report_scaled_clip(function)
             return False
         self.callbacks.begin()
         self._gradients_ready(i)
@@ -241,7 +240,7 @@ class StepWatch:
 
     def _gradients_ready(self, i: int, problems: list[str] | None = None) -> None:
         if i in self._ready:
-            self._checks.raise_or_warn(problems or [])
+            self.checks.raise_or_warn(problems or [])
             return
         self._check(i, problems or [])
         self._ready.add(i)
@@ -295,13 +294,13 @@ class StepWatch:
         self.callbacks.begin()
         i = self._index[id(optimizer)]
         if i in self._stepped:
-            self._checks.report_second_step(i)
+            self.checks.report_second_step(i)
             self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
-            self._checks.check_closure(optimizer)
+            self.checks.check_closure(optimizer)
             return self._with_closure(i, closure, args, kwargs)
-        self._checks.check_scaler(in_scaler_step=self._in_scaler_step)
+        self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
         return None
@@ -404,7 +403,7 @@ class StepWatch:
             self._ready.clear()
             self._versions.clear()
             self._clips.end_step()
-        self._checks.is_first_step = False
+        self.checks.is_first_step = False
         self._has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self._model.calls_seen
         self._indirect.thread = get_ident()
@@ -428,22 +427,22 @@ class StepWatch:
                 if not self._verified:
                     problems += self._unseen()
             self._unchecked = False
-            self._checks.raise_or_warn(problems)
+            self.checks.raise_or_warn(problems)
             self._verified = True
             self.callbacks.requirements_met()
         if self.dispatchers.on_gradients_ready is not None and i in self._versions:
-            self._checks.check_versions(self._versions[i], self.optimizers[i])
+            self.checks.check_versions(self._versions[i], self.optimizers[i])
 
     def _problems_at_step(self) -> list[str]:
         """Return what is known only when an optimizer steps."""
-        problems = self._checks.unnamed_scaler() if self._checks.is_first_step else []
+        problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
         if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
-            problems += self._checks.missing_clip()
+            problems += self.checks.missing_clip()
         return problems
 
     def _unseen(self) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
-        problems = self._checks.unseen_calls(self._model, self._needs.asks_for_loss)
+        problems = self.checks.unseen_calls(self._model, self._needs.asks_for_loss)
         self.losses.set_step_loss()
         if self._model.backwards_seen and self.context.known_loss is None:
             problems += self._unknown_loss()
