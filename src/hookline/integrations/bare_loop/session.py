@@ -255,4 +255,6 @@ def describe(value: object) -> str:
     """Return a value as it is shown in error messages."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return f"{value!r}, a {type(value).__name__}"
