@@ -416,3 +416,8 @@ def test_parameters_have_the_names_of_the_model_whatever_wraps_it(net, group):
         assert list(parameters_by_name(wrapped)) == list(plain.values())
         chosen = named_parameters(wrapped, ["blocks.0.norm.*"])
         assert list(chosen.values()) == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
+
+
+def test_a_model_without_parts_is_chosen_itself():
+    with pytest.raises(ConfigError, match="choose the model itself, with ''"):
+        select(nn.Linear(2, 2), "layer")

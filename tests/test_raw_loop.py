@@ -281,7 +281,7 @@ def test_the_loss_is_found_from_autograds_own_threads():
     """On accelerators hooks run on threads of autograd's; the caller waits in its own."""
     import threading
 
-    from hookline.integrations.bare_loop.backward_frame import differentiated_tensor
+    from hookline.integrations.bare_loop.backward_watch import running_backward
 
     found = []
 
@@ -292,14 +292,17 @@ def test_the_loss_is_found_from_autograds_own_threads():
 
         @staticmethod
         def backward(ctx, grad):
-            thread = threading.Thread(target=lambda: found.append(differentiated_tensor()))
+            thread = threading.Thread(target=lambda: found.append(running_backward()))
             thread.start()
             thread.join()
             return grad
 
+    model, optimizer = make()
     loss = Ask.apply(torch.ones(2, requires_grad=True)).sum()
-    loss.backward()
-    assert found[0] is loss
+    with hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]):
+        loss.backward()
+    assert found[0].loss is loss
+    assert running_backward() is None
 
 
 def test_an_optimizer_in_a_wrapper_that_passes_calls_on_is_seen():

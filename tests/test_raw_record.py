@@ -394,6 +394,20 @@ def test_the_line_at_the_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
     assert line.endswith("hooks: recorder (enabled)")
 
 
+def test_where_the_run_is_and_why_it_stopped_is_shown_without_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        for batch in session.batches(batches(3)):
+            session.stop("enough")
+            train(model, optimizer, [batch])
+    assert session.run is not None
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [f"run {session.run.path}", "stopped after 1 steps: enough"]
+    assert shown.out == ""
+
+
 def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     hook = recorder(on_step_end=("run",))
@@ -407,18 +421,14 @@ def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_was_compiled_in_place_is_recorded_without_losses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_was_compiled_in_place_is_recorded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
     model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hookline.attach(model, optimizer, runs=tmp_path):
-        train(model, optimizer, batches(2))
-    run = only(tmp_path)
-    assert (run.status, rows(run)) == ("completed", [])
-    assert caplog.text.count("no train/loss") == 1
+        losses = train(model, optimizer, batches(2))
+    assert [row[2] for row in rows(only(tmp_path))] == losses
 
 
 def test_what_is_logged_when_training_is_over_is_dropped(tmp_path: Path) -> None:

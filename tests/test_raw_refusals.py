@@ -53,6 +53,55 @@ def test_all_refusals_come_at_once():
         assert word in str(error.value)
 
 
+def test_what_is_known_before_training_is_refused_then_and_all_at_once(tmp_path):
+    model, optimizer = make()
+    hooks = [recorder(on_train_start=("config",)), recorder(on_step_end=("run",))]
+    with (
+        pytest.raises(NotSuppliedError, match=r"(?s)attach\(…, config=….*attach\(…, runs="),
+        hookline.attach(model, optimizer, hooks=hooks),
+    ):
+        pytest.fail("training must not start")
+    assert hooks[0].told == []
+
+
+def test_a_batch_that_ends_before_the_first_step_has_all_refusals():
+    model, optimizer = make()
+    hooks = [
+        recorder(on_train_batch_end=("epoch",)),
+        recorder("on_epoch_start", on_train_batch_end=("tokens_seen",)),
+    ]
+    x, y = batches(1)[0]
+    with (
+        pytest.raises(NotSuppliedError) as caught,
+        hookline.attach(model, optimizer, hooks=hooks) as session,
+    ):
+        for _ in session.batches([1, 2]):
+            F.mse_loss(model(x), y).backward()
+    assert str(caught.value).count("  - ") == 3
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_gradients_ready"])
+def test_a_scaler_that_was_not_named_is_in_the_first_list(event):
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    scaler = torch.amp.GradScaler("cpu")
+    with (
+        pytest.raises(NotSuppliedError, match=r"(?s)session\.epoch\(\).*scaler=scaler"),
+        hookline.attach(model, optimizer, hooks=[recorder("on_epoch_end", event)]),
+    ):
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+
+
+def test_a_hook_that_waits_for_several_events_is_named_once_at_the_end(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[hookline.EMA()]):
+        train(model, optimizer, batches(1))
+    assert caplog.text.count("session.validation()") == 1
+
+
 def test_a_parameter_with_a_default_is_never_refused():
     class Modest(hookline.Hook):
         def on_step_end(self, step, epoch=None, mine=-1, **rest):
@@ -97,15 +146,22 @@ def test_a_backward_on_many_numbers_has_no_loss():
         optimizer.step()
 
 
-def test_a_backward_that_does_not_pass_through_the_model_is_refused():
+def test_gradients_without_backward_have_no_loss():
     model, optimizer = make()
+    x, y = batches(1)[0]
+    hook = recorder("on_after_backward", "on_epoch_end", on_step_end=("loss",))
     with (
-        pytest.raises(NotSuppliedError, match="Backward did not pass"),
-        hookline.attach(model, optimizer, hooks=[recorder("on_after_backward")]),
+        pytest.raises(NotSuppliedError) as caught,
+        hookline.attach(model, optimizer, hooks=[hook]),
     ):
-        model(batches(1)[0][0])
-        model.first(batches(1)[0][0]).sum().backward()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         optimizer.step()
+    assert "on_after_backward), recorder (Recorder.on_step_end) needs backward" in str(caught.value)
+    assert "session.epoch()" in str(caught.value)
+    assert hook.told == []
 
 
 @pytest.mark.parametrize("call", ["forward", "inner"])
@@ -173,7 +229,8 @@ def test_a_hook_added_later_that_cannot_be_supplied_does_not_stop_the_run(caplog
     ("model", "optimizer", "error", "message"),
     [
         ("a model", None, TypeError, "torch.nn.Module"),
-        (None, "adam", TypeError, "torch.optim.Optimizer"),
+        (None, "adam", TypeError, "not 'adam', a str. Make it first"),
+        (None, torch.optim.SGD, TypeError, "not the class SGD"),
         (None, [], TypeError, "at least one optimizer"),
         (None, 3, TypeError, "torch.optim.Optimizer"),
         (nn.Linear(2, 2), None, LoopError, "none of this model's parameters"),

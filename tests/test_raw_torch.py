@@ -171,9 +171,13 @@ def test_a_model_compiled_in_place_is_refused_where_its_call_has_to_be_seen():
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
         train(model, optimizer, batches(2))
         with pytest.raises(LoopError):
-            session.add_hook(recorder("on_after_backward"), "late")
+            session.add_hook(recorder("on_after_forward"), "late")
         assert "late" not in session.hooks
     assert len(hook.told) == 2
+    hook = recorder("on_after_backward", on_step_end=("loss",))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        losses = train(model, optimizer, batches(2))
+    assert [float(told[1]["loss"]) for told in hook.told[1::2]] == losses
     torch.compiler.reset()
 
 
@@ -239,17 +243,26 @@ def test_the_recomputation_of_a_whole_checkpointed_model_is_not_told():
     assert hook.told == list(EVERYTHING) * 2
 
 
-def test_a_whole_model_under_reentrant_checkpointing_is_refused():
-    """Its first pass runs under `no_grad`, so its output has no backward of its own."""
+def test_a_whole_model_under_reentrant_checkpointing_has_no_forward():
+    """Its first pass runs under `no_grad`, which is not training."""
     model, optimizer = make()
     x, y = batches(1)[0]
+
+    def step() -> float:
+        loss = F.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
     with (
         pytest.raises(NotSuppliedError, match="was not called"),
-        hookline.attach(model, optimizer, hooks=[recorder("on_after_backward")]),
+        hookline.attach(model, optimizer, hooks=[recorder("on_after_forward")]),
     ):
-        output = checkpoint(model, x.requires_grad_(), use_reentrant=True)
-        F.mse_loss(output, y).backward()
-        optimizer.step()
+        step()
+    hook = recorder("on_after_backward", on_step_end=("loss",))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        loss = step()
+    assert hook.told == ["on_after_backward", ("on_step_end", {"loss": loss})]
 
 
 # -- many processes -------------------------------------------------------------------------------

@@ -56,10 +56,15 @@ def _nothing(*args: Any) -> None:
     """Do nothing."""
 
 
+def _accept() -> bool:
+    return True
+
+
 class ModelWatch:
     """Calls back when a model's outermost call begins and returns, and around backward.
 
-    Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored.
+    Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored. A
+    backward for which `backward_begins` returns False does not count.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class ModelWatch:
         model: torch.nn.Module,
         before_forward: Callable[[], None],
         after_forward: Callable[[Any], None],
-        backward_begins: Callable[[], None] | None = None,
+        backward_begins: Callable[[], bool] | None = None,
         backward_ends: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
@@ -75,7 +80,7 @@ class ModelWatch:
         self.backwards_seen = 0
         self._before_forward = before_forward
         self._after_forward = after_forward
-        self._backward_begins = backward_begins or _nothing
+        self._backward_begins = backward_begins or _accept
         self._backward_ends = backward_ends or _nothing
         self._handles: list[RemovableHandle] = []
         self._outputs: deque[RemovableHandle] = deque(maxlen=64)
@@ -149,8 +154,9 @@ class ModelWatch:
         if task == self._task or not self._handles:
             return
         self._task = task
+        if not self._backward_begins():
+            return
         self.backwards_seen += 1
-        self._backward_begins()
         _queue(self._backward_done if _is_distributed() else self._backward_ends)
 
     def _backward_done(self) -> None:

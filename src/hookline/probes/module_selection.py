@@ -193,4 +193,6 @@ def _describe_mismatch(places: list[ModulePlace], item: Any) -> str:
         problem = f"No module's whole name matches the regular expression {item.pattern!r}."
     else:
         problem = f"{getattr(item, '__qualname__', item)} chose none of the modules."
+    if not names:
+        return f"{problem} The model has no parts: choose the model itself, with ''."
     return f"{problem} The modules are: {list_names(names)}."

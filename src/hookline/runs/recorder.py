@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class Recorder:
         step: int | None = 0,
         resumed_run: Path | None = None,
         restored: Path | None = None,
+        position: Mapping[str, int] | None = None,
+        parent: Mapping[str, Any] | None = None,
         loop: Any = None,
         config_is_complete: bool = False,
     ) -> None:
@@ -57,6 +60,9 @@ class Recorder:
             step: Completed steps; None if unknown.
             resumed_run: The folder of the run that is resumed.
             restored: The checkpoint that was loaded.
+            position: Where the resumed run continues, from that checkpoint (`Run.rewind`). None:
+                behind the records of `step`.
+            parent: Where a new run was forked from: `run_id`, `checkpoint` and `step`.
             loop: The trainer or session, whose model, optimizers, … the manifest describes, with
                 its `name` and `tags`.
             config_is_complete: The configuration itself describes all of that, as that of a config
@@ -76,9 +82,11 @@ class Recorder:
             self.run = self._root
             self._hook_statuses = {}  # its manifest does not have these hooks
         elif resumed_run is not None:
-            self.run = Run.open(resumed_run, resume=True, **fields)
+            if position is None and step is not None:
+                position = {"step": step}
+            self.run = Run.open(resumed_run, resume=True, position=position, **fields)
         elif self._root is not None:
-            self.run = Run.create(self._root, **fields)
+            self.run = Run.create(self._root, parent=parent, **fields)
         if self.run is not None or log.isEnabledFor(logging.INFO):
             self._log_start(hashed, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
@@ -128,6 +136,25 @@ class Recorder:
         """Flush what was recorded so far to the disk."""
         if self.run is not None:
             self.run.flush(durable=True)
+
+    def position(self) -> dict[str, int] | None:
+        """Return where the run's metrics log stands, for a checkpoint; None without a run."""
+        return None if self.run is None else self.run.position()
+
+    def rewind(self, position: Mapping[str, int]) -> None:
+        """Bring the run's metrics log back to where it stood when a checkpoint was saved."""
+        if self.run is not None:
+            self.run.rewind(position)
+
+    @contextmanager
+    def paused(self, is_paused: bool = True) -> Generator[None]:
+        """Record nothing within the block."""
+        run = self.run
+        self.run = None if is_paused else run
+        try:
+            yield
+        finally:
+            self.run = run
 
     def event(self, kind: str, **fields: Any) -> None:
         """Record an event."""

@@ -1,12 +1,14 @@
-"""Saving a trainer as a checkpoint, and restoring it."""
+"""What a checkpoint of a trainer consists of, and restoring a trainer from it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError, TrainingError
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
@@ -17,29 +19,59 @@ from hookline.runs.run_reader import OpenedRun
 if TYPE_CHECKING:
     from hookline.trainer.trainer_base import TrainerBase
 
-__all__ = ["load_trainer_checkpoint", "save_trainer_checkpoint"]
+__all__ = [
+    "collect_checkpoint",
+    "decode_states",
+    "encode_states",
+    "find_start",
+    "load_trainer_checkpoint",
+]
 
 _SHOWN = 5
 
 
-def save_trainer_checkpoint(trainer: TrainerBase, folder: Path) -> Path:
-    """Save all that a resumed run needs into this folder; return it."""
+def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
+    """Return what a checkpoint of the trainer consists of: `model`, `state` and `info`."""
     state = trainer.state_dict()
     info = {
         "step": trainer.step,
         "epoch": trainer.epoch,
+        "tokens_seen": trainer.known_tokens,
         "run_id": None if trainer.run is None else trainer.run.id,
         "metrics": state["position"]["validated"],
     }
-    weights = trainer.strategy.save(trainer.model)
-    saved = save_checkpoint(folder, model=weights, state=state, info=info)
-    set_pointer(saved.parent, "last", saved)
-    return saved
+    return {"model": trainer.strategy.save(trainer.model), "state": state, "info": info}
 
 
-def load_trainer_checkpoint(trainer: TrainerBase, path: Any) -> Path:
-    """Restore a trainer from a checkpoint, or the last one of a run; return the checkpoint."""
-    found = find_checkpoint(Path(path))
+def encode_states(states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return a copy of hook states that does not change; the tensors in it are not copied."""
+    encoder = Encoder("hooks")
+    return encoder.encode(dict(states)), encoder.tensors
+
+
+def decode_states(encoded: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the states that `encode_states` was given."""
+    states: dict[str, Any] = decode(*encoded)
+    return states
+
+
+def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
+    """Return the checkpoint that training continues from; None to start a new run.
+
+    Args:
+        trainer: the trainer.
+        resume_from: the folder or URL of a checkpoint or run, or "auto".
+    """
+    given = os.fspath(resume_from)
+    if given == "auto":
+        raise NotImplementedError
+    if "://" in given:
+        raise NotImplementedError
+    return find_checkpoint(Path(given))
+
+
+def load_trainer_checkpoint(trainer: TrainerBase, found: Path) -> None:
+    """Restore a trainer from a checkpoint."""
     checkpoint = load_checkpoint(found)
     for what in ("optimizers", "schedulers"):
         saved, here = len(checkpoint.state[what]), len(getattr(trainer, what))
@@ -50,7 +82,6 @@ def load_trainer_checkpoint(trainer: TrainerBase, path: Any) -> Path:
             )
     _load_weights(trainer, found, checkpoint.model)
     trainer.load_state_dict(checkpoint.state)
-    return found
 
 
 def _load_weights(trainer: TrainerBase, found: Path, weights: Mapping[str, Any]) -> None:

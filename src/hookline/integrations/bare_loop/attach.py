@@ -110,13 +110,14 @@ def _unwrapped(optimizer: Any) -> Any:
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {describe(model)}.")
-    several = given if isinstance(given, Iterable) else [given]
-    optimizers = [_unwrapped(optimizer) for optimizer in several]
+    is_several = isinstance(given, Iterable) and not isinstance(given, str | torch.nn.Module)
+    optimizers = [_unwrapped(optimizer) for optimizer in (given if is_several else [given])]
     for optimizer in optimizers:
-        if not hasattr(optimizer, "register_step_pre_hook"):
+        if isinstance(optimizer, type) or not hasattr(optimizer, "register_step_pre_hook"):
             raise TypeError(
-                f"attach(model, optimizer, …) takes a torch.optim.Optimizer or several, "
-                f"not {describe(optimizer)}."
+                "attach(model, optimizer, …) takes the torch.optim.Optimizer that the loop steps, "
+                f"or a list of several, not {describe(optimizer)}. Make it first: "
+                "`optimizer = torch.optim.AdamW(model.parameters())`."
             )
     if not optimizers:
         raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")

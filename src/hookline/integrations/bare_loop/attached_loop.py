@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from enum import Enum
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,7 +15,7 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import HooklineError, StopTraining
+from hookline.errors import HooklineError, NotSuppliedError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.requirements import (
@@ -21,7 +23,8 @@ from hookline.integrations.bare_loop.requirements import (
     pending_requirements,
     unmet_requirements,
 )
-from hookline.integrations.bare_loop.step_watch import StepCallbacks, StepWatch
+from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.evaluation import tokens_in
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
@@ -99,7 +102,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             after_forward=self._after_forward,
             end_batch=self._end_batch,
             record_step=None if runs is None else self._record_step,
-            unmet_requirements=lambda: list(unmet_requirements(self.hooks, self._supplied)),
+            unmet_requirements=self._unmet_requirements,
             requirements_met=self._requirements_met,
         )
         self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks, loss_divided)
@@ -213,6 +216,9 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._step_watch.detach()
             self.hooks.run_ended()
             self._close_recorder(self._context.status, self._context.exception)
+        if self._context.status == "stopped" and self._is_stopping:
+            reason = f": {self._stop_reason}" if self._stop_reason else ""
+            self._announce(f"stopped after {self._context.step} steps{reason}")
         if self._context.status in ("completed", "stopped"):
             for line in pending_requirements(self.hooks, self._supplied):
                 log.warning("The loop has ended. %s", line)
@@ -228,6 +234,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         recorder.start(self, self._context.known_config)
         if recorder.run is not None:
             self._recorder, self.run = recorder, recorder.run
+            self._announce(f"run {recorder.run.path}")
 
     def _record_step(self, loss: LazyFloat | None) -> None:
         if self._recorder is not None:
@@ -239,12 +246,27 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._recorder.close(status, self._stop_reason, self.hooks.summary(), error)
             self._recorder = None
 
+    def _announce(self, text: str) -> None:
+        """Tell users something: in the log if it is configured, else on the terminal."""
+        if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+            log.info("%s", text)
+        else:
+            with suppress(OSError, ValueError, AttributeError):  # there may be no terminal
+                print(text, file=sys.stderr, flush=True)
+
     # -- hooks and probes -------------------------------------------------------------------------
 
     def _fire(self, event: str) -> None:
         dispatch = getattr(self.hooks.dispatchers, event)
-        if dispatch is not None:
+        if dispatch is None:
+            return
+        try:
             dispatch(self._context)
+        except NotSuppliedError:
+            if self.hooks.raise_on_missing_args:  # for all that is known by now
+                needs = () if event.startswith("on_train_batch") else ("config", "run")
+                self._step_watch.checks.raise_or_warn(self._unmet_requirements(*needs))
+            raise
 
     def _before_forward(self) -> None:
         self.begin()
@@ -302,6 +324,9 @@ class AttachedLoop(TrainingLoop[HookManager]):
             known = {} if loss is None else {"loss": loss}
             self._context.metrics = Metrics(known | batch.logged)
             self._fire("on_train_batch_end")
+
+    def _unmet_requirements(self, *needs: str) -> list[str]:
+        return list(unmet_requirements(self.hooks, self._supplied, needs or CALLS))
 
     def _requirements_met(self) -> None:
         """Before the first step: from now on, what is missing is a warning."""

@@ -6,13 +6,16 @@ that trains.
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
+from collections.abc import Sequence
+from types import FrameType
 
 import torch
 
 from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
-from hookline.integrations.bare_loop.backward_frame import caller_of
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
 from hookline.integrations.bare_loop.requirements import CALLS
@@ -32,7 +35,11 @@ def is_compiled_in_place(model: torch.nn.Module) -> bool:
 
 
 class LoopChecks:
-    """Finds what a loop does that hooks would see wrong."""
+    """Finds what a loop does that hooks would see wrong.
+
+    Attributes:
+        is_first_step: whether no step has ended since the session was attached.
+    """
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class LoopChecks:
         self._context = context
         self._hooks = hooks
         self._scaler = scaler
+        self.is_first_step = True
         self._warned: set[str] = set()
 
     def warn_once(self, key: str, message: str) -> None:
@@ -51,9 +59,10 @@ class LoopChecks:
             self._warned.add(key)
             log.warning("%s", message)
 
-    def raise_or_warn(self, problems: list[str], *, is_first: bool) -> None:
+    def raise_or_warn(self, problems: list[str]) -> None:
         """Raise for what hooks need and do not get in the first step; later, warn."""
-        if problems and is_first:
+        if problems and self.is_first_step:
+            problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             raise NotSuppliedError(
                 "Hooks need what this loop does not provide:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
@@ -62,7 +71,7 @@ class LoopChecks:
             self.warn_once(problem, problem)
 
     def _report(self, key: str, message: str) -> None:
-        if self._context.step == 0:
+        if self.is_first_step:
             raise LoopError(message)
         self.warn_once(key, message)
 
@@ -116,6 +125,8 @@ class LoopChecks:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
         if versions == gradient_versions(optimizer):
             return
+        if self.is_first_step:
+            self.raise_or_warn(self.unnamed_scaler(search=True))  # it has changed them
         listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
         self._report(
             "changed gradients",
@@ -141,40 +152,60 @@ class LoopChecks:
             "a part of the gradients only. Clip once, after the last backward of a step.",
         )
 
-    def unnamed_scaler(self) -> list[str]:
-        """Return a line if the loop steps through a scaler that attach was not given."""
-        scaler = None if self._scaler is not None else caller_of(_SCALER_STEP)
+    def unnamed_scaler(self, *, search: bool = False) -> list[str]:
+        """Return a line if the loop uses an enabled scaler that attach was not given.
+
+        Args:
+            search: also find one that has unscaled gradients before a step. This takes long.
+        """
+        if self._scaler is not None:
+            return []
+        scaler = _stepping_scaler() or (self._find_scaler() if search else None)
         if scaler is None or not scaler.is_enabled():
             return []
         return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
+
+    def _find_scaler(self) -> torch.amp.GradScaler | None:
+        """Return a scaler that has unscaled gradients of an attached optimizer."""
+        attached = set(map(id, self._context.optimizers))
+        for found in gc.get_objects():
+            if issubclass(type(found), torch.amp.GradScaler):
+                scaler: torch.amp.GradScaler = found
+                if scaler.is_enabled() and attached & scaler._per_optimizer_states.keys():
+                    return scaler
+        return None
 
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
         return [f"{listeners} needs on_gradient_clip. {CALLS['clip']}"] if listeners else []
 
-    def unseen_calls(self, model: ModelWatch, *, needs_loss: bool) -> list[str]:
+    def unseen_calls(self, model: ModelWatch, asks_for_loss: Sequence[str]) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
-        fire = self._hooks.dispatchers
-        needs_calls = fire.on_before_forward or fire.on_after_forward or fire.forward
-        needs_backward = fire.on_after_backward or needs_loss
         problems: list[str] = []
-        if (needs_calls or needs_backward) and not model.calls_seen:
+        forward = self._listeners("on_before_forward", "on_after_forward", "forward")
+        if forward and not model.calls_seen:
             problems.append(
-                "The optimizer steps, but the attached model was not called. Attach what the loop "
-                "calls: the compiled or wrapped model, not the one inside; and call it as "
-                "`model(x)`, not `model.forward(x)`."
+                f"{', '.join(forward)} needs calls of the model, but the optimizer steps and the "
+                "attached model was not called. Attach what the loop calls: the compiled or "
+                "wrapped model, not the one inside; and call it as `model(x)`, not "
+                "`model.forward(x)`."
             )
-        elif needs_backward and not model.backwards_seen:
+        backward = [*self._listeners("on_after_backward"), *asks_for_loss]
+        if backward and not model.backwards_seen:
             problems.append(
-                f"Backward did not pass through what the model returned. {CALLS['backward']}"
+                f"{', '.join(backward)} needs backward, but none was seen that gives the "
+                f"optimizer's parameters gradients. {CALLS['backward']}"
             )
-        if fire.update is not None and (shared := self._shared_parameter()):
+        if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
             problems.append(
                 f"Two of the optimizers share the parameter '{shared}', so updates would transform "
                 "its gradient twice. Give each parameter to one of them."
             )
         return problems
+
+    def _listeners(self, *events: str) -> list[str]:
+        return [label for e in events for label in self._hooks.listeners(e, needed=True)]
 
     def _shared_parameter(self) -> str | None:
         seen: set[int] = set()
@@ -185,3 +216,14 @@ class LoopChecks:
                     return name
             seen.update(map(id, named.values()))
         return None
+
+
+def _stepping_scaler() -> torch.amp.GradScaler | None:
+    """Return the scaler whose `step` is on this thread's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _SCALER_STEP:
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler
+        frame = frame.f_back
+    return None

@@ -2,20 +2,16 @@
 
 Under gradient accumulation most loops call `(loss / n).backward()`. The division is the last
 operation of the loss's graph, with its constant saved there. Autograd frees it as soon as it has
-passed that operation, before it reaches the model. Therefore the function that starts autograd's
-engine is replaced while at least one user is there, and restored when the last one leaves.
+passed that operation, before it reaches the model: it must be read before backward.
 """
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["LossGraph", "find_divisor", "is_compiled", "read_graphs", "running_graph"]
+__all__ = ["LossGraph", "find_divisor", "is_compiled"]
 
 _COMPILED = "CompiledFunctionBackward"
 
@@ -88,40 +84,3 @@ class LossGraph:
     def compiled(self, *, is_scaled: bool) -> bool:
         """Return whether the loss comes out of a compiled function."""
         return self._compiled[is_scaled]
-
-
-_lock = threading.RLock()  # a user may be collected at any time
-_users: list[weakref.ref[Any]] = []
-_running: dict[int, LossGraph] = {}  # by the id of the loss whose backward runs
-_autograd: Any = torch.autograd
-_engine = _autograd._engine_run_backward
-
-
-def read_graphs(user: object, on: bool) -> None:
-    """Read the graphs of losses for this object until it says otherwise, or is collected."""
-    with _lock:
-        _users[:] = [other for other in _users if other() not in (None, user)]
-        if on:
-            _users.append(weakref.ref(user, _leave))
-        _autograd._engine_run_backward = _run_backward if _users else _engine
-
-
-def _leave(reference: object) -> None:
-    read_graphs(reference, False)
-
-
-def running_graph(loss: torch.Tensor) -> LossGraph | None:
-    """Return what was read from the graph of a loss whose backward runs."""
-    return _running.get(id(loss))
-
-
-def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    loss = outputs[0]
-    is_loss = kwargs.get("accumulate_grad") and len(outputs) == 1
-    if not is_loss or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        return _engine(outputs, *args, **kwargs)
-    _running[id(loss)] = LossGraph(loss)
-    try:
-        return _engine(outputs, *args, **kwargs)
-    finally:
-        _running.pop(id(loss), None)

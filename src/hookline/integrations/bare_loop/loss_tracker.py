@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from hookline.context import LazyFloat
-from hookline.integrations.bare_loop.backward_frame import differentiated_tensor
+from hookline.integrations.bare_loop.backward_watch import running_backward
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
-from hookline.integrations.bare_loop.loss_divisor import read_graphs, running_graph
 from hookline.integrations.bare_loop.requirements import CALLS
 
 __all__ = ["LossTracker"]
@@ -51,6 +50,7 @@ class LossTracker:
             find out.
 
     Attributes:
+        wanted: whether the losses of an unchanged loop are read.
         has_stepped: whether one of several optimizers has stepped, and the step goes on.
     """
 
@@ -60,12 +60,11 @@ class LossTracker:
         scaler: torch.amp.GradScaler | None,
         divided: bool | None = None,
     ) -> None:
+        self.wanted = False
         self.has_stepped = False
-        self._wanted = False
         self._context = context
         self._scaler = scaler
         self._divided = divided
-        self._parameter = _first_parameter(context.optimizer)
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
@@ -75,42 +74,47 @@ class LossTracker:
         self._backwards = 0  # in the step that ends now; 0 while it is in progress
 
     @property
-    def wanted(self) -> bool:
-        """Whether the losses of an unchanged loop are read."""
-        return self._wanted
-
-    @wanted.setter
-    def wanted(self, wanted: bool) -> None:
-        if wanted != self._wanted:
-            self._wanted = wanted
-            read_graphs(self, wanted and self._divided is not False)
+    def reads_graphs(self) -> bool:
+        """Whether it must be found out by which number losses were divided."""
+        return self.wanted and self._divided is not False
 
     def set_loss(self, loss: torch.Tensor | None) -> None:
         """Set the loss that the loop runs backward on; None after it."""
         self._is_given = loss is not None
         if loss is not None and self.wanted:
-            self._add(BackwardLoss(loss.detach(), given=True))
+            self._add(BackwardLoss(loss.detach(), given=True), self._has_gradients())
 
-    def backward_begins(self) -> None:
-        """Read the loss while backward runs."""
+    def add_running(self, had_gradients: bool | None = None) -> None:
+        """Add the loss of the backward that runs.
+
+        Args:
+            had_gradients: whether the first optimizer had gradients before this backward; None if
+                it has not changed them yet.
+        """
         if self._is_given:
             return
-        loss = differentiated_tensor()
-        if loss is None:
-            self._add(BackwardLoss(None))
+        if had_gradients is None:
+            had_gradients = self._has_gradients()
+        running = running_backward()
+        if running is None or running.loss is None:
+            self._add(BackwardLoss(None), had_gradients)
             return
         scaled = self._scaler is not None and self._scaler.is_enabled()
-        graph = running_graph(loss)
+        graph = running.graph
         divisor = None if graph is None else graph.divisor(is_scaled=scaled)
         compiled = graph is not None and divisor is None and graph.compiled(is_scaled=scaled)
-        loss = loss.detach()
+        loss = running.loss.detach()
         if self._scaler is not None and scaled:
             loss = loss / self._scaler.scale(torch.ones_like(loss))  # on the device; nothing waits
-        self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled))
+        self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled), had_gradients)
 
-    def _add(self, seen: BackwardLoss) -> None:
+    def _has_gradients(self) -> bool:
+        groups = self._context.optimizer.param_groups
+        return any(p.grad is not None for group in groups for p in group["params"])
+
+    def _add(self, seen: BackwardLoss, had_gradients: bool) -> None:
         # Gradients were dropped since the last backward, if there was one: it had no step.
-        if self._parameter.grad is None and not self.has_stepped:
+        if not had_gradients and not self.has_stepped:
             self._step.clear()
         self._step.append(seen)
         self._batch.append(seen)
@@ -220,11 +224,6 @@ class LossTracker:
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own
-
-
-def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    parameters: list[torch.Tensor] = optimizer.param_groups[0]["params"]
-    return next((p for p in parameters if p.requires_grad), parameters[0])
 
 
 def _is(divisor: float | None, count: int) -> bool:

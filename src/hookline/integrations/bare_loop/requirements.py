@@ -60,17 +60,25 @@ def not_supplied(argument: str) -> NotSuppliedError:
     return NotSuppliedError(f"This loop has not provided '{argument}'. {call}")
 
 
-def unmet_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
-    """Yield a line for everything that hooks need and the loop has not provided."""
-    for event, listeners in _listening(hooks):
-        need = _EVENTS.get(event)
-        if need is not None and need not in supplied | _MAY_COME_LATER:
-            yield f"{', '.join(listeners)} needs {event}. {CALLS[need]}"
-            continue
+def unmet_requirements(
+    hooks: HookManager, supplied: set[str], needs: Iterable[str] = CALLS
+) -> Iterator[str]:
+    """Yield a line for everything that hooks need and the loop has not provided.
+
+    Args:
+        hooks: the hooks.
+        supplied: the keys of `CALLS` for what the loop provides.
+        needs: the keys of `CALLS` to look at; by default all.
+    """
+    looked_at = set(needs) - supplied
+    yield from _waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
+    for event, _ in _listening(hooks):
+        if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
+            continue  # its arguments come with it
         known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
         for argument, asking in hooks.required_arguments(event).items():
             need = _ARGUMENTS.get(argument)
-            if need is not None and need not in supplied | known:
+            if need in looked_at - known:
                 yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
 
 
@@ -83,11 +91,19 @@ def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
 
 
 def pending_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
-    """Yield a line for every event that may still come: validation and checkpoints."""
+    """Yield a line for everything that may still come: validation and checkpoints."""
+    yield from _waiting(hooks, _MAY_COME_LATER - supplied, "waits for")
+
+
+def _waiting(hooks: HookManager, needs: set[str], verb: str) -> Iterator[str]:
+    """Yield a line for each of these needs that hooks have events for."""
+    by_need: dict[str, list[tuple[str, list[str]]]] = {}
     for event, listeners in _listening(hooks):
-        need = _EVENTS.get(event)
-        if need in _MAY_COME_LATER and need not in supplied:
-            yield f"{', '.join(listeners)} waits for {event}. {CALLS[need]}"
+        if (need := _EVENTS.get(event)) is not None and need in needs:
+            by_need.setdefault(need, []).append((event, listeners))
+    for need, events in by_need.items():
+        labels = ", ".join(label for _, listeners in events for label in listeners)
+        yield f"{labels} {verb} {' and '.join(event for event, _ in events)}. {CALLS[need]}"
 
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:

@@ -186,6 +186,7 @@ class Session(AttachedLoop):
             self._supplied.add("tokens")
         self._context.checkpoint_path = path
         if self._recorder is not None:
+            self._recorder.rewind({"step": step})
             self._recorder.event("resumed", path=str(path), step=step)
         self._fire("on_checkpoint_load")
 
@@ -254,4 +255,6 @@ def describe(value: object) -> str:
     """Return a value as it is shown in error messages."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return f"{value!r}, a {type(value).__name__}"

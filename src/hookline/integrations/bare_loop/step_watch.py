@@ -15,7 +15,7 @@ nothing here stops a run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,37 +23,27 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.context import LazyFloat
 from hookline.dispatch import HookManager
-from hookline.errors import NotSuppliedError
-from hookline.events import EVENTS
+from hookline.integrations.bare_loop.backward_watch import running_backward
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import ClipTracker, Versions, gradient_versions
+from hookline.integrations.bare_loop.hook_needs import HookNeeds
+from hookline.integrations.bare_loop.indirect_backwards import IndirectBackwards
 from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_in_place
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
+from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.loop.model_watch import ModelCallback, ModelWatch
 
-__all__ = ["StepCallbacks", "StepWatch"]
+__all__ = ["StepWatch"]
 
 _OVERFLOW = "the scaler found non-finite gradients"
-
-
-@dataclass(frozen=True)
-class StepCallbacks:
-    """What a step watch calls when it sees something."""
-
-    begin: Callable[[], None]  # something of training was seen; called often
-    before_forward: Callable[[], None]
-    after_forward: Callable[[Any], None]  # with what the model has returned
-    end_batch: Callable[[], None]  # the batch in progress has ended with a step
-    record_step: Callable[[LazyFloat | None], None] | None  # with its loss; None without a run
-    unmet_requirements: Callable[[], list[str]]  # returns a line for each
-    requirements_met: Callable[[], None]  # the first step begins, and hooks get all they need
 
 
 class StepWatch:
     """Watches model, optimizers and scaler of a loop, and fires the events of a step.
 
     Attributes:
+        checks: finds what hooks would see wrong.
         end_probes: called at the end of each step, where the model has probes.
         after_step: called when a step has ended.
     """
@@ -76,7 +66,7 @@ class StepWatch:
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self.losses = LossTracker(context, scaler, loss_divided)
-        self._checks = LoopChecks(context, hooks, scaler)
+        self.checks = LoopChecks(context, hooks, scaler)
         self._clips = ClipTracker(context, hooks, self._prepare_clip)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._ready: set[int] = set()
@@ -84,7 +74,7 @@ class StepWatch:
         self._stale: dict[int, Versions] = {}  # of those ready when another backward began
         self._skips: dict[int, str] = {}  # reasons to skip, by optimizer; -1 for all
         self._found_inf: torch.Tensor | None = None
-        self._unchecked = self._is_first_step = True
+        self._unchecked = True
         self._verified = self._takes_short_path = False
         self._has_started = self._in_scaler_step = self._closure_evaluated = False
         self._has_new_gradients = False  # backward has run since the last step
@@ -93,8 +83,11 @@ class StepWatch:
             context.model,
             callbacks.before_forward,
             callbacks.after_forward,
-            self._backward_begins,
+            self._gradient_arrives,
             self._backward_ends,
+        )
+        self._indirect = IndirectBackwards(
+            self._model, self.optimizers, self.losses, self._backward_ran
         )
         self._handles: list[RemovableHandle] = []
         self.hooks_changed()
@@ -122,50 +115,53 @@ class StepWatch:
             handle.remove()
         ScalerWatch.leave(self.scaler, self)
         self._clips.listen(False)
+        self._indirect.listen(False)
         self.losses.wanted = False
 
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more."""
-        hooks = self.hooks
-        wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
-        ends = (wanted["on_step_end"], wanted["on_train_batch_end"], wanted["on_epoch_end"])
-        recorded = self.callbacks.record_step is not None
-        loss_wanted = any({"loss", "ctx", "metrics"} & names.keys() for names in ends)
-        loss_wanted |= any("state" in names for names in wanted.values())
-        self.losses.wanted = loss_wanted or recorded
-        self._asks_for_loss = [
-            label
-            for event in ("on_step_end", "on_train_batch_end")
-            for label in hooks.required_arguments(event).get("loss", ())
-        ]
         fire = self.dispatchers
-        compiled = is_compiled_in_place(self.context.model)
-        backward = loss_wanted or bool(fire.on_after_backward or fire.on_gradients_ready)
-        reads_norm = any({"grad_norm", "ctx"} & names.keys() for names in wanted.values())
-        self._clips.wants_norm = reads_norm
-        reads_clips = reads_norm or bool(
-            fire.on_gradients_ready or fire.update or fire.on_gradient_clip
+        self._needs = needs = HookNeeds.of(
+            self.hooks, has_run=self.callbacks.record_step is not None
         )
-        calls = bool(fire.on_before_forward or fire.on_after_forward or fire.forward)
-        if backward or calls:
-            self._checks.check_compiled()
+        if needs.calls:
+            self.checks.check_compiled()
+        self.losses.wanted = needs.loss
+        self._clips.wants_norm = needs.grad_norm
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        if not compiled:
-            calls, backward = calls or starts, backward or recorded or reads_clips
-        self._model.watch(calls=calls, backward=backward)
-        self._clips.listen(reads_clips)
+        compiled = is_compiled_in_place(self.context.model)
+        self._model.watch(
+            calls=(needs.calls or starts) and not compiled, backward=needs.backward and not compiled
+        )
+        self._clips.listen(needs.clips)
+        self._indirect.listen(needs.backward)
         self._unchecked = True
         self._takes_short_path = False
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _backward_begins(self) -> None:
+    def _backward_ran(self, before: list[Versions]) -> None:
+        self._backward_begins(before)
+        self._backward_ends()
+
+    def _gradient_arrives(self) -> bool:
+        """Begin a backward; return False for `torch.autograd.grad`, which changes no gradients."""
+        if running_backward() is None:
+            return False
+        self._backward_begins()
+        return True
+
+    def _backward_begins(self, before: list[Versions] | None = None) -> None:
+        """Read the loss; `before` has the gradients as they were, if backward has ended."""
         if self.losses.wanted:
-            self.losses.backward_begins()
+            self.losses.add_running(None if before is None else bool(before[0]))
         if self._ready:  # a step was skipped, or the optimizers have backwards of their own
             ready = self._ready - self._stepped.keys()
-            self._stale = {i: gradient_versions(self.optimizers[i]) for i in ready}
+            self._stale = {
+                i: gradient_versions(self.optimizers[i]) if before is None else before[i]
+                for i in ready
+            }
 
     def _backward_ends(self) -> None:
         self._has_new_gradients = True
@@ -173,7 +169,7 @@ class StepWatch:
             for i, versions in self._stale.items():
                 if gradient_versions(self.optimizers[i]) != versions:
                     if self._clips.was_clipped(i, versions) and not self._closure_evaluated:
-                        self._checks.report_backward_after_clip()
+                        self.checks.report_backward_after_clip()
                     self._new_gradients(i)
             self._stale = {}
         if self.dispatchers.on_gradients_ready is not None:
@@ -196,13 +192,13 @@ class StepWatch:
     def batch_loss(self) -> LazyFloat | None:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
-        if loss is None and self._asks_for_loss and not self._verified:
-            raise self._unknown_loss()
+        if loss is None and self._needs.asks_for_loss and not self._verified:
+            self.checks.raise_or_warn([*self.callbacks.unmet_requirements(), *self._unknown_loss()])
         return loss
 
-    def _unknown_loss(self) -> NotSuppliedError:
-        who = ", ".join(self._asks_for_loss)
-        return NotSuppliedError(f"{who} asks for 'loss'{self.context.why_no_loss}")
+    def _unknown_loss(self) -> list[str]:
+        who = ", ".join(self._needs.asks_for_loss)
+        return [f"{who} asks for 'loss'{self.context.why_no_loss}"] if who else []
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -220,7 +216,7 @@ class StepWatch:
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
         if which is not None:
-            self._checks.check_attached(which)
+            self.checks.check_attached(which)
         for i, optimizer in enumerate(self.optimizers):
             if i in self._ready or i in self._stepped or which not in (None, optimizer):
                 continue
@@ -236,7 +232,7 @@ class StepWatch:
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
             if function != "get_total_norm":
-                self._checks.report_scaled_clip(function)
+                self.checks.report_scaled_clip(function)
             return False
         self.callbacks.begin()
         self._gradients_ready(i)
@@ -244,7 +240,7 @@ class StepWatch:
 
     def _gradients_ready(self, i: int, problems: list[str] | None = None) -> None:
         if i in self._ready:
-            self._checks.raise_or_warn(problems or [], is_first=self._is_first_step)
+            self.checks.raise_or_warn(problems or [])
             return
         self._check(i, problems or [])
         self._ready.add(i)
@@ -298,13 +294,13 @@ class StepWatch:
         self.callbacks.begin()
         i = self._index[id(optimizer)]
         if i in self._stepped:
-            self._checks.report_second_step(i)
+            self.checks.report_second_step(i)
             self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
-            self._checks.check_closure(optimizer)
+            self.checks.check_closure(optimizer)
             return self._with_closure(i, closure, args, kwargs)
-        self._checks.check_scaler(in_scaler_step=self._in_scaler_step)
+        self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
         return None
@@ -407,8 +403,10 @@ class StepWatch:
             self._ready.clear()
             self._versions.clear()
             self._clips.end_step()
-        self._is_first_step = self._has_new_gradients = self._closure_evaluated = False
+        self.checks.is_first_step = False
+        self._has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self._model.calls_seen
+        self._indirect.thread = get_ident()
         if self.end_probes is not None:
             self.end_probes()
         context.skipped = False
@@ -429,22 +427,23 @@ class StepWatch:
                 if not self._verified:
                     problems += self._unseen()
             self._unchecked = False
-            self._checks.raise_or_warn(problems, is_first=not self._verified)
+            self.checks.raise_or_warn(problems)
             self._verified = True
             self.callbacks.requirements_met()
         if self.dispatchers.on_gradients_ready is not None and i in self._versions:
-            self._checks.check_versions(self._versions[i], self.optimizers[i])
+            self.checks.check_versions(self._versions[i], self.optimizers[i])
 
     def _problems_at_step(self) -> list[str]:
         """Return what is known only when an optimizer steps."""
-        problems = self._checks.unnamed_scaler() if self._is_first_step else []
+        problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
         if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
-            problems += self._checks.missing_clip()
+            problems += self.checks.missing_clip()
         return problems
 
     def _unseen(self) -> list[str]:
-        problems = self._checks.unseen_calls(self._model, needs_loss=bool(self._asks_for_loss))
+        """Return what hooks need to have been seen before the first step, and was not."""
+        problems = self.checks.unseen_calls(self._model, self._needs.asks_for_loss)
         self.losses.set_step_loss()
-        if not problems and self._asks_for_loss and self.context.known_loss is None:
-            problems.append(str(self._unknown_loss()))
+        if self._model.backwards_seen and self.context.known_loss is None:
+            problems += self._unknown_loss()
         return problems
