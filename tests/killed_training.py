@@ -8,7 +8,6 @@ few steps.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from difflib import unified_diff
 from pathlib import Path
@@ -142,7 +141,7 @@ def find_resumable(runs: Path) -> Path | None:
     """Return the newest complete checkpoint of the newest run that has one."""
     for run in sorted(runs.glob("*"), reverse=True):
         try:
-            return find_checkpoint(run)
+            return find_checkpoint(run, verify=True)
         except CheckpointError:
             continue
     return None
@@ -194,6 +193,9 @@ def read_metrics(folder: Path) -> list[str]:
     return [json.dumps({name: row[name] for name in row if name != "time"}) for row in rows]
 
 
+_CONTAINERS = (dict, list, tuple, torch.Tensor)
+
+
 def _describe(path: str, value: Any, described: dict[str, Any]) -> None:
     """Add the leaves of a state; checkpoints of a hook as their steps and scores."""
     if path.rpartition("/")[2] in ("written", "pending"):
@@ -204,12 +206,11 @@ def _describe(path: str, value: Any, described: dict[str, Any]) -> None:
     elif isinstance(value, dict):
         for name, item in value.items():
             _describe(f"{path}/{name}", item, described)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and any(isinstance(v, _CONTAINERS) for v in value):
         for number, item in enumerate(value):
             _describe(f"{path}/{number}", item, described)
     else:
-        is_nan = isinstance(value, float) and math.isnan(value)
-        described[path] = "NaN" if is_nan else value
+        described[path] = repr(value)  # NaN is equal to NaN, and 1 differs from 1.0 and True
 
 
 def compare_ends(folder: Path, other: Path) -> list[str]:
