@@ -202,13 +202,15 @@ def read_pointers(folder: Path) -> dict[str, str]:
     return names
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Path:
     """Return a checkpoint's folder.
 
     Args:
         path: A checkpoint's folder; the file `last` or `best`; or a run's folder or its folder
             `checkpoints/`. In these, `last` is followed; without it, or if the checkpoint that it
             names is not complete, the newest complete checkpoint is returned.
+        verify: Also compare the hashes of all files; a damaged checkpoint is skipped with a
+            warning.
 
     Raises:
         CheckpointError: There is none. The message says what was found.
@@ -221,10 +223,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     if path.is_file():
         return _follow_pointer(path)
     if (path / "model.safetensors").exists() or (path / "state.json").exists():
-        read_manifest(path)  # raises if the manifest is missing or damaged
+        read_manifest(path, verify_files=verify)  # raises if it is damaged
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    complete = complete_checkpoints(folder)
+    complete = [p for p in complete_checkpoints(folder) if not verify or _is_undamaged(p)]
     name = read_pointers(folder).get("last")
     if name is not None:
         if folder / name in complete:
@@ -245,6 +247,15 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
             "Give the folder of a run or of a checkpoint."
         ) from None
     return folder
+
+
+def _is_undamaged(path: Path) -> bool:
+    try:
+        read_manifest(path, verify_files=True)
+    except CheckpointError as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def _follow_pointer(pointer: Path) -> Path:

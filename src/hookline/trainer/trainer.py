@@ -32,6 +32,7 @@ from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
 from hookline.trainer.data_position import DataPosition
+from hookline.trainer.forking import describe_parent, load_fork
 from hookline.trainer.losses import BatchPlace, LossCheck
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import parameters_of
@@ -75,6 +76,7 @@ class Trainer(TrainerBase):
         val_loaders: Any = None,
         *,
         resume_from: Any = None,
+        fork_from: Any = None,
         **unknown: Never,
     ) -> Trainer:
         """Train.
@@ -83,17 +85,23 @@ class Trainer(TrainerBase):
             loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
             val_loaders: the same, for validation.
             resume_from: a checkpoint or a run to continue.
+            fork_from: a checkpoint or a run to start a new run from, with this trainer's settings
+                where they differ from those of that run.
             unknown: any other argument raises an error that suggests the nearest one.
         """
         for name in unknown:
-            hint = nearest(name, ("loaders", "val_loaders", "resume_from"))
+            hint = nearest(name, ("loaders", "val_loaders", "resume_from", "fork_from"))
             raise TypeError(f"fit() has no argument '{name}'.{hint}")
+        if resume_from is not None and fork_from is not None:
+            raise TypeError("fit() got both resume_from and fork_from. Give one of them.")
         self.set_data(loaders, val_loaders)
-        if resume_from is None:  # else the checkpoint has metrics, and epochs that are over
+        if (
+            resume_from is None and fork_from is None
+        ):  # else the checkpoint has metrics, and epochs that are over
             check_metrics(self)
             self._check_restartable(self.max_epochs)
         try:
-            self._begin(resume_from)
+            self._begin(resume_from, fork_from)
             if self.config.sanity and self.val_data is not None:
                 self.validate()
             self._run_epochs(self.max_epochs)
@@ -393,7 +401,7 @@ class Trainer(TrainerBase):
 
     # -- start and end of a run -------------------------------------------------------------------
 
-    def _begin(self, resume_from: Any) -> None:
+    def _begin(self, resume_from: Any, fork_from: Any = None) -> None:
         config, context = self.config, self._context
         self.strategy.check_processes()
         self._phase = Phase.STARTING
@@ -413,7 +421,9 @@ class Trainer(TrainerBase):
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
         restored = None if resume_from is None else load_trainer_checkpoint(self, resume_from)
-        self._start_run(restored)
+        if fork_from is not None:
+            restored = load_fork(self, fork_from)
+        self._start_run(restored, is_fork=fork_from is not None)
         self._progress = make_progress(config.progress)
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
@@ -430,12 +440,12 @@ class Trainer(TrainerBase):
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
 
-    def _start_run(self, restored: Path | None) -> None:
+    def _start_run(self, restored: Path | None, *, is_fork: bool) -> None:
         """Start a run, or continue the folder of a resumed one if it still exists."""
         config = self.config
         self._recorder = Recorder(config.runs)
         if self.strategy.is_main:
-            resumed = restored is not None and config.runs is not None
+            resumed = restored is not None and config.runs is not None and not is_fork
             self._recorder.begin(
                 config=config.model_dump(mode="json"),
                 seed=config.seed,
@@ -447,6 +457,8 @@ class Trainer(TrainerBase):
                 loop=self,
                 config_is_complete=hasattr(config, "training"),  # that of a config file
             )
+            if is_fork and restored is not None and self._recorder.run is not None:
+                self._recorder.run.update(parent=describe_parent(restored))
         self._context.run = self._recorder.run
 
     def _read_config(self) -> None:
