@@ -403,7 +403,7 @@ class Trainer(TrainerBase):
         context.evaluating = False
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
-        self._position = DataPosition()
+        self._position = DataPosition(fast_forward=config.fast_forward)
         self._optimizer_round = 0
         self._accumulated_losses.clear()
         self._accumulated_metrics.clear()
