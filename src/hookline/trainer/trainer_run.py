@@ -56,7 +56,7 @@ class TrainerRun(TrainerBase):
         context.evaluating = False
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
-        self._position = DataPosition()
+        self._position = DataPosition(fast_forward=config.fast_forward)
         self._run_position = self._stop_signal = None
         self._epoch_over = self._validation_due = False
         self._sanity_due = config.sanity
