@@ -178,9 +178,11 @@ def _remove_folder(folder: Path, lock: BaseFileLock | None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != _MARKER:
                 path.unlink(missing_ok=True)
-    if lock is not None:
+    if lock is not None and os.name == "nt":  # which does not remove files that are open
         lock.release()
     with suppress(OSError):
         if all(path.name == _MARKER for path in folder.iterdir()):
             (folder / _MARKER).unlink(missing_ok=True)
             folder.rmdir()
+    if lock is not None:  # last: whoever gets the lock of a file that exists may use the folder
+        lock.release()
