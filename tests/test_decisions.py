@@ -29,7 +29,7 @@ def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(t
 
     hook = Asks()
     hook.saved = []
-    trainer = Trainer(config(), *make(), hooks=[hook])
+    trainer = Trainer(config(checkpoints={"background": False}), *make(), hooks=[hook])
     trainer.fit(batches(4))
     assert hook.saved == [("a", 2), ("b", 2)]
     assert trainer.hooks.summary().failures == {}
@@ -46,7 +46,7 @@ def test_a_checkpoint_asked_for_by_a_checkpoint_waits_for_the_next_boundary(tmp_
                 trainer.save_checkpoint(tmp_path / "second")
                 assert not (tmp_path / "second").exists()
 
-    trainer = Trainer(config(), *make(), hooks=[Chain()])
+    trainer = Trainer(config(checkpoints={"background": False}), *make(), hooks=[Chain()])
     trainer.fit(batches(2))
     assert (tmp_path / "second").is_dir()
     assert trainer.hooks.summary().failures == {}

@@ -208,8 +208,7 @@ def test_a_resumed_run_ends_where_the_whole_would_have(tmp_path, sanity):
 
     whole = fit(tmp_path / "whole", *hooks(IMPROVES_TWICE))
     first = fit(tmp_path, *hooks(IMPROVES_TWICE[:4]), max_epochs=4)
-    rest = IMPROVES_TWICE[4:]
-    again = hooks((9.0, *rest) if sanity else rest)
+    again = hooks(IMPROVES_TWICE[4:])
     trainer = fit(tmp_path, *again, resume_from=first.run.path, sanity=sanity)
     assert epochs(trainer) == epochs(whole) == 6
     assert reason(trainer) == reason(whole)
@@ -227,7 +226,7 @@ def test_a_checkpoint_between_the_step_and_its_validation_loses_no_check(tmp_pat
     assert epochs(trainer) == 3
 
 
-def test_a_validation_before_a_resumed_training_is_no_check(tmp_path):
+def test_a_resumed_training_is_not_validated_before_it_begins(tmp_path):
     class Saves(hookline.Hook):
         def on_step_end(self, trainer, step):
             if step == 3:
@@ -235,8 +234,19 @@ def test_a_validation_before_a_resumed_training_is_no_check(tmp_path):
 
     first = fit(tmp_path, Saves(), Scores(5.0), EarlyStopping(), max_steps=3)
     hook = EarlyStopping()
-    fit(tmp_path, Scores(0.0, 4.0), hook, resume_from=first.run.path, sanity=True, max_epochs=2)
+    fit(tmp_path, Scores(4.0), hook, resume_from=first.run.path, sanity=True, max_epochs=2)
     assert hook.best_score == 4.0
+
+
+def test_a_run_killed_after_the_stop_was_requested_stops_again(tmp_path):
+    hooks = (Scores(*[5.0] * 9), EarlyStopping(patience=2), CheckpointHook())
+    whole = fit(tmp_path, *hooks)
+    assert (whole.status, epochs(whole)) == ("stopped", 3)
+    last = hookline.open_run(whole.run.path).checkpoints()[-1]  # saved with the request
+    again = fit(tmp_path, Scores(), EarlyStopping(patience=2), resume_from=last.path)
+    assert (again.status, again.step, reason(again)) == ("stopped", whole.step, reason(whole))
+    more = fit(tmp_path, Scores(*[4.0] * 9), EarlyStopping(patience=3), resume_from=last.path)
+    assert more.step > whole.step  # more patience than before: it goes on
 
 
 def test_a_validation_after_training_is_no_check(tmp_path):

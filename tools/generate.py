@@ -24,7 +24,7 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config.trainer_config import HooksConfig, MixConfig, TrainerConfig
+from hookline.config.trainer_config import CheckpointConfig, HooksConfig, MixConfig, TrainerConfig
 from hookline.dispatch import HookSettings
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
 from hookline.options import get_options
@@ -120,7 +120,7 @@ MEANINGS = {
     "TrainerConfig.validate_every_steps": "validate after every N-th step; None: not by steps",
     "TrainerConfig.loaders": "how several training loaders are mixed",
     "TrainerConfig.seed": "seeds Python, torch and numpy (if imported) when training starts",
-    "TrainerConfig.progress": "the progress display; True is `auto`, False is `off`",
+    "TrainerConfig.checkpoints": "how checkpoints are saved, and what signals do",
     "TrainerConfig.debug": "for hooks, as `trainer.config.debug`",
     "TrainerConfig.hooks": "hooks by class path, and how their failures and cost are handled",
     "MixConfig.order": "which loader provides the next batch",
@@ -138,6 +138,10 @@ def config_tables() -> str:
             "## loaders",
             "",
             *_config_table(MixConfig),
+            "",
+            "## checkpoints",
+            "",
+            *_config_table(CheckpointConfig),
             "",
             "## hooks",
             "",

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from hookline.integrations.bare_loop import attach as attach
     from hookline.probes.probe_context import probe as probe
     from hookline.probes.taps import tap as tap
+    from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
     from hookline.trainer.trainer import Trainer as Trainer
     from hookline.trainer.trainer import get_trainer as get_trainer
@@ -139,7 +140,7 @@ _MODULES = {
     "integrations.bare_loop": ("Session", "attach"),
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
-    "runs": ("open_run",),
+    "runs": ("get_last_checkpoint", "open_run"),
     "trainer.trainer": ("Trainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),

@@ -18,15 +18,22 @@ if TYPE_CHECKING:
         find_checkpoint,
         set_pointer,
     )
+    from hookline.checkpoint.checkpoint_writer import SaveResult
+    from hookline.checkpoint.differences import describe_differences, select_fitting
+    from hookline.checkpoint.saver import CheckpointSaver
 
 __all__ = [
     "FORMAT_VERSION",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointSaver",
+    "SaveResult",
     "complete_checkpoints",
+    "describe_differences",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
+    "select_fitting",
     "set_pointer",
 ]
 
@@ -37,5 +44,8 @@ __getattr__, __dir__ = lazy_exports(
         "checkpoint_lookup": (
             *("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
         ),
+        "checkpoint_writer": ("SaveResult",),
+        "saver": ("CheckpointSaver",),
+        "differences": ("describe_differences", "select_fitting"),
     },
 )

@@ -7,6 +7,7 @@ kernel drops the lock when the process dies: a marked folder whose lock is free 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TEMPORARY",
+    "create_folder",
     "hash_file",
     "hash_stream",
     "remove_leftovers",
@@ -51,8 +54,23 @@ def sync(path: Path) -> None:
         raise
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise  # otherwise the file system does not sync folders
     finally:
         os.close(handle)
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder with its parents, durably.
+
+    Another part of the program may have created some of the parents without flushing them. So the
+    entries of the nearest ones, such as `runs/<run>/checkpoints`, are flushed in any case.
+    """
+    missing = sum(not path.exists() for path in (folder, *folder.absolute().parents))
+    folder.mkdir(parents=True, exist_ok=True)
+    for parent in islice(folder.resolve().parents, max(missing, 3)):
+        sync(parent)
 
 
 def hash_file(path: Path) -> str:
@@ -137,7 +155,8 @@ def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock |
             continue  # another process removed the folder before it was locked
         except OSError:
             # Locks are not supported here. Without a marker, no other process removes the folder.
-            (folder / _MARKER).unlink(missing_ok=True)
+            with suppress(OSError):
+                (folder / _MARKER).unlink(missing_ok=True)
             return folder, None
 
 

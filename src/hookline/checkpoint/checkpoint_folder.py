@@ -1,8 +1,8 @@
 """Saving and loading one checkpoint, a folder.
 
 step_000120/
-  manifest.json       format, version, created, size and xxh3_64 of each file, info; its own
-                      hash as `check`
+  manifest.json       format, version, number, created, size and xxh3_64 of each file, info; its
+                      own hash as `check`
   model.safetensors   weights
   state.safetensors   the state's tensors
   state.json          everything else of the state
@@ -13,30 +13,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from hookline.checkpoint.atomic_files import hash_file, remove_leftovers, sync, temporary_folder
-from hookline.checkpoint.checkpoint_lookup import (
-    FORMAT,
-    FORMAT_VERSION,
-    damage_error,
-    hash_manifest,
-    read_manifest,
-)
-from hookline.checkpoint.state_tree import Encoder, decode
-from hookline.checkpoint.tensor_files import read_tensors, write_tensors
+from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
+from hookline.checkpoint.checkpoint_writer import CheckpointWriter
+from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
+from hookline.checkpoint.state_tree import decode
+from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
-
-_FILES = ("model.safetensors", "state.safetensors", "state.json")
 
 
 @dataclass
@@ -73,36 +64,13 @@ def save_checkpoint(
     Raises:
         CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
     """
-    folder = Path(folder)
-    weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
-    Encoder("model").encode(weights)  # raises if a weight cannot be saved
-    encoder = Encoder("state")
-    extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
-    tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
-    encoded_info = Encoder("info", numbers_only=True).encode(dict(info))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder.parent)
-        with temporary_folder(folder.parent, folder.name) as parent:
-            temporary = parent / folder.name
-            temporary.mkdir()
-            write_tensors(temporary / "model.safetensors", weights)
-            write_tensors(temporary / "state.safetensors", encoder.tensors)
-            (temporary / "state.json").write_bytes(json.dumps(tree, allow_nan=False).encode())
-            for name in _FILES:
-                sync(temporary / name)
-            manifest = _encode_manifest(temporary, encoded_info)
-            (temporary / "manifest.json").write_bytes(manifest.encode())
-            sync(temporary / "manifest.json")
-            sync(temporary)
-            final = _rename(temporary, folder)
-        sync(final.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The checkpoint {folder} could not be written: {error}. No partial files were left. "
-            "Check that the folder is writable and the disk is not full."
-        ) from error
-    return final
+    begin = perf_counter()
+    files = SnapshotBuffers().copy(encode_state(model, state))
+    result = CheckpointWriter(files, encode_info(info), begin).write(Path(folder), move_last=False)
+    if result.error is not None:
+        raise result.error
+    assert result.path is not None
+    return result.path
 
 
 def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkpoint:
@@ -135,31 +103,3 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
     except Exception as error:  # a file with the right hash may still have the wrong content
         problem = f"cannot be read: {type(error).__name__}: {error}"
         raise damage_error(path, name, problem) from error
-
-
-def _encode_manifest(folder: Path, info: Any) -> str:
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "files": {
-            name: {"size": (folder / name).stat().st_size, "xxh3_64": hash_file(folder / name)}
-            for name in _FILES
-        },
-        "info": info,
-    }
-    manifest["check"] = hash_manifest(manifest)
-    return json.dumps(manifest, indent=1, allow_nan=False) + "\n"
-
-
-def _rename(temporary: Path, folder: Path) -> Path:
-    for number in count(1):
-        final = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
-        if final.exists() or final.is_symlink():
-            continue
-        try:
-            return temporary.rename(final)
-        except OSError:
-            if not final.exists():  # otherwise another process took the name
-                raise
-    raise AssertionError

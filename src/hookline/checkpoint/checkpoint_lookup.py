@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from hookline.checkpoint.atomic_files import hash_file, write_atomic
+from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import CheckpointError, listed
 
 __all__ = [
@@ -23,11 +24,14 @@ __all__ = [
     "complete_checkpoints",
     "damage_error",
     "find_checkpoint",
+    "find_newest_checkpoint",
     "hash_manifest",
+    "is_emergency",
     "read_manifest",
     "read_pointers",
     "scan_checkpoints",
     "set_pointer",
+    "verify_checkpoint",
 ]
 
 log = logging.getLogger("hookline")
@@ -35,6 +39,8 @@ log = logging.getLogger("hookline")
 FORMAT = "hookline.checkpoint"
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
+_STATE_FILES = ("state.safetensors", "state.json")  # other folders can have a model.safetensors
+_BLOCK = 1 << 20  # bytes that are read at once
 _POINTERS = ("last", "best")
 
 Manifest = dict[str, Any]
@@ -45,7 +51,7 @@ class CheckpointScan(NamedTuple):
 
     Attributes:
         complete: The manifests of complete checkpoints by folder, oldest first.
-        damage: What is wrong with the other folders, by name.
+        damage: What is wrong with the other checkpoints, by name.
     """
 
     complete: dict[Path, Manifest]
@@ -84,10 +90,32 @@ def read_manifest(path: Path, *, verify_files: bool = False) -> Manifest:
     try:
         manifest = _parse_manifest(path)
         if verify_files:
-            _check_files(path, manifest, hashes=True)
+            _check_files(path, manifest)
+            _check_hashes(path, manifest, _ignore_progress)
     except _InvalidCheckpointError as error:
         raise error.in_checkpoint(path) from error.__cause__
     return manifest
+
+
+def verify_checkpoint(path: Path, on_progress: Callable[[int], object] | None = None) -> str | None:
+    """Return what is damaged in a checkpoint, with the file's name; None if nothing is.
+
+    Args:
+        path: The checkpoint's folder.
+        on_progress: Called with the number of bytes that were read since the last call.
+    """
+    try:
+        manifest = _parse_manifest(path)
+        _check_files(path, manifest)
+        _check_hashes(path, manifest, on_progress or _ignore_progress)
+    except _InvalidCheckpointError as error:
+        return str(error)
+    return None
+
+
+def is_emergency(manifest: Manifest) -> bool:
+    """Return whether a checkpoint was saved after a crash. It is never chosen automatically."""
+    return bool(manifest["info"].get("emergency"))
 
 
 def hash_manifest(manifest: Manifest) -> str:
@@ -120,24 +148,53 @@ def _parse_manifest(path: Path) -> Manifest:
         )
     if manifest.pop("check", None) != hash_manifest(manifest) or version != FORMAT_VERSION:
         raise _InvalidCheckpointError(_MANIFEST, "does not match its own hash")
-    if not isinstance(manifest.get("files"), dict) or not {"created", "info"} <= manifest.keys():
-        raise _InvalidCheckpointError(_MANIFEST, "has no 'created', 'files' or 'info'")
+    if not _has_valid_fields(manifest):
+        raise _InvalidCheckpointError(_MANIFEST, "has no valid 'created', 'files' or 'info'")
     return manifest
 
 
-def _check_files(path: Path, manifest: Manifest, *, hashes: bool) -> None:
+def _has_valid_fields(manifest: Manifest) -> bool:
+    files = manifest.get("files")
+    return (
+        isinstance(files, dict)
+        and all(
+            isinstance(file, dict) and {"size", "xxh3_64"} <= file.keys() for file in files.values()
+        )
+        and isinstance(manifest.get("created"), str)
+        and isinstance(manifest.get("info"), dict)
+        and isinstance(manifest.get("number", 0), int)
+    )
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
     for name, expected in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
-            if size != expected["size"]:
-                problem = f"has {size} bytes instead of {expected['size']}"
-                raise _InvalidCheckpointError(name, problem)
-            if hashes and hash_file(path / name) != expected["xxh3_64"]:
-                raise _InvalidCheckpointError(name, "has changed since it was written (wrong hash)")
         except FileNotFoundError:
             raise _InvalidCheckpointError(name, "is missing") from None
         except OSError as error:
             raise _InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        if size != expected["size"]:
+            problem = f"has {size} bytes instead of {expected['size']}"
+            raise _InvalidCheckpointError(name, problem)
+
+
+def _check_hashes(path: Path, manifest: Manifest, on_progress: Callable[[int], object]) -> None:
+    for name, expected in manifest["files"].items():
+        hashed = xxhash.xxh3_64()
+        try:
+            with (path / name).open("rb") as file:
+                while block := file.read(_BLOCK):
+                    hashed.update(block)
+                    on_progress(len(block))
+        except OSError as error:
+            raise _InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        if hashed.hexdigest() != expected["xxh3_64"]:
+            raise _InvalidCheckpointError(name, "has changed since it was written (wrong hash)")
+
+
+def _ignore_progress(_: int) -> None:
+    pass
 
 
 # -- which checkpoints are complete ---------------------------------------------------------------
@@ -147,20 +204,43 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     """Return which checkpoints in a folder are complete, and what is wrong with the others.
 
     A checkpoint is complete if its manifest is valid and all files have their sizes. Hashes of
-    files are verified when a checkpoint is loaded.
+    files are verified when a checkpoint is loaded. The order is that of the manifests' `number`,
+    because clocks can be set back; checkpoints without a number are older, ordered by `created`.
     """
     found: dict[Path, Manifest] = {}
     damage: dict[str, str] = {}
     # Names with a dot are unfinished. glob() of a folder that cannot be read returns nothing.
-    for path in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
+    for path in folder.glob("[!.]*"):
+        if not _is_checkpoint(path):
+            continue
         try:
             manifest = _parse_manifest(path)
-            _check_files(path, manifest, hashes=False)
+            _check_files(path, manifest)
             found[path] = manifest
         except _InvalidCheckpointError as error:
-            damage[path.name] = str(error)
-    by_age = sorted(found.items(), key=lambda item: (item[1]["created"], item[0].name))
-    return CheckpointScan(dict(by_age), damage)
+            if path.is_dir():  # otherwise it was removed meanwhile
+                damage[path.name] = str(error)
+    by_age = sorted(found.items(), key=lambda item: _age_key(*item))
+    return CheckpointScan(dict(by_age), dict(sorted(damage.items())))
+
+
+def _age_key(path: Path, manifest: Manifest) -> tuple[int, str, str]:
+    return manifest.get("number", 0), manifest["created"], path.name
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, complete or damaged, and not a run's folder."""
+    if (path / "checkpoints").is_dir():
+        return False
+    try:
+        if any((path / name).exists() for name in _STATE_FILES):
+            return True
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+    except PermissionError:
+        return path.is_dir()
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -202,16 +282,19 @@ def read_pointers(folder: Path) -> dict[str, str]:
     return names
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Path:
     """Return a checkpoint's folder.
 
     Args:
         path: A checkpoint's folder; the file `last` or `best`; or a run's folder or its folder
-            `checkpoints/`. In these, `last` is followed; without it, or if the checkpoint that it
-            names is not complete, the newest complete checkpoint is returned.
+            `checkpoints/`, which stand for the newest complete checkpoint in them. Checkpoints
+            that were saved after a crash are found only by their own folder.
+        verify: Also compare the hashes of all files. In a folder with several checkpoints, a
+            damaged one is skipped with a warning that names the file.
 
     Raises:
-        CheckpointError: There is none. The message says what was found.
+        CheckpointError: There is none, or the checkpoint that was named is damaged. The message
+            says what was found.
     """
     path = Path(path)
     if not path.exists():
@@ -219,32 +302,52 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
             f"{path} does not exist. Give the folder of a checkpoint or of a run."
         )
     if path.is_file():
-        return _follow_pointer(path)
-    if (path / "model.safetensors").exists() or (path / "state.json").exists():
-        read_manifest(path)  # raises if the manifest is missing or damaged
+        path = _follow_pointer(path)
+    if _is_checkpoint(path):
+        read_manifest(path, verify_files=verify)  # raises if the manifest is missing or damaged
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    complete = complete_checkpoints(folder)
+    found = find_newest_checkpoint(folder, verify=verify)
+    if found is not None:
+        return found
+    complete = scan_checkpoints(folder).complete.items()
+    emergency = [path.name for path, manifest in complete if is_emergency(manifest)]
+    advice = "Give the folder of a run or of a checkpoint."
+    if emergency:
+        advice = f"To use one that was saved after a crash, give its folder: {listed(emergency)}."
+    raise CheckpointError(
+        f"No complete checkpoint in {folder}. Found there: "
+        f"{listed(sorted(p.name for p in folder.iterdir())[:10])}. {advice}"
+    )
+
+
+def find_newest_checkpoint(folder: Path, *, verify: bool = False) -> Path | None:
+    """Return the newest complete checkpoint in a folder of checkpoints, or None.
+
+    Checkpoints that were saved after a crash are not considered. A warning names the damaged ones.
+
+    Args:
+        folder: The folder `checkpoints/` of a run, or another folder of checkpoints.
+        verify: Also compare the hashes of all files, beginning with the newest checkpoint.
+    """
+    scan = scan_checkpoints(folder)
+    damage = [f"{folder / name}{os.sep}{problem}" for name, problem in scan.damage.items()]
     name = read_pointers(folder).get("last")
-    if name is not None:
-        if folder / name in complete:
-            return folder / name
-        log.warning(
-            "%s names '%s', which is missing or damaged. Looking for the newest complete one.",
-            folder / "last",
-            name,
-        )
-    if complete:
-        return complete[-1]
-    try:  # a checkpoint that has lost everything but its manifest
-        read_manifest(folder)
-    except CheckpointError:
-        found = listed(sorted(p.name for p in folder.iterdir())[:10])
-        raise CheckpointError(
-            f"No complete checkpoint in {folder}. Found there: {found}. "
-            "Give the folder of a run or of a checkpoint."
-        ) from None
-    return folder
+    if name is not None and folder / name not in scan.complete and name not in scan.damage:
+        damage.append(f"{folder / 'last'} names '{name}', which is missing")
+    newest: Path | None = None
+    for path, manifest in reversed(scan.complete.items()):
+        if is_emergency(manifest):
+            continue
+        problem = verify_checkpoint(path) if verify else None
+        if problem is None:
+            newest = path
+            break
+        damage.append(f"{path}{os.sep}{problem}")
+    if damage:
+        used = "There is no complete one" if newest is None else f"Using {newest}"
+        log.warning("Damaged checkpoints are skipped: %s. %s.", "; ".join(damage), used)
+    return newest
 
 
 def _follow_pointer(pointer: Path) -> Path:

@@ -135,9 +135,9 @@ class Encoder:
             raise self._unsupported(path, f"is a numpy {type(value).__name__} of {dtype}")
         if isinstance(value, numpy.generic):
             return {"$": "numpy", "dtype": dtype.str, "v": _encode_bytes(value.tobytes())}
-        name, data = f"t{len(self.tensors)}", bytearray(value.tobytes())
-        empty = torch.empty(0, dtype=torch.uint8)
-        self.tensors[name] = torch.frombuffer(data, dtype=torch.uint8) if data else empty
+        name = f"t{len(self.tensors)}"
+        data = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        self.tensors[name] = torch.from_numpy(data if data.flags.writeable else data.copy())
         return {"$": "ndarray", "dtype": dtype.str, "shape": list(value.shape), "v": name}
 
     def _unsupported(self, path: str, what: str) -> CheckpointError:

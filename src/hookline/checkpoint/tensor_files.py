@@ -7,49 +7,128 @@ has the dtype and shape of tensors that are written as bytes, because the format
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hookline.tensors.memory import unshared
+__all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 
-__all__ = ["read_tensors", "write_tensors"]
+_NATIVE = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 64
+_SPARE = 1 << 20  # so that tensors may grow a little without a new allocation
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_NATIVE = {*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+class _Entry(NamedTuple):
+    """A tensor's place in a layout; `first` is the name of the tied tensor that is written."""
+
+    name: str
+    first: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class TensorBuffer:
+    """Memory that holds a safetensors file, and is reused for the next one.
+
+    Tensors are copied straight to their place in the file. The layout is kept while names, dtypes,
+    shapes and ties stay the same, the memory while it is large enough. The memory is pinned if
+    a tensor is on an accelerator.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._entries: list[_Entry] = []
+        self._views: list[Tensor] = []
+        self._size = 0
+        self._is_pinned = False
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the file. They are valid until the next call of `reserve` or `copy`."""
+        memory = (ctypes.c_uint8 * self._size).from_address(self._memory.data_ptr())
+        memory._tensor = self._memory  # type: ignore[attr-defined]  # keeps the memory alive
+        return memoryview(memory).cast("B")
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory for tensors like these, and write to every page of it."""
+        before = self._memory
+        self._lay_out(tensors)
+        if self._memory is not before:
+            self._memory[self._size - sum(view.nbytes for view in self._views) :].zero_()
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors of any device. Tied tensors are copied once."""
+        sources = self._lay_out(tensors)
+        accelerator = _accelerator()
+        for view, source in zip(self._views, sources, strict=True):
+            values = source if source.dtype in _NATIVE else _as_bytes(source)
+            view.copy_(values, non_blocking=values.device.type == accelerator)
+        for device in {source.device for source in sources if source.device.type == accelerator}:
+            torch.accelerator.synchronize(device)
+
+    def _lay_out(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Update the views into the memory; return the tensors to copy there, in their order."""
+        first_names: dict[Any, str] = {}
+        entries = [
+            _Entry(name, first_names.setdefault(_memory_key(t, name), name), t.dtype, t.shape)
+            for name, t in tensors.items()
+        ]
+        if entries != self._entries or not self._size:
+            self._entries = []  # in case that the memory cannot be allocated
+            self._allocate(entries, {tensor.device.type for tensor in tensors.values()})
+            self._entries = entries
+        return [tensors[entry.name] for entry in _written(entries)]
+
+    def _allocate(self, entries: list[_Entry], devices: set[str]) -> None:
+        written = _written(entries)
+        header = _encode_header(entries, written)
+        self._size = len(header) + sum(entry.bytes for entry in written)
+        accelerator = _accelerator()
+        is_pinned = accelerator in devices and accelerator != "mps"
+        if self._memory.numel() < self._size or self._is_pinned != is_pinned:
+            self._views = []
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the new allocation
+            size = self._size + _SPARE
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+            self._is_pinned = is_pinned
+        start = len(header)
+        self._memory[:start] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._views = []
+        for entry in written:
+            view = self._memory[start : start + entry.bytes]
+            if entry.dtype in _NATIVE:
+                view = view.view(entry.dtype).view(entry.shape)
+            self._views.append(view)
+            start += entry.bytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device. Tied tensors are written once."""
-    first_names: dict[Any, str] = {}
-    written: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
-    viewed: dict[str, list[Any]] = {}
-    for name, tensor in tensors.items():
-        key = _memory_key(tensor, name)
-        if first_names.setdefault(key, name) != name:
-            same[name] = first_names[key]
-            continue
-        values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if values.dtype not in _NATIVE:
-            viewed[name] = [str(values.dtype).removeprefix("torch."), list(values.shape)]
-            values = values.reshape(-1).view(torch.uint8)
-        written[name] = values
-    metadata = {"format": "pt"}
-    if same:
-        metadata["hookline.same"] = json.dumps(same)
-    if viewed:
-        metadata["hookline.viewed"] = json.dumps(viewed)
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(unshared(written), path, metadata=metadata)  # sets the mode to 0600
-    path.chmod(mode)
+    buffer = TensorBuffer()
+    buffer.copy(tensors)
+    path.write_bytes(buffer.data)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
@@ -67,6 +146,51 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
     for name, other in json.loads(metadata.get("hookline.same", "{}")).items():
         tensors[name] = tensors[other]
     return tensors
+
+
+def _written(entries: list[_Entry]) -> list[_Entry]:
+    """Return the tensors in the order of the file: large elements first, so all are aligned."""
+    written = [entry for entry in entries if entry.first == entry.name]
+    return sorted(written, key=lambda entry: -entry.dtype.itemsize)
+
+
+def _encode_header(entries: list[_Entry], written: list[_Entry]) -> bytes:
+    metadata = {"format": "pt"}
+    same = {entry.name: entry.first for entry in entries if entry.first != entry.name}
+    viewed = {
+        entry.name: [str(entry.dtype).removeprefix("torch."), list(entry.shape)]
+        for entry in written
+        if entry.dtype not in _NATIVE
+    }
+    if same:
+        metadata["hookline.same"] = json.dumps(same)
+    if viewed:
+        metadata["hookline.viewed"] = json.dumps(viewed)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for entry in written:
+        is_native = entry.dtype in _NATIVE
+        header[entry.name] = {
+            "dtype": _NATIVE.get(entry.dtype, "U8"),
+            "shape": list(entry.shape) if is_native else [entry.bytes],
+            "data_offsets": [start, start + entry.bytes],
+        }
+        start += entry.bytes
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor of a dtype that safetensors lacks as a flat tensor of bytes."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _accelerator() -> str | None:
+    """Return the type of the device that computes beside the CPU, such as "cuda"."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def _memory_key(tensor: Tensor, name: str) -> Any:

@@ -78,8 +78,8 @@ def exit_on_interrupt() -> Generator[None, None, None]:
     """Exit on Ctrl-C, which versions of typer handle differently."""
     try:
         yield
-    except KeyboardInterrupt:
-        print("hookline: Interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("hookline: Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         raise typer.Exit(130) from None
 
 

@@ -24,7 +24,14 @@ from pydantic import (
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, listed, nearest
 
-__all__ = ["Config", "HooksConfig", "MixConfig", "TrainerConfig", "describe_fields"]
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "HooksConfig",
+    "MixConfig",
+    "TrainerConfig",
+    "describe_fields",
+]
 
 Order = Literal["sequential", "round_robin", "alternating", "weighted"]
 Length = Literal["sum", "longest", "shortest"]
@@ -274,6 +281,40 @@ def _check_weights(weights: Any) -> None:
             )
 
 
+class CheckpointConfig(Config):
+    """How a trainer saves checkpoints, and what it does when the process is asked to end."""
+
+    background: bool = Field(
+        default=True,
+        description="write while training continues; false: training waits for the disk",
+    )
+    when_busy: Literal["wait", "replace"] = Field(
+        default="wait",
+        description="a checkpoint is due while another one is being written: wait for it, or "
+        "replace it (never two in a row)",
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue", description="what to do if a checkpoint cannot be written"
+    )
+    on_crash: bool = Field(
+        default=False,
+        description="save the state after an exception as well, in `checkpoints/crash_…`; it is "
+        "never resumed from unless its folder is given",
+    )
+    signals: list[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]] = Field(
+        default=["SIGTERM", "SIGUSR1", "SIGUSR2"],
+        description="signals that save a checkpoint and end training; Ctrl-C does so too",
+    )
+    grace_seconds: PositiveFloat | None = Field(
+        default=None,
+        description="the time between the signal and the end of the process: a warning says when "
+        "saving takes longer; None: TORCH_ELASTIC_SHUTDOWN_TIMEOUT, where it is set",
+    )
+    requeue: bool = Field(
+        default=False, description="under SLURM, requeue the job after such a signal"
+    )
+
+
 class TrainerConfig(Config):
     """The settings of a trainer, apart from model, optimizers and data."""
 
@@ -312,6 +353,11 @@ class TrainerConfig(Config):
     runs: Path | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"
     )
-    progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = "auto"
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
+        default="auto",
+        description="the progress display; True is `auto`, False is `off`, which prints nothing, "
+        "not even the run's folder",
+    )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)

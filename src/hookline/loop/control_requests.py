@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 __all__ = ["ControlRequests"]
@@ -10,12 +11,15 @@ __all__ = ["ControlRequests"]
 class ControlRequests:
     """Requests to stop, to save checkpoints and to skip optimizer steps.
 
-    `pending` is whether there is any request: the loop checks nothing else in each step.
+    Attributes:
+        pending: whether there is any request: the loop checks nothing else in each step.
+        signal: the signal that asked the process to end.
     """
 
     def __init__(self) -> None:
         self.pending = False
         self.stop_reason: str | None = None
+        self.signal: signal.Signals | None = None
         self.checkpoints: list[Path | str | None] = []
         self.skips: dict[int, str] = {}  # by optimizer, with the reason; -1 stands for all
 
@@ -24,6 +28,21 @@ class ControlRequests:
         if self.stop_reason is None:
             self.stop_reason = reason
         self.pending = True
+
+    def receive_signal(self, received: signal.Signals) -> None:
+        """Note a signal; called by its handler, so it does nothing else."""
+        self.signal = received
+        self.pending = True
+
+    def settle(self, *, saving: bool) -> None:
+        """Set `pending` again after requests were applied.
+
+        Args:
+            saving: whether a checkpoint is being written, which the loop has to report.
+        """
+        self.pending = bool(self.skips or self.checkpoints or saving)
+        if self.signal is not None:  # last: a handler may run between two instructions
+            self.pending = True
 
     def checkpoint(self, path: Path | str | None) -> None:
         """Request a checkpoint at this path; None for the run's folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +34,8 @@ class TrainingLoop(HooksMixin[Manager]):
     _context: Any  # an `EventContext`, of the loop's own class
     _recorder: Any = None  # a `Recorder`, or None
     _probes: ProbeSync | None = None
+    _saved_attributes: tuple[str, ...] = ()
+    _attributes_to_restore: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -71,6 +74,49 @@ class TrainingLoop(HooksMixin[Manager]):
         """Record several numbers with this step."""
         for name, value in values.items():
             self.log(name, value)
+
+    # -- attributes in checkpoints ----------------------------------------------------------------
+
+    def register_for_checkpoint(self, *names: str) -> None:
+        """Save attributes of this object, which a hook has set on it, in checkpoints.
+
+            def on_train_start(self, trainer):
+                trainer.best_epoch = 0
+                trainer.register_for_checkpoint("best_epoch")
+
+        In a resumed run, this call restores them. A value is what a checkpoint can hold, or an
+        object with `state_dict` and `load_state_dict`.
+        """
+        for name in names:
+            if not hasattr(self, name):
+                raise AttributeError(
+                    f"There is no attribute '{name}' to save. Set it before it is registered."
+                )
+            if name not in self._saved_attributes:
+                self._saved_attributes += (name,)
+            if name in self._attributes_to_restore:
+                waiting = dict(self._attributes_to_restore)
+                self._restore_attribute(name, waiting.pop(name))
+                self._attributes_to_restore = waiting
+
+    def _attribute_states(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in self._saved_attributes}
+        own = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in values.items()
+        }
+        return {**self._attributes_to_restore, **own}
+
+    def _load_attribute_states(self, states: Mapping[str, Any]) -> None:
+        self._attributes_to_restore = dict(states)
+        self.register_for_checkpoint(*self._saved_attributes)
+
+    def _restore_attribute(self, name: str, saved: Any) -> None:
+        value = getattr(self, name)
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(saved)
+        else:
+            setattr(self, name, saved)
 
     # -- the model's calls ------------------------------------------------------------------------
 

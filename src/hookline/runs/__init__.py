@@ -12,7 +12,7 @@ from hookline.errors import RunError
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.runs.checkpoint_reader import SavedCheckpoint
+    from hookline.runs.checkpoint_reader import SavedCheckpoint, get_last_checkpoint
     from hookline.runs.diff import diff_runs
     from hookline.runs.jsonl_file import read_records
     from hookline.runs.run import Run
@@ -24,6 +24,7 @@ __all__ = [
     "RunError",
     "SavedCheckpoint",
     "diff_runs",
+    "get_last_checkpoint",
     "open_run",
     "read_records",
 ]
@@ -35,6 +36,6 @@ __getattr__, __dir__ = lazy_exports(
         "jsonl_file": ("read_records",),
         "run_reader": ("OpenedRun", "open_run"),
         "run": ("Run",),
-        "checkpoint_reader": ("SavedCheckpoint",),
+        "checkpoint_reader": ("SavedCheckpoint", "get_last_checkpoint"),
     },
 )

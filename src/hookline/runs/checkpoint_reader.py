@@ -1,24 +1,34 @@
-"""The checkpoints of a run: their metadata, and loading their weights into a model."""
+"""The checkpoints of a run: their metadata, the newest one, and loading weights into a model."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hookline.checkpoint.checkpoint_lookup import read_pointers, scan_checkpoints
-from hookline.errors import CheckpointError, listed
+from hookline.checkpoint.checkpoint_lookup import (
+    find_checkpoint,
+    is_emergency,
+    read_pointers,
+    scan_checkpoints,
+)
+from hookline.checkpoint.differences import describe_mismatches, fitting_weights
+from hookline.errors import CheckpointError
+from hookline.runs.run_lookup import list_run_folders
 
 if TYPE_CHECKING:
     import torch
 
     Model = TypeVar("Model", bound=torch.nn.Module)
 
-__all__ = ["SavedCheckpoint", "describe_mismatches", "read_checkpoints"]
+__all__ = ["SavedCheckpoint", "describe_mismatches", "get_last_checkpoint", "read_checkpoints"]
+
+log = logging.getLogger("hookline")
 
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DDP
-_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,9 @@ class SavedCheckpoint:
         created: When it was saved, in UTC.
         is_last: Whether the run's pointer `last` names it.
         is_best: Whether the run's pointer `best` names it.
+        is_emergency: Whether it was saved after a crash. Such a checkpoint is never resumed from
+            automatically.
+        size: The size of its files in bytes.
     """
 
     path: Path
@@ -40,13 +53,20 @@ class SavedCheckpoint:
     created: str
     is_last: bool = False
     is_best: bool = False
+    is_emergency: bool = False
+    size: int = 0
 
-    def load_into(self, model: Model) -> Model:
+    def load_into(self, model: Model, *, strict: bool = True) -> Model:
         """Load the weights into a model, and return it.
 
         All files are verified first. If they are damaged or do not match, an error names all
         differences, and the model is not changed. The prefixes that `torch.compile` and DDP add to
         names are ignored.
+
+        Args:
+            model: The model.
+            strict: False loads the weights whose name and shape match, and logs a warning that
+                lists the others.
         """
         from hookline.checkpoint import load_checkpoint
 
@@ -54,13 +74,45 @@ class SavedCheckpoint:
         expected = model.state_dict()
         renamed = _match_names(weights, expected)
         problems = describe_mismatches(renamed, expected)
-        if problems:
+        if problems and strict:
             raise CheckpointError(
                 f"The checkpoint {self.path} does not match this {type(model).__name__}, which was "
                 "not changed:\n  " + "\n  ".join(problems)
             )
-        model.load_state_dict(renamed)
+        fitting = fitting_weights(renamed, expected)
+        model.load_state_dict(fitting, strict=strict)
+        if problems:
+            log.warning(
+                "Of the checkpoint %s, %d of %d weights were loaded into this %s:\n  %s",
+                *(self.path, len(fitting), len(renamed), type(model).__name__),
+                "\n  ".join(problems),
+            )
         return model
+
+
+def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
+    """Return the newest complete checkpoint in a folder, or None if there is none.
+
+        path = hookline.get_last_checkpoint("runs")
+        trainer.fit(loader, resume_from=path)  # None starts a new run
+
+    Damaged checkpoints are skipped with a warning that names the file. Checkpoints that were saved
+    after a crash are skipped, too. torch is not imported.
+
+    Args:
+        folder: The folder of a run, its folder `checkpoints/`, or a folder of runs: then the
+            newest run that has a checkpoint.
+        verify: Read the files and compare their hashes. False compares only their sizes.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return None
+    for place in (folder, *list_run_folders(folder)):
+        try:
+            return find_checkpoint(place, verify=verify)
+        except CheckpointError:
+            continue
+    return None
 
 
 def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
@@ -79,6 +131,8 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
                 created=manifest["created"],
                 is_last=pointers.get("last") == path.name,
                 is_best=pointers.get("best") == path.name,
+                is_emergency=is_emergency(manifest),
+                size=sum(file["size"] for file in manifest["files"].values()),
             )
         )
     return checkpoints, [f"{folder.name}/{name}: {text}" for name, text in scan.damage.items()]
@@ -92,35 +146,14 @@ def _decode_number(value: Any) -> Any:
 
 
 def _match_names(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Return weights under the model's names if they differ only by a wrapper's prefix."""
+    """Return weights under the model's names where they differ only by a wrapper's prefix."""
     names = {_remove_prefixes(name): name for name in expected}
-    if len(names) == len(expected) and {_remove_prefixes(n) for n in weights} == names.keys():
-        return {names[_remove_prefixes(name)]: value for name, value in weights.items()}
-    return dict(weights)
+    renamed = {names.get(_remove_prefixes(name), name): value for name, value in weights.items()}
+    is_unique = len(names) == len(expected) and len(renamed) == len(weights)
+    return renamed if is_unique else dict(weights)
 
 
 def _remove_prefixes(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
-
-
-def describe_mismatches(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return how the names and shapes of weights differ from a model's, in a few lines."""
-    missing = [name for name in expected if name not in weights]
-    unknown = [name for name in weights if name not in expected]
-    shapes = [
-        f"'{name}' is {tuple(value.shape)} in the checkpoint and {tuple(expected[name].shape)} here"
-        for name, value in weights.items()
-        if hasattr(value, "shape") and hasattr(expected.get(name), "shape")
-        if value.shape != expected[name].shape
-    ]
-    lines = [
-        f"{owner} lacks {listed(names[:_MAX_SHOWN])}"
-        + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
-        for owner, names in (("the checkpoint", missing), ("the model", unknown))
-        if names
-    ]
-    if len(shapes) > _MAX_SHOWN:
-        shapes = [*shapes[:_MAX_SHOWN], f"and {len(shapes) - _MAX_SHOWN} other shapes"]
-    return [*lines, *shapes]

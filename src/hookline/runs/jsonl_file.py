@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -49,8 +49,7 @@ class JsonlFile:
         self.path = path
         self.lost = 0
         self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._handle).st_size
-        self._ends_within_line = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        self._ends_within_line = self._lacks_line_feed()
 
     def append(self, lines: list[bytes]) -> None:
         """Append lines, each of which ends with a line feed, in one write."""
@@ -78,6 +77,39 @@ class JsonlFile:
         if self._handle is not None:
             with suppress(OSError):
                 os.fsync(self._handle)
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return os.fstat(self._open_handle()).st_size
+
+    def read(self, start: int, count: int) -> bytes:
+        """Return bytes of the file."""
+        return os.pread(self._open_handle(), count, start)
+
+    def extend(self, chunks: Iterable[bytes]) -> None:
+        """Append bytes as they are, and flush them to the disk; raise OSError if that fails."""
+        handle = self._open_handle()
+        for chunk in chunks:
+            written = 0
+            while written < len(chunk):
+                written += os.write(handle, chunk[written:])
+        os.fsync(handle)
+        self._ends_within_line = self._lacks_line_feed()
+
+    def truncate(self, size: int) -> None:
+        """Remove what is behind a position, durably; raise OSError if that fails."""
+        os.ftruncate(self._open_handle(), size)
+        os.fsync(self._open_handle())
+        self._ends_within_line = self._lacks_line_feed()
+
+    def _open_handle(self) -> int:
+        if self._handle is None:
+            raise OSError(f"{self.path} is closed")
+        return self._handle
+
+    def _lacks_line_feed(self) -> bool:
+        return self.size > 0 and self.read(self.size - 1, 1) != b"\n"
 
     def close(self) -> None:
         """Flush what was written to the disk, and close the file."""

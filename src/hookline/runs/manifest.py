@@ -120,12 +120,15 @@ def describe_part(
     return {**fields, "git": read_git_state(), **describe_environment(device)}
 
 
-def new_manifest(run_id: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a run that starts with this part."""
+def new_manifest(
+    run_id: str, part: Mapping[str, Any], parent: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the manifest of a run that starts with this part; forked from `parent`, if any."""
     return {
         "format": _FORMAT,
         "version": _VERSION,
         "run_id": run_id,
+        "parent": to_jsonable(parent),
         "status": "training",
         "created": part["started"],
         "started": part["started"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,13 @@ from hookline.runs.jsonl_file import JsonlReader
 __all__ = [
     "MetricSummary",
     "is_better_when_low",
-    "is_repeated",
     "parse_number",
     "summarize_metrics",
 ]
 
-# A line as the metrics log writes most. The groups are step, time, name and value.
+# A line as the metrics log writes most. The groups are step, name and value.
 _SCALAR_LINE = re.compile(
-    rb'^{"v": 1, "step": (-?\d++), "epoch": (?>-?\d++|null), "time": (\d++\.\d++), '
+    rb'^{"v": 1, "step": (-?\d++), "epoch": (?>-?\d++|null), "time": (?>\d++\.\d++), '
     rb'"name": ("[^"\\\n]*+"), "kind": "scalar", '
     rb'"value": "?(-?\d++(?:\.\d++)?(?:e[+-]?\d++)?|-?Infinity|NaN)"?}$',
     re.MULTILINE,
@@ -73,9 +71,7 @@ class _Accumulator:
         return summary
 
 
-def summarize_metrics(
-    reader: JsonlReader, starts: Sequence[tuple[float, int]] = ()
-) -> dict[str, MetricSummary]:
+def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
     """Return a summary of each scalar metric, by name, in the order of their first values.
 
     Usual lines are read with a pattern, in blocks: a run may have millions of values, and parsing
@@ -83,7 +79,6 @@ def summarize_metrics(
 
     Args:
         reader: The metrics log.
-        starts: The starts of a resumed run: values of steps that were trained again are skipped.
     """
     accumulators: dict[str, _Accumulator] = {}
     by_encoded_name: dict[bytes, _Accumulator] = {}
@@ -94,9 +89,7 @@ def summarize_metrics(
         else:  # there are other lines between them
             parsed = (_parse_scalar(reader, line) for line in block[:-1].split(b"\n"))
             scalars = [scalar for scalar in parsed if scalar is not None]
-        for step, seconds, encoded_name, number in scalars:
-            if starts and seconds and is_repeated(float(seconds), int(step), starts):
-                continue
+        for step, encoded_name, number in scalars:
             metric = by_encoded_name.get(encoded_name)
             if metric is None:
                 metric = accumulators.setdefault(json.loads(encoded_name), _Accumulator())
@@ -111,13 +104,6 @@ def summarize_metrics(
     return {name: metric.summary(name) for name, metric in accumulators.items()}
 
 
-def is_repeated(logged: Any, step: Any, starts: Sequence[tuple[float, int]]) -> bool:
-    """Return whether a step that was logged at some time was trained again after a later start."""
-    if not isinstance(logged, float) or type(step) is not int:
-        return False
-    return any(logged < started and step > completed for started, completed in starts)
-
-
 def _parse_scalar(reader: JsonlReader, line: bytes) -> tuple[bytes, ...] | None:
     """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
     match = _SCALAR_LINE.fullmatch(line)
@@ -127,11 +113,8 @@ def _parse_scalar(reader: JsonlReader, line: bytes) -> tuple[bytes, ...] | None:
     record = reader.parse(line)
     if record is None or record.get("kind") != "scalar":
         return None
-    step, seconds = record.get("step"), record.get("time")
-    is_dated = isinstance(seconds, float) and type(step) is int
     name, value = json.dumps(str(record.get("name"))), parse_number(record.get("value"))
-    texts = (json.dumps(step), repr(seconds) if is_dated else "", name, repr(value))
-    return tuple(text.encode() for text in texts)
+    return tuple(t.encode() for t in (json.dumps(record.get("step")), name, repr(value)))
 
 
 def is_better_when_low(name: str) -> bool | None:

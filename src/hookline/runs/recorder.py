@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hookline.runs.manifest import new_run_id
 from hookline.runs.run import Kind, Run
 from hookline.runs.training_description import describe_training
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "describe_loop"]
 
 log = logging.getLogger("hookline")
 
@@ -44,6 +45,8 @@ class Recorder:
         step: int | None = 0,
         resumed_run: Path | None = None,
         restored: Path | None = None,
+        position: Mapping[str, int] | None = None,
+        parent: Mapping[str, Any] | None = None,
         loop: Any = None,
         config_is_complete: bool = False,
     ) -> None:
@@ -57,16 +60,15 @@ class Recorder:
             step: Completed steps; None if unknown.
             resumed_run: The folder of the run that is resumed.
             restored: The checkpoint that was loaded.
+            position: Where the resumed run continues, from that checkpoint (`Run.rewind`). None:
+                behind the records of `step`.
+            parent: Where a new run was forked from: `run_id`, `checkpoint` and `step`.
             loop: The trainer or session, whose model, optimizers, … the manifest describes, with
                 its `name` and `tags`.
             config_is_complete: The configuration itself describes all of that, as that of a config
                 file does: the configuration hash covers only the configuration.
         """
-        fields: dict[str, Any] = {
-            "config": mask_secrets(config),
-            "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
-            "training": None if loop is None else describe_training(loop),
-        }
+        fields = describe_loop(config, hooks, loop)
         covered = fields if loop is not None and not config_is_complete else fields["config"]
         hashed = config_hash(covered)
         fields |= {"config_hash": hashed, "seed": seed, "device": device}
@@ -76,9 +78,11 @@ class Recorder:
             self.run = self._root
             self._hook_statuses = {}  # its manifest does not have these hooks
         elif resumed_run is not None:
-            self.run = Run.open(resumed_run, resume=True, **fields)
+            if position is None and step is not None:
+                position = {"step": step}
+            self.run = Run.open(resumed_run, resume=True, position=position, **fields)
         elif self._root is not None:
-            self.run = Run.create(self._root, **fields)
+            self.run = Run.create(self._root, parent=parent, **fields)
         if self.run is not None or log.isEnabledFor(logging.INFO):
             self._log_start(hashed, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
@@ -129,6 +133,25 @@ class Recorder:
         if self.run is not None:
             self.run.flush(durable=True)
 
+    def position(self) -> dict[str, int] | None:
+        """Return where the run's metrics log stands, for a checkpoint; None without a run."""
+        return None if self.run is None else self.run.position()
+
+    def rewind(self, position: Mapping[str, int]) -> None:
+        """Bring the run's metrics log back to where it stood when a checkpoint was saved."""
+        if self.run is not None:
+            self.run.rewind(position)
+
+    @contextmanager
+    def paused(self, is_paused: bool = True) -> Generator[None]:
+        """Record nothing within the block."""
+        run = self.run
+        self.run = None if is_paused else run
+        try:
+            yield
+        finally:
+            self.run = run
+
     def event(self, kind: str, **fields: Any) -> None:
         """Record an event."""
         if self.run is not None:
@@ -142,6 +165,17 @@ class Recorder:
             self.run.event("end", status=status, reason=reason, hooks=summary.as_dict())
             self.run.close(status, error)
             self.run = None
+
+
+def describe_loop(
+    config: Mapping[str, Any], hooks: Sequence[HookInfo], loop: Any
+) -> dict[str, Any]:
+    """Return what a run's manifest has about a training loop, with secrets masked."""
+    return {
+        "config": mask_secrets(config),
+        "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
+        "training": None if loop is None else describe_training(loop),
+    }
 
 
 def _describe_hook(info: HookInfo) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
+from hookline.runs.rewind import finish_rewind, plan_rewind
 
 __all__ = ["Kind", "Run"]
 
@@ -89,6 +90,7 @@ class Run:
         config: Mapping[str, Any],
         seed: Any,
         hooks: Sequence[Any],
+        parent: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Run:
         """Start a run in a new folder, `<root>/<run_id>/`.
@@ -98,6 +100,7 @@ class Run:
             config: The resolved configuration. Values that JSON lacks are written as their `repr`.
             seed: The seed.
             hooks: A description of each hook, in order.
+            parent: Where the run was forked from: `run_id`, `checkpoint` and `step`.
             **fields: Further fields of the manifest: `device`, where the model is trained;
                 `training`, what the run consists of; `config_hash`, if the hash covers more than
                 the configuration; `name` and `tags`.
@@ -107,7 +110,8 @@ class Run:
             root.mkdir(parents=True, exist_ok=True)
             path = _create_folder(root)
             try:
-                manifest = new_manifest(path.name, describe_part(config, seed, hooks, **fields))
+                part = describe_part(config, seed, hooks, **fields)
+                manifest = new_manifest(path.name, part, parent)
                 write_run_manifest(path, manifest)
                 return cls(path, manifest, writable=True)
             except BaseException:
@@ -125,6 +129,7 @@ class Run:
         path: str | os.PathLike[str],
         *,
         resume: bool = False,
+        position: Mapping[str, int] | None = None,
         config: Mapping[str, Any] | None = None,
         seed: Any = None,
         hooks: Sequence[Any] | None = None,
@@ -136,6 +141,7 @@ class Run:
             path: The run's folder.
             resume: Continue it under the same id: its status is `training` again, and
                 `manifest["parts"]` gets a new part. Otherwise nothing is written.
+            position: Where to continue, as for `rewind`; None: at the end of the metrics log.
             config: The configuration from now on; None if it is the same.
             seed: The seed, if a configuration or hooks are given.
             hooks: A description of each hook; None if they are the same.
@@ -151,9 +157,13 @@ class Run:
             part = describe_part(config, seed, hooks, **fields)
             manifest = continue_manifest(path, manifest, part)
             write_run_manifest(path, manifest)
-            return cls(path, manifest, writable=True)
+            run = cls(path, manifest, writable=True)
+            run._finish_rewind()
         except OSError as error:
             raise RunError(f"The run {path} cannot be resumed: {error}.") from error
+        if position is not None:
+            run.rewind(position)
+        return run
 
     @property
     def checkpoints(self) -> Path:
@@ -221,6 +231,45 @@ class Run:
             self.metrics_log.flush()
             if durable:
                 self.metrics_log.file.sync()
+
+    def position(self) -> dict[str, int]:
+        """Write everything to the disk, and return where the metrics log stands.
+
+        A checkpoint keeps it, so that `rewind` can bring the log back to it.
+        """
+        self.flush(durable=True)
+        size = self._writable_log().file.size
+        return {"metrics": size, "rewinds": len(self.manifest.get("rewinds", ()))}
+
+    def rewind(self, position: Mapping[str, int]) -> None:
+        """Bring the metrics log back to a position: the run continues from a checkpoint.
+
+        The records behind it are moved to `repeated.jsonl`. Events stay as they are.
+
+        Args:
+            position: What `position` returned; or `{"step": N}`, which is behind the records of
+                that step.
+        """
+        metrics_log = self._writable_log()
+        metrics_log.flush()
+        try:
+            self._finish_rewind()
+            rewinds = self.manifest.get("rewinds", [])
+            rewind = plan_rewind(metrics_log.file, rewinds, position)
+            if rewind is not None:
+                self.manifest["rewinds"] = [*rewinds, rewind]
+                write_run_manifest(self.path, self.manifest)
+                self._finish_rewind()
+        except OSError as error:
+            raise RunError(f"The metrics of {self.path} cannot be rewound: {error}.") from error
+
+    def _finish_rewind(self) -> None:
+        """Carry out the newest rewind of the manifest, if that was not done."""
+        rewinds = self.manifest.get("rewinds")
+        if rewinds and not rewinds[-1].get("finished"):
+            finish_rewind(self._writable_log().file, rewinds[-1])
+            rewinds[-1]["finished"] = True
+            write_run_manifest(self.path, self.manifest)
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
         """End the run: write everything, and set when and how it ended in the manifest.

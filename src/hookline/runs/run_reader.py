@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,8 @@ from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_file import JsonlReader, read_jsonl_backwards
 from hookline.runs.manifest import last_write_time, read_run_manifest
-from hookline.runs.metric_summary import (
-    MetricSummary,
-    is_repeated,
-    parse_number,
-    summarize_metrics,
-)
+from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
+from hookline.runs.rewind import REPEATED
 from hookline.runs.run_lookup import find_run
 
 __all__ = ["OpenedRun", "open_run"]
@@ -112,16 +109,15 @@ class OpenedRun:
             names: Only these metrics; `val/*` matches all that begin with `val/`. `eval/…` is
                 another name for `val/…`.
             kind: Only this kind: `scalar`, `text`, `histogram` or `image`.
-            repeated: Also include steps that were trained again because the run was resumed from
-                an earlier checkpoint. By default only the last time is included.
+            repeated: Also include, before the others, the values of steps that were trained again
+                because the run was resumed from an earlier checkpoint.
         """
-        records = JsonlReader(self.path / "metrics.jsonl", growing=True)
-        starts = [] if repeated else _part_starts(self.events())
+        files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
+        records = chain.from_iterable(JsonlReader(self.path / n, growing=True) for n in files)
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
         return [
             _row(record)
             for record in records
-            if not is_repeated(record.get("time"), record.get("step"), starts)
             if kind is None or record.get("kind") == kind
             if not patterns or any(fnmatchcase(str(record.get("name")), p) for p in patterns)
         ]
@@ -158,7 +154,9 @@ class OpenedRun:
         problem, growing = self._read_manifest()[1], self.status == "training"
         metrics = JsonlReader(self.path / "metrics.jsonl", growing=growing)
         events = JsonlReader(self.path / "events.jsonl", growing=growing)
-        results = summarize_metrics(metrics, _part_starts(events))
+        results = summarize_metrics(metrics)
+        for _ in events:
+            pass  # its damage is known when everything has been read
         damage = [] if problem is None else [problem]
         damage += metrics.damage + events.damage + read_checkpoints(self._checkpoint_folder)[1]
         return results, damage
@@ -186,10 +184,7 @@ class OpenedRun:
 
     def _read_latest(self) -> tuple[int | None, float | None]:
         step: int | None = None
-        starts = _part_starts(self.events())
         for record in read_jsonl_backwards(self.path / "metrics.jsonl"):
-            if is_repeated(record.get("time"), record.get("step"), starts):
-                continue
             if step is None and type(record.get("step")) is int:
                 step = record["step"]
             if record.get("name") == "train/loss":
@@ -231,17 +226,6 @@ def _row(record: Row) -> Row:
     if "was" in record:
         row["was"] = record["was"]
     return row
-
-
-def _part_starts(events: Iterable[Row]) -> list[tuple[float, int]]:
-    """Return the time and completed steps at each start of a resumed run."""
-    starts = [
-        (event["time"], event["step"])
-        for event in events
-        if event.get("kind") in ("start", "resumed")
-        if isinstance(event.get("time"), float) and type(event.get("step")) is int
-    ]
-    return starts if len(starts) > 1 else []
 
 
 def _timestamp(text: Any) -> float | None:

@@ -13,37 +13,30 @@ device, except where a setting says so.
 
 from __future__ import annotations
 
-import logging
-import math
+import inspect
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Never
 
 import torch
 
-from hookline.config.trainer_config import TrainerConfig
+from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import HooklineError, TrainingError, nearest
+from hookline.errors import TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
-from hookline.loop.random_state import seed_everything
+from hookline.loop.signals import SignalWatch
 from hookline.loop.training_loop import zero_grad
-from hookline.runs.recorder import Recorder
-from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
-from hookline.trainer.data_position import DataPosition
-from hookline.trainer.losses import BatchPlace, LossCheck
-from hookline.trainer.progress import make_progress
+from hookline.trainer.losses import BatchPlace
 from hookline.trainer.strategies import parameters_of
-from hookline.trainer.trainer_base import Phase, TrainerBase
-from hookline.trainer.trainer_checkpoint import load_trainer_checkpoint
+from hookline.trainer.trainer_base import Phase
+from hookline.trainer.trainer_checkpoint import encode_states
+from hookline.trainer.trainer_run import Preempted, TrainerRun
 
 __all__ = ["Trainer", "get_trainer"]
 
-log = logging.getLogger("hookline")
 
-
-class Trainer(TrainerBase):
+class Trainer(TrainerRun):
     """Trains a model, and calls hooks while it does.
 
         trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
@@ -75,33 +68,60 @@ class Trainer(TrainerBase):
         val_loaders: Any = None,
         *,
         resume_from: Any = None,
+        fork_from: Any = None,
+        per_sample_seed: bool = False,
+        strict: bool = True,
         **unknown: Never,
     ) -> Trainer:
         """Train.
 
+        A signal such as SIGTERM (see `CheckpointConfig.signals`) saves a checkpoint at the next
+        step boundary or between two validation batches; `fit` then returns with the status
+        `preempted`. Ctrl-C saves in the same way, and raises KeyboardInterrupt.
+
         Args:
             loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
             val_loaders: the same, for validation.
-            resume_from: a checkpoint or a run to continue.
+            resume_from: the folder or URL of a run or checkpoint to continue; "auto" for the newest
+                unfinished run with the same configuration, or a new run if there is none.
+            fork_from: the folder of a run or checkpoint from which a new run starts, with the
+                settings of this trainer where they differ.
+            per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
+                run's seed, the epoch and the sample's index: a resumed run then has the same
+                augmentation also in workers.
+            strict: raise if the checkpoint to resume from does not fit, after listing all
+                differences; False loads what fits and lists the rest.
             unknown: any other argument raises an error that suggests the nearest one.
         """
         for name in unknown:
-            hint = nearest(name, ("loaders", "val_loaders", "resume_from"))
+            hint = nearest(name, inspect.signature(Trainer.fit).parameters)
             raise TypeError(f"fit() has no argument '{name}'.{hint}")
+        if resume_from is not None and fork_from is not None:
+            raise TypeError(
+                "fit() got both resume_from, which continues a run, and fork_from, which starts a "
+                "new one. Give one of them."
+            )
         self.set_data(loaders, val_loaders)
-        if resume_from is None:  # else the checkpoint has metrics, and epochs that are over
+        if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)
             self._check_restartable(self.max_epochs)
-        try:
-            self._begin(resume_from)
-            if self.config.sanity and self.val_data is not None:
-                self.validate()
-            self._run_epochs(self.max_epochs)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            self._end()
+        self._seeds_samples = per_sample_seed
+        self._requests = ControlRequests()
+        with SignalWatch(self._requests, self.config.checkpoints.signals):
+            try:
+                self._begin(resume_from, fork_from, strict=strict)
+                if self._sanity_due and self.val_data is not None:
+                    self._validate_in_loop()
+                self._sanity_due = False
+                self._run_epochs(self.max_epochs)
+            except Preempted:
+                self._context.status = "preempted"
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._end()
+        self._requeue()
         return self
 
     def train(self) -> Trainer:
@@ -117,25 +137,31 @@ class Trainer(TrainerBase):
 
     def _run_epochs(self, max_epochs: int | None) -> None:
         config, context, fire = self.config, self._context, self._dispatchers
-        stop = self._apply_requests()
+        # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
+        within_epoch = self._position.batches > 0 and not self._epoch_over
+        stop = not within_epoch and self._apply_requests()
         while not stop and (max_epochs is None or self._position.epoch < max_epochs):
             context.epoch = self._position.epoch
-            if not self._position.batches:  # else the epoch is resumed, and has means already
+            self._epoch_over = False
+            resumed = self._position.batches > 0  # within the epoch: it has means already
+            if not resumed:
                 context.means = Means()
                 self._position.validated = {}
             if fire.on_epoch_start is not None:
-                fire.on_epoch_start(context)
+                with self._recorder.paused(resumed):  # its values were recorded before
+                    fire.on_epoch_start(context)
             complete = self._run_epoch()
             self._phase = Phase.IN_STEP  # checkpoints that are requested now wait
             self._loss_check.finish()
             every = config.validate_every_epochs
             due = complete and every is not None and (context.epoch + 1) % every == 0
             if self.val_data is not None and due:
-                self.validate()
+                self._validate_in_loop()
             context.made_metrics = Metrics(context.means.means() | self._position.validated)
             if fire.on_epoch_end is not None:
                 fire.on_epoch_end(context)
             self._recorder.epoch(context.step, context.epoch, context.means.means())
+            self._epoch_over = True
             if complete:
                 self._end_epoch(context.made_metrics)
             self._phase = Phase.BETWEEN_STEPS
@@ -148,6 +174,8 @@ class Trainer(TrainerBase):
         self._epoch_length = length = stream.length()
         batches = position.remaining_batches(stream, self.device)
         self._progress.epoch(self._context.epoch, length, position.batches)
+        if position.batches and self._boundary(validate=self._validation_due):
+            return position.batches == length
         complete = self._run_batches(batches, length)
         if self._accumulated_losses:  # loaders without length ended within a step
             self._finish_step()
@@ -168,7 +196,9 @@ class Trainer(TrainerBase):
         model, compute_loss, accumulate = self.model, self._loss_computer, self._accumulate
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
-        check_boundary = self._validate_every is not None or not strategy.alone
+        check_boundary = (
+            self._validate_every is not None or not strategy.alone or self._prepares_saving
+        )
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
         self._phase = Phase.IN_STEP
@@ -325,48 +355,75 @@ class Trainer(TrainerBase):
         context.clipped_norm = None
         context.step_in_progress = context.step + 1
 
-    def _boundary(self) -> bool:
-        """Validate if it is due and apply requests, between two steps; return whether to stop."""
+    def _boundary(self, *, validate: bool | None = None) -> bool:
+        """Validate if it is due and apply requests, between two steps; return whether to stop.
+
+        Args:
+            validate: whether validation is due; None: as the configuration says.
+        """
         every, context = self._validate_every, self._context
-        due = every is not None and not context.skipped and context.step % every == 0
-        if due and self.val_data is not None:
-            self.validate()
+        if validate is None:
+            validate = every is not None and not context.skipped and context.step % every == 0
+        if validate and self.val_data is not None:
+            self._validation_due = True  # in a checkpoint that is saved before it ends
+            self._validate_in_loop()
+            self._validation_due = False
+        if self._prepares_saving:
+            self._prepare_saving()
         return self._apply_requests()
 
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
         requests = self._requests
-        stop, save = self.strategy.any_rank(
-            requests.stop_reason is not None, bool(requests.checkpoints)
+        stop, save, signaled = self.strategy.any_rank(
+            requests.stop_reason is not None,
+            bool(requests.checkpoints),
+            requests.signal is not None,
         )
         if stop:
             requests.stop("another process asked for it")  # the first reason is kept
+        stop = stop or self._context.step >= self._limit
+        if signaled and not stop:  # training that stops here ends in any case
+            self._leave()
         if save:
             paths, requests.checkpoints = requests.checkpoints, []
-            for path in paths or [None]:  # none: another rank requested it
-                self._save(path)
+            self._save(paths or [None])  # none: another rank requested it
+        elif self._saving is not None and self._saving.busy:
+            self._saving.report()
         if self._probes is not None and self._probes.waiting:
             self._sync_probes(at_boundary=True)
-        requests.pending = bool(requests.skips or requests.checkpoints)
-        return stop or self._context.step >= self._limit
+        requests.settle(saving=self._saving is not None and self._saving.busy)
+        return stop
+
+    def _validate_in_loop(self) -> None:
+        """Validate, unless a signal ends it: then save the state from before it, and leave."""
+        states = encode_states(self.hooks.state_dict())
+        if self._validate(self.val_data, until_signal=True) is None:
+            self._cancel_validation(states)
+            self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
-    def training_step(self, batch: Any) -> float | LazyFloat:
+    def training_step(self, batch: Any, *, lazy: bool = False) -> float | LazyFloat:
         """Train on one batch, and step when it completes a step; return the batch's loss.
 
-        The loss is a `float`; on an accelerator, a `LazyFloat`, which waits when it is read.
         For users who write the loop themselves. The first call starts the run; `finish()` ends it.
+
+        Args:
+            batch: the batch.
+            lazy: return a `LazyFloat`, which waits for the device when it is read. By default the
+                loss is a `float`, and this waits.
         """
         try:
             if self._phase is Phase.IDLE:
+                self._requests = ControlRequests()
                 self._begin(None)
                 self._epoch_length = None
                 if self._dispatchers.on_epoch_start is not None:
                     self._dispatchers.on_epoch_start(self._context)
             self._run_batches([(batch, self._position.batches, 0, "train")], None)
             loss = self._context.latest_loss
-            return loss if isinstance(loss, float) else LazyFloat(loss)
+            return LazyFloat(loss) if lazy else float(loss)
         except BaseException as error:
             self._fail(error)
             self._end()
@@ -390,124 +447,6 @@ class Trainer(TrainerBase):
             raise
         finally:
             self._end()
-
-    # -- start and end of a run -------------------------------------------------------------------
-
-    def _begin(self, resume_from: Any) -> None:
-        config, context = self.config, self._context
-        self.strategy.check_processes()
-        self._phase = Phase.STARTING
-        self._read_config()
-        context.status = "training"
-        context.exception = None
-        context.evaluating = False
-        context.step, context.step_in_progress = 0, 1
-        context.counted_tokens, context.tokens_unknown = 0, False
-        self._position = DataPosition()
-        self._optimizer_round = 0
-        self._accumulated_losses.clear()
-        self._accumulated_metrics.clear()
-        self._requests = ControlRequests()
-        if config.seed is not None:
-            seed_everything(config.seed)
-        if not self.model.training:  # the modes of modules in a training model are the user's
-            self.model.train()
-        restored = None if resume_from is None else load_trainer_checkpoint(self, resume_from)
-        self._start_run(restored)
-        self._progress = make_progress(config.progress)
-        self._progress.start(
-            epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
-        )
-        if self.run is not None:
-            self._progress.say(f"run {self.run.path}")
-        self._phase = Phase.BETWEEN_STEPS
-        self._watch_model()
-        self._sync_probes()
-        self.hooks.run_started()
-        if self._dispatchers.on_train_start is not None:
-            self._dispatchers.on_train_start(context)
-        if restored is not None and self._dispatchers.on_checkpoint_load is not None:
-            context.checkpoint_path = restored
-            self._dispatchers.on_checkpoint_load(context)
-
-    def _start_run(self, restored: Path | None) -> None:
-        """Start a run, or continue the folder of a resumed one if it still exists."""
-        config = self.config
-        self._recorder = Recorder(config.runs)
-        if self.strategy.is_main:
-            resumed = restored is not None and config.runs is not None
-            self._recorder.begin(
-                config=config.model_dump(mode="json"),
-                seed=config.seed,
-                hooks=self.hooks.describe(),
-                device=self.device,
-                step=self.step,
-                resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
-                restored=restored,
-                loop=self,
-                config_is_complete=hasattr(config, "training"),  # that of a config file
-            )
-        self._context.run = self._recorder.run
-
-    def _read_config(self) -> None:
-        """Read what every batch needs, once per run: attributes of the configuration are slow."""
-        config = self.config
-        self._optimizer_every = config.optimizer_every or [1] * len(self.optimizers)
-        self._has_optimizer_schedule = any(every > 1 for every in self._optimizer_every)
-        self._due_optimizers = list(enumerate(self.optimizers))  # those that step in this step
-        self._step_schedulers: list[list[Any]] = []  # by optimizer; they step after it
-        if self.schedulers and config.scheduler_every == "step":
-            self._step_schedulers = [
-                [s for s in self.schedulers if s.optimizer is optimizer and not needs_metric(s)]
-                for optimizer in self.optimizers
-            ]
-        self._autocasts = config.precision != "fp32"
-        self._clips = config.clip_norm is not None or config.clip_value is not None
-        self._accumulate = config.accumulate
-        self._reads_at_once = self.device.type == "cpu"  # there is no device to wait for
-        self._loss_check = LossCheck(config.on_nan, deferred=not self._reads_at_once)
-        self._validate_every = config.validate_every_steps
-        self._limit = math.inf if config.max_steps is None else config.max_steps
-        self._multi_loader = self.train_data is not None and len(self.train_data.names) > 1
-
-    def _fail(self, error: BaseException) -> None:
-        context = self._context
-        context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-        context.exception = error
-        has_started = self._phase not in (Phase.IDLE, Phase.STARTING)
-        if has_started and self._dispatchers.on_exception is not None:
-            try:
-                self._dispatchers.on_exception(context)
-            except HooklineError:  # the first error matters more, and is raised
-                log.exception("A hook failed in on_exception.")
-
-    def _end(self) -> None:
-        context, phase = self._context, self._phase
-        if phase is Phase.IDLE:
-            return
-        self._phase = Phase.IDLE
-        self._watch_model()
-        failed = context.status in ("error", "interrupted")
-        if context.status == "training":
-            context.status = "completed" if self._requests.stop_reason is None else "stopped"
-        try:
-            if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
-                self._dispatchers.on_train_end(context)
-        except BaseException as error:
-            if not failed or not isinstance(error, HooklineError):
-                interrupted = isinstance(error, KeyboardInterrupt)
-                context.status = "interrupted" if interrupted else "error"
-                context.exception = error
-                raise
-            log.exception("A hook failed in on_train_end.")
-        finally:
-            self._sync_probes()
-            self.hooks.run_ended()
-            summary = self.hooks.summary()
-            self._progress.end(context.status, summary, self.stop_reason)
-            self._recorder.close(
-                context.status, self._requests.stop_reason, summary, context.exception
-            )
 
     # -- small parts of the loop ------------------------------------------------------------------
 
@@ -616,8 +555,10 @@ def get_trainer(
     if kind != "simple":
         raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")
     parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
-    if isinstance(options.get("hooks"), list | tuple):
-        parts.append("hooks")  # hooks themselves; a HooksConfig is a field of the configuration
+    hooks = options.get("hooks", {})
+    is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
+    if not is_config and not isinstance(hooks, HooksConfig):
+        parts.append("hooks")  # hooks themselves, a registry, or its configuration
     given = {name: options.pop(name) for name in parts if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
-from pathlib import Path
 from typing import Any, Literal, Never, get_args
 
 import torch
@@ -39,7 +38,6 @@ from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer, count_tokens
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import SingleProcess, parameters_of
-from hookline.trainer.trainer_checkpoint import save_trainer_checkpoint
 from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
 
@@ -86,7 +84,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         )
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
-        self._loss_computer = LossComputer(step_fn, loss_fn, self._announce)
+        self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
         self._count_tokens = count_tokens if tokens_fn == "auto" else tokens_fn
         self.hparams = checked_hparams(hparams)
         self.name = name
@@ -104,6 +102,13 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._drops_gradients = False  # whether this step leaves none, also for later steps
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
+        self._seeds_samples = False
+        self._sanity_due = False  # whether the validation before training has not ended yet
+        self._validation_due = False  # the same for a validation between two steps
+        self._epoch_over = False  # whether on_epoch_end was fired for the current position
+        self._stop_signal: str | None = None
+        self._run_position: Any = None  # of the metrics log, in the checkpoint that was loaded
+        self._states_before_validation: dict[str, Any] | None = None
         self._context: TrainerEventContext = TrainerEventContext(self, self.model, self.optimizers)
         self._watch = ModelWatch(self.model, self._before_forward, self._after_forward)
         configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
@@ -177,9 +182,16 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         The model's mode, the random states and the batch in the context do not change.
         """
         stream = self.val_data if loaders is None else Stream(loaders, what="val")
+        metrics = self._validate(stream)
+        assert metrics is not None  # only a signal would end it, and nothing looks for signals
+        return metrics
+
+    def _validate(self, stream: Stream | None, *, until_signal: bool = False) -> Metrics | None:
+        """Validate and return the metrics; None if a signal has ended it."""
         if stream is None:
             raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
         context, fire = self._context, self._dispatchers
+        requests, is_canceled = self._requests, False
         train_batch = context.batch, context.batch_idx
         train_loader = context.dataloader_idx, context.dataloader_name
         means = Means()
@@ -188,6 +200,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             if fire.on_validation_start is not None:
                 fire.on_validation_start(context)
             for batch, batch_idx, loader_idx, loader_name in stream.tuples():
+                if until_signal and requests.signal is not None:
+                    is_canceled = True
+                    break
                 context.batch, context.batch_idx = batch, batch_idx
                 context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
                 context.made_metrics = None
@@ -203,11 +218,13 @@ class TrainerBase(TrainingLoop[HookRegistry]):
                     context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
                     fire.on_validation_batch_end(context)
             context.made_metrics = metrics = Metrics(means.means())
-            if fire.on_validation_end is not None:
+            if fire.on_validation_end is not None and not is_canceled:
                 fire.on_validation_end(context)
         context.evaluating = False
         context.batch, context.batch_idx = train_batch
         context.dataloader_idx, context.dataloader_name = train_loader
+        if is_canceled:
+            return None
         self._position.validated = dict.copy(metrics)
         self._recorder.metrics(context.step, context.epoch, metrics)
         self._progress.validation(metrics, context.epoch, context.step)
@@ -215,7 +232,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
 
-    def _announce(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
         if log.isEnabledFor(logging.INFO):
             log.info(text)
@@ -235,6 +252,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         return self._context.counted_tokens
 
     @property
+    def known_tokens(self) -> int | None:
+        """The number of tokens trained on; None where it is not known."""
+        unknown = self._count_tokens is None or self._context.tokens_unknown
+        return None if unknown else self._context.counted_tokens
+
+    @property
     def max_epochs(self) -> int | None:
         """The number of epochs to train; None if only the number of steps is limited."""
         config = self.config
@@ -246,6 +269,11 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def stop_reason(self) -> str | None:
         """Why a hook or user requested to stop; None without a request."""
         return self._requests.stop_reason
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The signal that ended the last run, such as "SIGTERM"; None if none did."""
+        return self._stop_signal
 
     @property
     def run(self) -> Any:
@@ -280,34 +308,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def _request_skip(self, idx: int, reason: str) -> None:
         self._requests.skip(idx, reason)
 
-    def save_checkpoint(self, path: Path | str | None = None) -> Path | None:
-        """Save all that a resumed run needs; return the checkpoint's folder.
-
-        Within a step or the end of an epoch, the checkpoint is saved when it is over, and None is
-        returned.
-        """
-        if self._phase is Phase.IN_STEP:
-            self._requests.checkpoint(path)
-            return None
-        return self._save(path)
-
-    def _save(self, path: Path | str | None) -> Path:
-        self._recorder.flush()  # or a run that is resumed from here might lack values before it
-        if path is None and self.run is None:
-            raise TrainingError(
-                "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
-                "`runs` in the configuration."
-            )
-        folder = self.run.checkpoints / f"step_{self.step:06d}" if path is None else Path(path)
-        saved = save_trainer_checkpoint(self, folder)
-        unknown = self._count_tokens is None or self._context.tokens_unknown
-        tokens = None if unknown else self.tokens_seen
-        self._recorder.event("checkpoint", path=str(saved), step=self.step, tokens_seen=tokens)
-        self._context.checkpoint_path = saved
-        if self._dispatchers.on_checkpoint_save is not None:
-            self._dispatchers.on_checkpoint_save(self._context)
-        return saved
-
     # -- logging ----------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
@@ -336,11 +336,17 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, apart from the model's weights."""
         context, scaler = self._context, self.strategy.scaler
+        hook_states = self._states_before_validation  # if validation was canceled
         return {
+            "classes": {
+                "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+                "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+            },
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "hooks": self.hooks.state_dict(),
+            "hooks": self.hooks.state_dict() if hook_states is None else hook_states,
+            "attributes": self._attribute_states(),
             "disabled": [info.name for info in self.hooks.describe() if info.status == "disabled"],
             "position": self._position.state_dict(self.device),
             "means": context.means.state_dict(),
@@ -350,6 +356,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "pending_gradients": self._pending_gradients(),
             "tokens_seen": context.counted_tokens,
             "best_accuracy": self.best_accuracy,
+            "sanity_due": self._sanity_due,
+            "validation_due": self._validation_due,
+            "epoch_over": self._epoch_over,
+            "run": self._recorder.position(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +376,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
+        self._load_attribute_states(state["attributes"])
         for name in state["disabled"]:
             if name in self.hooks:
                 self.hooks.disable_hook(name)
@@ -375,6 +386,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._load_pending_gradients(state["pending_gradients"])
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
+        self._sanity_due, self._validation_due = state["sanity_due"], state["validation_due"]
+        self._epoch_over, self._run_position = state["epoch_over"], state["run"]
         self._position.load_state_dict(state["position"], self.device)
         if self.train_data is not None:
             self._position.check_resumable(self.train_data)

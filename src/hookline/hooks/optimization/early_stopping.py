@@ -68,13 +68,15 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             self.on_validation_end = None  # type: ignore[method-assign, assignment]
         else:
             self.on_epoch_end = None  # type: ignore[method-assign, assignment]
-        self._is_training = self._resumed = self._sanity_pending = self._warned_missing = False
+        self._is_training = self._resumed = self._warned_missing = False
         self._reset()
 
     def _reset(self) -> None:
         self.best_score: float | None = None
         self.wait_count = 0
         self._checked_at = 0  # no check before the first step
+        self._stop_reason: str | None = None
+        self._stop_patience = 0  # the number of checks that it waited for, if that was the reason
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -84,12 +86,15 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             self._reset()
         self._is_training = True
         self._warned_missing = False
-        self._sanity_pending = bool(getattr(trainer.config, "sanity", False))
+        more_patience = 0 < self._stop_patience < self._patience
+        if self._resumed and self._stop_reason is not None and not more_patience:
+            # The checkpoint was saved at the step boundary at which training stopped.
+            log.info("EarlyStopping had stopped this run. To go on, remove it or wait longer.")
+            trainer.stop(self._stop_reason)
 
     def on_validation_end(self, trainer: Any, step: int, metrics: Any) -> None:
         """Check after a validation, unless no step was made since the last one."""
-        sanity, self._sanity_pending = self._sanity_pending, False
-        if self._is_training and not sanity and step != self._checked_at:
+        if self._is_training and step != self._checked_at:
             self._check(trainer, step, metrics)
 
     def on_epoch_end(self, trainer: Any, step: int, metrics: Any) -> None:
@@ -125,7 +130,8 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             )
         if reason is not None:
             log.info("EarlyStopping stops training at step %d: %s", step, reason)
-            trainer.stop(f"EarlyStopping: {reason}")
+            self._stop_reason = f"EarlyStopping: {reason}"
+            trainer.stop(self._stop_reason)
 
     def _evaluate(self, value: float) -> str | None:
         """Update the counters; return the reason to stop, if there is one."""
@@ -143,6 +149,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         self.wait_count += 1
         if self.wait_count < self._patience:
             return None
+        self._stop_patience = self._patience
         more = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
             f"{name} has not improved{more} in {self.wait_count} checks. It is {value:.6g}, and "
@@ -163,12 +170,14 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""
         counters = {"wait_count": self.wait_count, "checked_at": self._checked_at}
-        return {"best_score": self.best_score, **counters}
+        stop = {"stop_reason": self._stop_reason, "stop_patience": self._stop_patience}
+        return {"best_score": self.best_score, **counters, **stop}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters."""
         self.best_score = state["best_score"]
         self.wait_count, self._checked_at = int(state["wait_count"]), int(state["checked_at"])
+        self._stop_reason, self._stop_patience = state["stop_reason"], int(state["stop_patience"])
         self._resumed = True
 
 

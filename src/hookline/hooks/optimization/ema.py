@@ -139,6 +139,10 @@ class EMA(BuiltIn):
         """Restore the training weights."""
         self._restore_weights()
 
+    def cancel_validation(self) -> None:
+        """Restore the training weights if a signal ends a validation."""
+        self._restore_weights()
+
     def on_exception(self) -> None:
         """Restore the training weights if validation failed."""
         self._restore_weights()

@@ -189,6 +189,7 @@ class Session(AttachedLoop):
             self._supplied.add("tokens")
         self._context.checkpoint_path = path
         if self._recorder is not None:
+            self._recorder.rewind({"step": step})
             self._recorder.event("resumed", path=str(path), step=step)
         self._fire("on_checkpoint_load")
 

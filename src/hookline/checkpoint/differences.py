@@ -1,0 +1,183 @@
+"""Differences between a checkpoint and the training that it is loaded into, and what fits of it.
+
+The training is described by its model's `state_dict` and by the state that a checkpoint of it would
+have: `optimizers`, `schedulers` and `hooks`, and `classes`, the class names of the first two.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import listed
+
+if TYPE_CHECKING:
+    from hookline.checkpoint.checkpoint_folder import Checkpoint
+
+__all__ = [
+    "describe_differences",
+    "describe_hook_differences",
+    "describe_mismatches",
+    "fitting_weights",
+    "select_fitting",
+]
+
+_MAX_SHOWN = 5  # of one kind; the others are counted
+
+State = Mapping[str, Any]
+
+
+def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) -> list[str]:
+    """Return all differences between a checkpoint and a training, one line each.
+
+    Compared are names, shapes and dtypes of weights; number, class, groups, parameters and state
+    shapes of optimizers; number and class of schedulers; names of hooks with a state. Values such
+    as learning rates may differ: those of the checkpoint are loaded.
+
+    Args:
+        checkpoint: What `load_checkpoint` returned.
+        model: The `state_dict` of the model.
+        state: The state that a checkpoint of this training would have now.
+    """
+    saved = checkpoint.state
+    lines = describe_mismatches(checkpoint.model, model)
+    lines += _describe_dtypes(checkpoint.model, model)
+    for kind in ("optimizer", "scheduler"):
+        before, now = saved.get(f"{kind}s", ()), state.get(f"{kind}s", ())
+        if len(before) != len(now):
+            lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
+        for index, both in enumerate(zip(before, now, strict=False)):
+            lines += _describe_classes(kind, index, saved, state)
+            if kind == "optimizer":
+                lines += _describe_optimizer(f"optimizer {index}", *both)
+    return lines + describe_hook_differences(saved.get("hooks", {}), state.get("hooks", {}))
+
+
+def describe_hook_differences(saved: State, here: State) -> list[str]:
+    """Return which hooks have no saved state, and which saved states have no hook."""
+    missing = [name for name in here if name not in saved]
+    orphaned = [name for name in saved if name not in here]
+    lines = [f"the checkpoint has no state of these hooks: {_list_some(missing)}"] * bool(missing)
+    return lines + [f"saved states without a hook: {_list_some(orphaned)}"] * bool(orphaned)
+
+
+def describe_mismatches(weights: State, expected: State) -> list[str]:
+    """Return how the names and shapes of weights differ from a model's, in a few lines."""
+    missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
+    lines = [
+        f"{owner} lacks {_list_some(names)}"
+        for owner, names in (("the checkpoint", missing), ("the model", unknown))
+        if names
+    ]
+    shapes = [
+        f"'{name}' is {tuple(value.shape)} in the checkpoint and {tuple(expected[name].shape)} here"
+        for name, value in weights.items()
+        if name in expected and not _has_same_shape(value, expected[name])
+    ]
+    return lines + _limit(shapes, "other shapes")
+
+
+def fitting_weights(weights: State, expected: State) -> dict[str, Any]:
+    """Return the weights that a model has, too, and with the same shape."""
+    return {
+        name: value
+        for name, value in weights.items()
+        if name in expected and _has_same_shape(value, expected[name])
+    }
+
+
+def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Checkpoint:
+    """Return what a training can load: the checkpoint's values, its own where these do not fit.
+
+    Optimizers of another class or with other groups, and schedulers of another class, keep their
+    state. So do all optimizers if a weight does not fit: theirs belongs to other parameters.
+
+    Args:
+        checkpoint: What `load_checkpoint` returned. It is not changed.
+        model: The `state_dict` of the model.
+        state: The state that a checkpoint of this training would have now.
+    """
+    saved = checkpoint.state
+    weights = {**model, **fitting_weights(checkpoint.model, model)}
+    weights_fit = not describe_mismatches(checkpoint.model, model)
+    parts: dict[str, list[Any]] = {"optimizers": [], "schedulers": []}
+    for kind in ("optimizer", "scheduler"):
+        for index, own in enumerate(state.get(f"{kind}s", ())):
+            found = saved.get(f"{kind}s", ())[index : index + 1]
+            fits = bool(found) and not _describe_classes(kind, index, saved, state)
+            if kind == "optimizer":
+                fits = fits and weights_fit and not _describe_optimizer("", found[0], own)
+            parts[f"{kind}s"].append(found[0] if fits else own)
+    return replace(checkpoint, model=weights, state={**saved, **parts})
+
+
+def _describe_dtypes(weights: State, expected: State) -> list[str]:
+    lines = [
+        f"'{name}' is {value.dtype} in the checkpoint and {expected[name].dtype} here"
+        for name, value in fitting_weights(weights, expected).items()
+        if getattr(value, "dtype", None) != getattr(expected[name], "dtype", None)
+    ]
+    return _limit(lines, "other dtypes")
+
+
+def _describe_classes(kind: str, index: int, saved: State, here: State) -> list[str]:
+    names = [
+        state.get("classes", {}).get(f"{kind}s", ())[index : index + 1] for state in (saved, here)
+    ]
+    if not all(names) or names[0] == names[1]:  # older checkpoints do not have the classes
+        return []
+    return [f"{kind} {index} is {names[0][0]} in the checkpoint and {names[1][0]} here"]
+
+
+def _describe_optimizer(name: str, saved: State, here: State) -> list[str]:
+    before, now = saved["param_groups"], here["param_groups"]
+    if len(before) != len(now):
+        count = _count(before, "parameter group")
+        return [f"{name} has {count} in the checkpoint and {len(now)} here"]
+    lines: list[str] = []
+    for index, groups in enumerate(zip(before, now, strict=True)):
+        counts = [len(group["params"]) for group in groups]
+        names = [group.get("param_names") for group in groups]
+        place = f"group {index} of {name}"
+        if counts[0] != counts[1]:
+            count = _count(groups[0]["params"], "parameter")
+            lines.append(f"{place} has {count} in the checkpoint and {counts[1]} here")
+        elif all(names) and names[0] != names[1]:
+            first, second = next(pair for pair in zip(*names, strict=True) if pair[0] != pair[1])
+            lines.append(f"{place} has '{first}' in the checkpoint where '{second}' is here")
+    shapes = [
+        f"'{key}' of parameter {index} of {name} is {tuple(value.shape)} in the checkpoint and "
+        f"{tuple(here['state'][index][key].shape)} here"
+        for index, values in saved["state"].items()
+        for key, value in values.items()
+        if not _has_same_shape(value, here["state"].get(index, {}).get(key))
+    ]
+    return lines + _limit(shapes, "other shapes")
+
+
+def _has_same_shape(first: Any, second: Any) -> bool:
+    """Return whether two values have the same shape, as far as both have one."""
+    shapes = [getattr(value, "shape", None) for value in (first, second)]
+    return None in shapes or shapes[0] == shapes[1]
+
+
+def _list_some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return listed(names[:_MAX_SHOWN]) + more
+
+
+def _limit(lines: list[str], what: str) -> list[str]:
+    if len(lines) <= _MAX_SHOWN:
+        return lines
+    return [*lines[:_MAX_SHOWN], f"and {len(lines) - _MAX_SHOWN} {what}"]
+
+
+def _count(items: Sequence[Any], what: str) -> str:
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
+
+
+def _are(items: Sequence[Any]) -> str:
+    return f"{'is' if len(items) == 1 else 'are'} {len(items)}"

@@ -1,0 +1,189 @@
+"""CheckpointSaver: copies a state on the calling thread, and writes it on another one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+from torch import Tensor
+
+from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
+from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
+
+__all__ = ["CheckpointSaver"]
+
+_NICENESS = 19
+
+
+class CheckpointSaver:
+    """Copies a state on the calling thread, and writes it as a checkpoint on another thread.
+
+    At most one save is being written. A process that ends normally finishes it first.
+
+    Args:
+        background: Write on another thread; otherwise before `save` returns.
+        when_busy: What `save` does while the previous checkpoint is being written: `wait` for it,
+            or `replace` it: that checkpoint is abandoned. A save that replaced another one is
+            not replaced itself, so that checkpoints are completed at any rate of requests.
+
+    Example:
+        ```python
+        saver = CheckpointSaver()
+        saver.save([Path("checkpoints/step_000120")], model=model.state_dict(), state={}, info={})
+        ...  # training goes on, and may change the weights
+        saver.wait()
+        for result in saver.finished():
+            print(result.path or result.error)
+        ```
+    """
+
+    def __init__(
+        self, *, background: bool = True, when_busy: Literal["wait", "replace"] = "wait"
+    ) -> None:
+        import filelock  # noqa: F401 - here: a fork while another thread imports could deadlock
+
+        self._background = background
+        self._when_busy = when_busy
+        self._buffers = SnapshotBuffers()
+        self._write: _Write | None = None
+        self._results: deque[SaveResult] = deque()
+
+    def prepare(self, *, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Allocate the memory for copies of this state, so that the first save is fast too.
+
+        Raises:
+            CheckpointError: A value cannot be saved.
+        """
+        encoded = encode_state(model, state)
+        self.wait()
+        self._buffers.reserve(encoded)
+
+    def save(
+        self,
+        folders: Sequence[Path],
+        *,
+        model: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        info: Mapping[str, Any],
+    ) -> None:
+        """Copy a state now, and write it into each of the folders later.
+
+        The first folder that can be written gets the bytes; the others get hard links to them where
+        the file system supports these. `finished` returns a result for each folder. In each
+        folder's parent, `last` names the checkpoint afterwards, unless `info["emergency"]` is true.
+
+        Args:
+            folders: Such as `checkpoints/step_000120`. An existing folder is never changed: the
+                checkpoint is then called `step_000120_2`, `step_000120_3` …
+            model: The model's `state_dict`. Tied weights are written once.
+            state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
+            info: Numbers and strings for the manifest. Tensors with one element become numbers.
+
+        Raises:
+            CheckpointError: A value cannot be saved. Nothing is written then.
+        """
+        begin = perf_counter()
+        encoded, encoded_info = encode_state(model, state), encode_info(info)
+        replaces = self._finish_previous()
+        writer = CheckpointWriter(self._buffers.copy(encoded), encoded_info, begin)
+        move_last = not info.get("emergency")
+        self._write = _Write(writer, [Path(f) for f in folders], move_last, self._results, replaces)
+        if self._background:
+            self._write.start()
+        else:
+            self._write.run()
+
+    def finished(self) -> list[SaveResult]:
+        """Return what became durable, failed or was replaced since the last call."""
+        results: list[SaveResult] = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._write is not None:
+            self._write.wait()
+
+    def close(self) -> None:
+        """Wait until nothing is being written, and free the memory."""
+        self.wait()
+        self._write = None
+        self._buffers = SnapshotBuffers()
+
+    def _finish_previous(self) -> bool:
+        """Wait until the memory may be used again; return whether a save was replaced."""
+        previous = self._write
+        if previous is None or not previous.is_running():
+            return False
+        replace = self._when_busy == "replace" and not previous.replaces
+        if replace:
+            previous.writer.is_abandoned = True
+        previous.wait()
+        return replace
+
+
+class _Write:
+    """One save that is being written, on a thread of its own.
+
+    The thread exists only while it writes, and the interpreter waits for it at exit: it is not
+    a daemon. A process that is forked meanwhile has no such thread, and does not wait for it.
+    """
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        folders: Sequence[Path],
+        move_last: bool,
+        results: deque[SaveResult],
+        replaces: bool,
+    ) -> None:
+        self.writer = writer
+        self.replaces = replaces
+        self._folders = folders
+        self._move_last = move_last
+        self._results = results
+        self._done = threading.Event()
+        self._process = os.getpid()
+
+    def start(self) -> None:
+        thread = threading.Thread(target=self._run_in_thread, name="hookline-checkpoint")
+        try:
+            thread.start()
+        except RuntimeError:  # too many threads, or the interpreter is about to exit
+            self.run()
+        except BaseException:  # Ctrl-C: the thread may or may not have started
+            self.writer.is_abandoned = True
+            self._done.set()
+            raise
+
+    def run(self) -> None:
+        """Write into all folders. The results are there only once the memory is free again."""
+        try:
+            write = self.writer.write
+            self._results.extend([write(f, move_last=self._move_last) for f in self._folders])
+        finally:
+            self._done.set()
+
+    def is_running(self) -> bool:
+        return self._process == os.getpid() and not self._done.is_set()
+
+    def wait(self) -> None:
+        # Not `Thread.join`: in Python 3.11, Ctrl-C during it marks a running thread as ended.
+        if self.is_running():
+            self._done.wait()
+
+    def _run_in_thread(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            thread = threading.get_native_id()
+            with suppress(OSError):
+                nice = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, max(nice, _NICENESS))
+        self.run()

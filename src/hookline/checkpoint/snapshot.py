@@ -1,0 +1,66 @@
+"""A copy of a model's weights and a training's state, as the bytes of a checkpoint's files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hookline.checkpoint.state_tree import Encoder
+from hookline.checkpoint.tensor_files import TensorBuffer
+
+__all__ = ["EncodedState", "SnapshotBuffers", "encode_info", "encode_state"]
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """A state whose Python values are copied, and whose tensors are still those of training."""
+
+    weights: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    tree: bytes
+
+
+def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedState:
+    """Encode Python values as JSON and collect the tensors.
+
+    Raises:
+        CheckpointError: A value cannot be saved.
+    """
+    weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
+    Encoder("model").encode(weights)  # raises if a weight cannot be saved
+    encoder = Encoder("state")
+    extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
+    tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
+    return EncodedState(weights, encoder.tensors, json.dumps(tree, allow_nan=False).encode())
+
+
+def encode_info(info: Mapping[str, Any]) -> Any:
+    """Encode a manifest's `info`. Tensors with one element become numbers."""
+    return Encoder("info", numbers_only=True).encode(dict(info))
+
+
+class SnapshotBuffers:
+    """Memory for one copy of a state, which is reused for the next one."""
+
+    def __init__(self) -> None:
+        self._weights = TensorBuffer()
+        self._tensors = TensorBuffer()
+
+    def reserve(self, state: EncodedState) -> None:
+        """Allocate the memory for states like this one."""
+        self._weights.reserve(state.weights)
+        self._tensors.reserve(state.tensors)
+
+    def copy(self, state: EncodedState) -> dict[str, memoryview]:
+        """Copy a state, and return the contents of its files until the next call."""
+        self._weights.copy(state.weights)
+        self._tensors.copy(state.tensors)
+        return {
+            "model.safetensors": self._weights.data,
+            "state.safetensors": self._tensors.data,
+            "state.json": memoryview(state.tree),
+        }

@@ -1,0 +1,74 @@
+"""Signals that ask the process to end, kept until the loop can save a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from hookline.loop.control_requests import ControlRequests
+
+__all__ = ["SignalWatch"]
+
+
+class SignalWatch:
+    """While the block runs, a signal is only noted in the loop's requests.
+
+    The handler does nothing else: the loop looks at the requests where it can save. A second signal
+    acts at once, as if nobody had handled it. Signals that are ignored, and those handled outside
+    of Python, are left alone. Outside of the main thread, Python cannot handle signals: then this
+    does nothing.
+
+    Args:
+        requests: the requests of the loop.
+        names: the signals, apart from SIGINT (Ctrl-C), which is always among them. Names that this
+            system does not have are skipped.
+    """
+
+    def __init__(self, requests: ControlRequests, names: Iterable[str]) -> None:
+        self._requests = requests
+        numbers = (getattr(signal, name, None) for name in ("SIGINT", *names))
+        self._numbers = [number for number in numbers if number is not None]
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._numbers:
+                previous = signal.getsignal(number)
+                if previous not in (None, signal.SIG_IGN):
+                    self._previous[number] = previous
+                    signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._receive:  # else somebody has replaced it
+                signal.signal(number, previous)
+        self._previous.clear()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # in a forked process, such as a worker of a loader
+            if number != signal.SIGINT:  # the terminal sends it to all; the parent decides
+                self._exit(number)
+        elif self._requests.signal is None:
+            self._requests.receive_signal(signal.Signals(number))
+        else:
+            self.__exit__()
+            self._exit(number)
+
+    @staticmethod
+    def _exit(number: int) -> None:
+        """Do what the signal does by default: end the process."""
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)

@@ -1,0 +1,129 @@
+"""Rewinding a run's metrics log to where it stood when a checkpoint was saved.
+
+What the log has behind that position is moved to `repeated.jsonl`, since it will be trained again.
+Each rewind is first written to the manifest, as a write-ahead log: `finish_rewind` completes one
+that was interrupted at any point. A rewind has these fields, in bytes:
+
+- `metrics`: the size that the log is cut to.
+- `end`: the size that it had before.
+- `repeated`: where in `repeated.jsonl` the bytes between the two are.
+- `restored`: pieces of `repeated.jsonl`, each a start and a size, that are appended to the log: the
+  checkpoint belongs to records that an earlier rewind had removed.
+- `finished`: whether all of this was done.
+
+A position is the size of the log, and how many rewinds there were before: wall times play no role.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.runs.jsonl_file import JsonlFile, JsonlReader
+
+__all__ = ["REPEATED", "finish_rewind", "plan_rewind"]
+
+log = logging.getLogger("hookline")
+
+REPEATED = "repeated.jsonl"
+"""The file in a run's folder with the records of steps that were trained again."""
+
+_STEP = re.compile(rb'^{"v": \d+, "step": (-?\d+), ')
+_CHUNK = 1 << 20
+
+Rewind = dict[str, Any]
+
+
+def plan_rewind(
+    metrics: JsonlFile, rewinds: Sequence[Rewind], position: Mapping[str, int]
+) -> Rewind | None:
+    """Return the rewind that brings the log to a position; None if there is nothing to do.
+
+    Args:
+        metrics: The metrics log.
+        rewinds: All earlier rewinds of the run.
+        position: What `Run.position` returned; or `{"step": N}`: behind the records of that step.
+    """
+    end = metrics.size
+    if "metrics" in position:
+        wanted = position["metrics"]
+        kept, restored = _locate(wanted, rewinds[position.get("rewinds", 0) :])
+    else:
+        wanted = kept = _end_of_step(metrics.path, position["step"])
+        restored = []
+    repeated = _size_of_lines(metrics.path.with_name(REPEATED))
+    if kept > end or any(start + count > repeated for start, count in restored):
+        log.error(
+            "%s has %d bytes, but %d when the checkpoint was saved: records before the checkpoint "
+            "are missing. The log is continued as it is, and no records are moved to %s.",
+            *(metrics.path, end, wanted, REPEATED),
+        )
+        return None
+    if kept == end and not restored:
+        return None
+    return {"metrics": kept, "end": end, "repeated": repeated, "restored": restored}
+
+
+def _size_of_lines(file: Path) -> int:
+    """Return where the next line of a file begins: behind a line feed, also a missing one."""
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        size = lines.seek(0, os.SEEK_END)
+        lines.seek(max(0, size - 1))
+        return size + (size > 0 and lines.read(1) != b"\n")
+
+
+def _locate(size: int, later: Sequence[Rewind]) -> tuple[int, list[list[int]]]:
+    """Return how much of a log of this size is still there, and the pieces that were moved."""
+    pieces: list[list[int]] = []
+    for rewind in later:
+        if rewind["metrics"] < size:
+            pieces.insert(0, [rewind["repeated"], size - rewind["metrics"]])
+            size = rewind["metrics"]
+    return size, pieces
+
+
+def _end_of_step(file: Path, step: int) -> int:
+    """Return where the first record of a later step begins, or the size of the file."""
+    position = 0
+    for block in JsonlReader(file).blocks():
+        for line in block.splitlines(keepends=True):
+            found = _STEP.match(line)
+            if found is not None and int(found[1]) > step:
+                return position
+            position += len(line)
+    return position
+
+
+def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
+    """Carry out a rewind, or what is missing of it after a crash.
+
+    Call it before anything else is appended to the log.
+    """
+    kept, end, start = rewind["metrics"], rewind["end"], rewind["repeated"]
+    moved = end - kept
+    repeated = JsonlFile(metrics.path.with_name(REPEATED))
+    try:
+        if repeated.size < start + moved:  # not all is there yet; otherwise the log may be cut
+            repeated.truncate(min(start, repeated.size))
+            repeated.extend([b"\n" * (start - repeated.size)])
+            repeated.extend(_chunks(metrics, kept, moved))
+        is_moved = zip(_chunks(metrics, kept, moved), _chunks(repeated, start, moved), strict=True)
+        if metrics.size == end and all(a == b for a, b in is_moved):
+            metrics.truncate(kept)
+        if metrics.size < kept + sum(count for _, count in rewind["restored"]):
+            metrics.truncate(min(kept, metrics.size))
+            for piece, count in rewind["restored"]:
+                metrics.extend(_chunks(repeated, piece, count))
+    finally:
+        repeated.close()
+
+
+def _chunks(file: JsonlFile, start: int, count: int) -> Iterator[bytes]:
+    end = start + count
+    return (file.read(at, min(_CHUNK, end - at)) for at in range(start, end, _CHUNK))

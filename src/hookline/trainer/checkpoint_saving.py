@@ -1,0 +1,125 @@
+"""Saving the checkpoints of a trainer's run: in the background, reported at step boundaries."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.checkpoint import CheckpointSaver, SaveResult
+from hookline.config.trainer_config import CheckpointConfig
+from hookline.errors import CheckpointError
+
+__all__ = ["CheckpointSaving"]
+
+log = logging.getLogger("hookline")
+
+
+class CheckpointSaving:
+    """Saves checkpoints, and reports those that are durable or failed on the training thread.
+
+    Args:
+        settings: the settings of the trainer.
+        collect: returns what is saved: `model`, `state` and `info`, as for `CheckpointSaver.save`.
+        report: called for every checkpoint that is durable or could not be written.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        collect: Callable[[], dict[str, Any]],
+        report: Callable[[SaveResult], None],
+    ) -> None:
+        self._settings = settings
+        self._collect = collect
+        self._report = report
+        self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
+        self._in_flight = 0
+        self._grace = settings.grace_seconds or _elastic_timeout()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint has not been reported yet."""
+        return self._in_flight > 0
+
+    def prepare(self) -> None:
+        """Allocate the memory for copies of the state, so that the first save does not."""
+        collected = self._collect()
+        self._saver.prepare(model=collected["model"], state=collected["state"])
+
+    def save(self, folders: Sequence[Path], *, wait: bool = False, **info: Any) -> list[SaveResult]:
+        """Copy the state, and write it to each of the folders; return what can be reported now.
+
+        Args:
+            folders: where to save; several share the files.
+            wait: until the checkpoint is durable.
+            info: further fields for the manifest's `info`.
+        """
+        collected = self._collect()
+        info = {**collected.pop("info"), **info}
+        self._saver.save(folders, info=info, **collected)
+        self._in_flight += len(folders)
+        return self.report(wait=wait)
+
+    def report(self, *, wait: bool = False) -> list[SaveResult]:
+        """Report the checkpoints that are durable, or could not be written.
+
+        Raises:
+            CheckpointError: one could not be written, and the settings say that training stops.
+        """
+        if wait:
+            self._saver.wait()
+        results = self._saver.finished()
+        self._in_flight -= len(results)
+        failure: CheckpointError | None = None
+        for result in results:
+            if result.error is not None:
+                failure = result.error
+                log.error("%s%s", result.error, _what_now(self._settings))
+            elif result.replaced:
+                log.warning(
+                    "The checkpoint %s was given up for a newer one, because it was still being "
+                    "written (checkpoints.when_busy is 'replace').",
+                    result.requested,
+                )
+            else:
+                self._check_duration(result.seconds)
+            self._report(result)
+        if failure is not None and self._settings.on_failure == "stop":
+            raise failure
+        return results
+
+    def close(self) -> None:
+        """Wait for what is being written, report it, and free the memory."""
+        try:
+            self.report(wait=True)
+        finally:
+            self._saver.close()
+
+    def _check_duration(self, seconds: float) -> None:
+        if self._grace is not None and seconds > self._grace:
+            log.warning(
+                "Saving a checkpoint took %.1f s, but after a signal the process has only %.1f s "
+                "(checkpoints.grace_seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) before it is "
+                "killed. A checkpoint at that time would not be complete: save more often, or ask "
+                "the scheduler for more time.",
+                seconds,
+                self._grace,
+            )
+            self._grace = None  # said once
+
+
+def _what_now(settings: CheckpointConfig) -> str:
+    if settings.on_failure == "stop":
+        return ""
+    return " Training continues; earlier checkpoints are as they were."
+
+
+def _elastic_timeout() -> float | None:
+    """Return the seconds that torchrun waits between a signal and killing the process."""
+    try:
+        return float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    except (KeyError, ValueError):
+        return None

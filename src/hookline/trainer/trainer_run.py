@@ -1,0 +1,320 @@
+"""The start and the end of a trainer's run, and its checkpoints in between."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.checkpoint import SaveResult
+from hookline.errors import HooklineError, TrainingError
+from hookline.hook import Rank
+from hookline.loop.random_state import seed_everything
+from hookline.runs.recorder import Recorder
+from hookline.runs.run_lookup import find_run_of_checkpoint
+from hookline.trainer.checkpoint_saving import CheckpointSaving
+from hookline.trainer.checks import needs_metric
+from hookline.trainer.data_position import DataPosition
+from hookline.trainer.forking import describe_parent, load_fork
+from hookline.trainer.losses import LossCheck
+from hookline.trainer.progress import make_progress
+from hookline.trainer.slurm import requeue_slurm_job
+from hookline.trainer.trainer_base import Phase, TrainerBase
+from hookline.trainer.trainer_checkpoint import (
+    collect_checkpoint,
+    decode_states,
+    find_start,
+    load_trainer_checkpoint,
+)
+
+__all__ = ["Preempted", "TrainerRun"]
+
+log = logging.getLogger("hookline")
+
+
+class Preempted(BaseException):
+    """A signal asked the process to end, and the state was saved."""
+
+
+class TrainerRun(TrainerBase):
+    """A trainer's run: how it starts, saves and ends."""
+
+    _saving: CheckpointSaving | None = None
+    _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
+
+    def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
+        config, context = self.config, self._context
+        self.strategy.check_processes()
+        self._phase = Phase.STARTING
+        self._read_config()
+        context.status = "training"
+        context.exception = None
+        context.evaluating = False
+        context.step, context.step_in_progress = 0, 1
+        context.counted_tokens, context.tokens_unknown = 0, False
+        self._position = DataPosition()
+        self._run_position = self._stop_signal = None
+        self._epoch_over = self._validation_due = False
+        self._sanity_due = config.sanity
+        self._optimizer_round = 0
+        self._accumulated_losses.clear()
+        self._accumulated_metrics.clear()
+        if config.seed is not None:
+            seed_everything(config.seed)
+        if not self.model.training:  # the modes of modules in a training model are the user's
+            self.model.train()
+        self._progress = make_progress(config.progress)
+        restored, parent = self._restore(resume_from, fork_from, strict)
+        if self._seeds_samples:
+            self._position.per_sample_seed = config.seed or 0
+        self._start_run(restored, parent)
+        self._saving = CheckpointSaving(config.checkpoints, self._collect, self._report_save)
+        self._prepares_saving = any(
+            getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT
+            for name in self.hooks
+        )
+        self._progress.start(
+            epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
+        )
+        if self.run is not None:
+            self._progress.say(f"run {self.run.path}")
+        self._phase = Phase.BETWEEN_STEPS
+        self._watch_model()
+        self._sync_probes()
+        self.hooks.run_started()
+        if self._dispatchers.on_train_start is not None:
+            self._dispatchers.on_train_start(context)
+        if restored is not None and self._dispatchers.on_checkpoint_load is not None:
+            context.checkpoint_path = restored
+            self._dispatchers.on_checkpoint_load(context)
+
+    def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
+        """Load a checkpoint; return its folder, and the parent of a run that is forked."""
+        if fork_from is not None:
+            found = load_fork(self, fork_from)
+            return found, describe_parent(found)
+        start = None if resume_from is None else find_start(self, resume_from)
+        if start is not None:
+            load_trainer_checkpoint(self, start, strict=strict)
+        return start, None
+
+    def _start_run(self, restored: Path | None, parent: Any) -> None:
+        """Start a run, or continue the folder of a resumed one if it still exists."""
+        config = self.config
+        self._recorder = Recorder(config.runs)
+        if self.strategy.is_main:
+            resumed = restored is not None and parent is None and config.runs is not None
+            self._recorder.begin(
+                config=config.model_dump(mode="json"),
+                seed=config.seed,
+                hooks=self.hooks.describe(),
+                device=self.device,
+                step=self.step,
+                resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
+                restored=restored,
+                position=self._run_position,
+                parent=parent,
+                loop=self,
+                config_is_complete=hasattr(config, "training"),  # that of a config file
+            )
+        self._context.run = self._recorder.run
+
+    def _read_config(self) -> None:
+        """Read what every batch needs, once per run: attributes of the configuration are slow."""
+        config = self.config
+        self._optimizer_every = config.optimizer_every or [1] * len(self.optimizers)
+        self._has_optimizer_schedule = any(every > 1 for every in self._optimizer_every)
+        self._due_optimizers = list(enumerate(self.optimizers))  # those that step in this step
+        self._step_schedulers: list[list[Any]] = []  # by optimizer; they step after it
+        if self.schedulers and config.scheduler_every == "step":
+            self._step_schedulers = [
+                [s for s in self.schedulers if s.optimizer is optimizer and not needs_metric(s)]
+                for optimizer in self.optimizers
+            ]
+        self._autocasts = config.precision != "fp32"
+        self._clips = config.clip_norm is not None or config.clip_value is not None
+        self._accumulate = config.accumulate
+        self._reads_at_once = self.device.type == "cpu"  # there is no device to wait for
+        self._loss_check = LossCheck(config.on_nan, deferred=not self._reads_at_once)
+        self._validate_every = config.validate_every_steps
+        self._limit = math.inf if config.max_steps is None else config.max_steps
+        self._multi_loader = self.train_data is not None and len(self.train_data.names) > 1
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: Path | str | None = None) -> Path | None:
+        """Save all that a resumed run needs; return the checkpoint's folder once it is durable.
+
+        Within a step or the end of an epoch, the state is saved when that is over, and None is
+        returned: `on_checkpoint_save` then has the folder.
+        """
+        if self._phase is Phase.IN_STEP:
+            self._requests.checkpoint(path)
+            return None
+        if self._saving is not None:
+            return self._save([path], wait=True)
+        saving = CheckpointSaving(self.config.checkpoints, self._collect, self._report_save)
+        (result,) = saving.save([self._folder_for(path)], wait=True)
+        saving.close()
+        if result.error is not None:
+            raise result.error
+        return result.path
+
+    def _save(self, paths: Sequence[Path | str | None], *, wait: bool = False) -> Path | None:
+        """Save at each of the paths; return the first if it is durable already."""
+        assert self._saving is not None
+        self._prepares_saving = False
+        folders = [self._folder_for(path) for path in paths]
+        results = self._saving.save(folders, wait=wait)
+        return next((r.path for r in results if r.requested == folders[0]), None)
+
+    def _folder_for(self, path: Path | str | None) -> Path:
+        if path is not None:
+            return Path(path)
+        if self.run is None:
+            raise TrainingError(
+                "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
+                "`runs` in the configuration."
+            )
+        return Path(self.run.checkpoints) / f"step_{self.step:06d}"
+
+    def _collect(self) -> dict[str, Any]:
+        return collect_checkpoint(self)
+
+    def _report_save(self, result: SaveResult) -> None:
+        """Tell the run and the hooks that a checkpoint is durable, or that it failed."""
+        step = result.info["step"]
+        if result.path is None:
+            if result.error is not None:
+                self._recorder.event(
+                    "checkpoint_failed", path=str(result.requested), step=step, error=result.error
+                )
+            for name in self.hooks:
+                failed = getattr(self.hooks.get_hook(name), "checkpoint_failed", None)
+                if failed is not None:
+                    failed(str(result.requested), result.error)
+            return
+        tokens = result.info["tokens_seen"]
+        self._recorder.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
+        if self._dispatchers.on_checkpoint_save is not None:
+            context = copy.copy(self._context)  # training may be steps ahead of the checkpoint
+            context.step, context.epoch = step, result.info["epoch"]
+            context.checkpoint_path = result.path
+            self._dispatchers.on_checkpoint_save(context)
+
+    def _prepare_saving(self) -> None:
+        """Allocate the memory that saving needs, after a step: optimizers have their state then."""
+        assert self._saving is not None
+        self._prepares_saving = False
+        self._saving.prepare()
+
+    # -- signals ----------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Save because of a signal, and raise."""
+        requests = self._requests
+        received = requests.signal or signal.SIGTERM  # another rank received it
+        paths, requests.checkpoints = requests.checkpoints, []
+        if self.run is None:
+            log.warning(
+                "%s: training ends, and nothing is saved, because there is no run folder (`runs` "
+                "is None).",
+                received.name,
+            )
+        elif not any(Path(p).parent == self.run.checkpoints for p in paths if p is not None):
+            paths.append(None)
+        if paths:
+            saved = self._save(paths, wait=True)
+            if saved is not None:
+                self._progress.say(f"{received.name}: saved {saved}")
+        self._stop_signal = received.name
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
+        requests.stop(received.name)
+        raise Preempted
+
+    def _cancel_validation(self, states: Any) -> None:
+        """Undo what hooks did for a validation that does not end: it is repeated after resuming."""
+        for name in self.hooks:
+            cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
+            if cancel is not None:
+                cancel()
+        self._states_before_validation = decode_states(states)
+
+    def _requeue(self) -> None:
+        if self.status == "preempted" and self.config.checkpoints.requeue:
+            requeue_slurm_job()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        context = self._context
+        context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        context.exception = error
+        has_started = self._phase not in (Phase.IDLE, Phase.STARTING)
+        if has_started and self._dispatchers.on_exception is not None:
+            try:
+                self._dispatchers.on_exception(context)
+            except HooklineError:  # the first error matters more, and is raised
+                log.exception("A hook failed in on_exception.")
+        if has_started and isinstance(error, Exception) and self.config.checkpoints.on_crash:
+            self._save_after_crash()
+
+    def _save_after_crash(self) -> None:
+        if self._saving is None or self.run is None:
+            return
+        folder = Path(self.run.checkpoints) / f"crash_{self.step:06d}"
+        try:
+            self._saving.save([folder], wait=True, emergency=True)
+        except Exception:  # the error that ended training matters more
+            log.exception("The state after the exception could not be saved.")
+
+    def _end(self) -> None:
+        context, phase = self._context, self._phase
+        if phase is Phase.IDLE:
+            return
+        failed = context.status in ("error", "interrupted")
+        if context.status == "training":
+            context.status = "completed" if self._requests.stop_reason is None else "stopped"
+        try:
+            self._finish_saving(failed)
+            self._phase = Phase.IDLE
+            self._watch_model()
+            if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
+                self._dispatchers.on_train_end(context)
+        except BaseException as error:
+            if not failed or not isinstance(error, HooklineError):
+                interrupted = isinstance(error, KeyboardInterrupt)
+                context.status = "interrupted" if interrupted else "error"
+                context.exception = error
+                raise
+            log.exception("A hook failed in on_train_end.")
+        finally:
+            self._phase = Phase.IDLE
+            self._states_before_validation = None
+            if self._saving is not None:
+                self._saving.close()
+                self._saving = None
+            self._watch_model()
+            self._sync_probes()
+            self.hooks.run_ended()
+            summary = self.hooks.summary()
+            self._progress.end(context.status, summary, self.stop_reason)
+            self._recorder.close(
+                context.status, self._requests.stop_reason, summary, context.exception
+            )
+
+    def _finish_saving(self, failed: bool) -> None:
+        """Wait for the checkpoint that is being written, and report it."""
+        if self._saving is None or not self._saving.busy:
+            return
+        try:
+            self._saving.report(wait=True)
+        except HooklineError:
+            if not failed:
+                raise
+            log.exception("The last checkpoint could not be saved.")

@@ -1,0 +1,240 @@
+"""Signals that ask a training process to end: what is saved, and what resuming from it gives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import batches, make_trainer, same, weights
+
+import hookline
+from hookline.loop.control_requests import ControlRequests
+from hookline.loop.signals import SignalWatch
+
+DATA, VAL = batches(5), batches(3, seed=2)
+
+
+class SignalAt(hookline.Hook):
+    """Sends this process a signal in an event, when a counter of the event is reached."""
+
+    def __init__(self, event: str, at: int = 1, number: int = signal.SIGTERM) -> None:
+        self.at, self.number, self.count = at, number, 0
+        setattr(self, event, self.receive)
+
+    def receive(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            signal.raise_signal(self.number)
+
+
+class ValidationCounter(hookline.Hook):
+    """Counts validation batches and validations; its state is part of checkpoints."""
+
+    def __init__(self) -> None:
+        self.batches = self.ends = 0
+
+    def on_epoch_start(self, trainer: Any, epoch: int) -> None:
+        trainer.log("epoch_started", float(epoch))
+
+    def on_validation_batch_end(self) -> None:
+        self.batches += 1
+
+    def on_validation_end(self) -> None:
+        self.ends += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def make(tmp_path: Path, *hooks: hookline.Hook, **fields: Any) -> hookline.Trainer:
+    fields = {"runs": tmp_path, "max_epochs": 2, "validate_every_steps": 2, "seed": 3, **fields}
+    return make_trainer(
+        *hooks, ValidationCounter(), hookline.EMA(decay=0.5, every_n_steps=1), **fields
+    )
+
+
+def outcome(trainer: hookline.Trainer) -> tuple[Any, ...]:
+    """Return what must not depend on interruptions: records, hook states, counters."""
+    run = hookline.open_run(trainer.run.path)
+    records = [(r["step"], r["epoch"], r["name"], r["value"]) for r in run.metrics()]
+    counter = trainer.hooks.get_hook("validation_counter")
+    return records, vars(counter), trainer.step, trainer.epoch, trainer.status
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        ("on_train_start", 1),
+        ("on_epoch_start", 2),
+        ("on_train_batch_start", 3),
+        ("on_step_end", 2),  # validation follows
+        ("on_step_end", 5),  # the epoch's last step
+        ("on_validation_start", 1),
+        ("on_validation_batch_end", 2),  # within a validation between two steps
+        ("on_validation_batch_end", 8),  # within the one at the end of the first epoch
+        ("on_epoch_end", 1),
+    ],
+)
+@pytest.mark.parametrize("sanity", [False, True])
+def test_resuming_after_a_signal_gives_the_uninterrupted_run(tmp_path, event, at, sanity):
+    expected = make(tmp_path / "whole", sanity=sanity)
+    expected.fit(DATA, VAL)
+
+    first = make(tmp_path / "parts", SignalAt(event, at), sanity=sanity)
+    first.fit(DATA, VAL)
+    assert first.status == "preempted"
+    assert first.stop_signal == "SIGTERM"
+    assert hookline.open_run(first.run.path).status == "preempted"
+    assert same(weights(first.model), weights(first.model))
+
+    second = make(tmp_path / "parts", sanity=sanity)
+    second.fit(DATA, VAL, resume_from=first.run.path)
+    assert second.run.path == first.run.path
+    assert outcome(second) == outcome(expected)
+    assert same(weights(second.model), weights(expected.model))
+
+
+def test_a_signal_in_validation_saves_the_training_weights_and_not_the_average(tmp_path):
+    trainer = make(tmp_path, SignalAt("on_validation_batch_end"))
+    trainer.fit(DATA, VAL)
+    saved = hookline.open_run(trainer.run.path).checkpoints()[-1]
+    other = make(tmp_path / "other").model
+    saved.load_into(other)
+    assert same(weights(other), weights(trainer.model))
+    assert saved.step == 2
+
+
+def test_ctrl_c_saves_and_raises(tmp_path):
+    trainer = make(tmp_path, SignalAt("on_train_batch_start", 3, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(DATA, VAL)
+    run = hookline.open_run(trainer.run.path)
+    assert (trainer.status, run.status) == ("interrupted", "interrupted")
+    assert run.checkpoints()[-1].step == 3
+
+
+def test_a_second_signal_acts_at_once(tmp_path):
+    class Twice(hookline.Hook):
+        def on_before_forward(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = make(tmp_path, Twice())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(DATA, VAL)
+    assert trainer.step == 0
+    assert not hookline.open_run(trainer.run.path).checkpoints()
+
+
+def test_handlers_come_back(tmp_path):
+    def mine(number: int, frame: Any) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        make(tmp_path, SignalAt("on_step_end", 1, signal.SIGUSR1)).fit(DATA, VAL)
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_that_are_not_configured_are_left_alone(tmp_path):
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    try:
+        trainer = make(
+            tmp_path,
+            SignalAt("on_step_end", 1, signal.SIGUSR1),
+            checkpoints={"signals": ["SIGTERM"]},
+        )
+        trainer.fit(DATA, VAL)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert trainer.status == "completed"
+    assert received == [signal.SIGUSR1]
+
+
+def test_training_outside_of_the_main_thread_works_without_signals(tmp_path):
+    trainer = make(tmp_path)
+    thread = threading.Thread(target=trainer.fit, args=(DATA, VAL))
+    thread.start()
+    thread.join()
+    assert trainer.status == "completed"
+
+
+def test_training_that_stops_at_the_same_boundary_ends_as_stopped(tmp_path):
+    class Stop(hookline.Hook):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 3:
+                trainer.stop("enough")
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = make(tmp_path, Stop())
+    trainer.fit(DATA, VAL)
+    assert (trainer.status, trainer.stop_reason, trainer.step) == ("stopped", "enough", 3)
+
+
+def test_without_a_run_folder_training_ends_and_says_that_nothing_is_saved(caplog):
+    trainer = make_trainer(SignalAt("on_step_end", 2), max_epochs=2)
+    trainer.fit(DATA)
+    assert (trainer.status, trainer.step) == ("preempted", 2)
+    assert "nothing is saved" in caplog.text
+
+
+def test_saving_that_takes_longer_than_the_grace_period_is_said_once(tmp_path, caplog):
+    class SaveEveryStep(hookline.Hook):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.save_checkpoint()
+
+    caplog.set_level(logging.WARNING)
+    make(tmp_path, SaveEveryStep(), checkpoints={"grace_seconds": 1e-9}).fit(DATA, VAL)
+    assert caplog.text.count("before it is killed") == 1
+
+
+def test_a_forked_process_still_ends_when_it_is_asked_to():
+    requests = ControlRequests()
+    with SignalWatch(requests, ["SIGTERM"]):
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in the terminal: the parent decides
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert requests.signal is None
+
+
+def test_a_crash_saves_a_checkpoint_that_only_its_folder_names(tmp_path):
+    class Crash(hookline.Hook):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                trainer.save_checkpoint()
+
+    model_calls = 0
+
+    def step_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal model_calls
+        model_calls += 1
+        if model_calls == 5:
+            raise RuntimeError("a bug")
+        return model(batch[0]).square().mean()
+
+    trainer = make_trainer(
+        Crash(), runs=tmp_path, checkpoints={"on_crash": True}, step_fn=step_fn, max_epochs=2
+    )
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer.fit(DATA)
+    folder = trainer.run.path / "checkpoints"
+    assert (folder / "crash_000004" / "manifest.json").is_file()
+    assert hookline.checkpoint.find_checkpoint(trainer.run.path) == folder / "step_000002"
