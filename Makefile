@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 BENCH_INSTALLED := .venv-bench/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench docs serve-docs generate clean
+.PHONY: help install demo test soak lint bench docs serve-docs generate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,10 @@ demo: $(INSTALLED) ## train a small GPT with hooks, in half a minute
 
 test: $(INSTALLED) ## run the whole test suite, on all cores
 	$(BIN)/python -m pytest -n logical --maxprocesses 4
+
+soak: $(INSTALLED) ## kill and resume a training 200 times, then five times as many random cases
+	$(BIN)/python tests/kill_and_resume.py --kills 200
+	$(BIN)/python -m pytest -p soak -q tests
 
 lint: $(INSTALLED) ## style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -1,0 +1,375 @@
+"""Faults of the disk, the clock and other processes: no checkpoint and no record is lost."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killed_training import compare_ends, find_resumable, newest_run, train
+from namespaces import can_mount, enter_namespace, make_read_only, mount_small
+from warm_processes import WarmParent
+
+import hookline
+from hookline.checkpoint import load_checkpoint
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own (Linux)")
+
+
+class At(hookline.Hook):
+    """Calls a function once, in a step.
+
+    Args:
+        step: the step.
+        function: gets the trainer.
+    """
+
+    def __init__(self, step: int, function: Callable[[Any], Any]) -> None:
+        self._step, self._function = step, function
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        """Call it."""
+        if step == self._step:
+            self._function(trainer)
+
+
+def train_to_the_end(folder: str) -> None:
+    """Continue the run in a folder, or start one."""
+    train(Path(folder))
+
+
+def train_until(folder: str, step: str) -> None:
+    """Train, and die without any clean-up in a step."""
+    train(Path(folder), At(int(step), lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[WarmParent]:
+    with WarmParent() as parent:
+        yield parent
+
+
+@pytest.fixture(scope="module")
+def whole(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without faults."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = parent.start(train_to_the_end, folder, log=folder / "log.txt")
+    assert process.wait() == 0, process.output
+    return folder
+
+
+def finish(parent: WarmParent, folder: Path) -> str:
+    """Continue a run to its end; return what was printed."""
+    process = parent.start(train_to_the_end, folder, log=folder / "finished.txt")
+    assert process.wait() == 0, process.output
+    return process.output
+
+
+def check_checkpoints(folder: Path) -> int:
+    """Check that all checkpoints of a run are complete; return how many there are."""
+    checkpoints = [p for p in newest_run(folder).glob("checkpoints/[!.]*") if p.is_dir()]
+    for checkpoint in checkpoints:
+        load_checkpoint(checkpoint)
+    return len(checkpoints)
+
+
+# -- other processes -------------------------------------------------------------------------------
+
+
+def train_and_wait(folder: str) -> None:
+    """Train, and wait in step 12 for the file `go`."""
+
+    def wait(_: Any) -> None:
+        (Path(folder) / "waiting").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+
+    train(Path(folder), At(12, wait))
+
+
+def test_a_second_process_on_the_same_run_is_refused_and_the_first_goes_on(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    first = parent.start(train_and_wait, tmp_path, log=tmp_path / "log.txt")
+    while not (tmp_path / "waiting").exists():
+        time.sleep(0.01)
+    before = {path: path.read_bytes() for path in newest_run(tmp_path).glob("*.json*")}
+    second = parent.start(train_to_the_end, tmp_path, log=tmp_path / "second.txt")
+    code = second.wait()
+    after = {path: path.read_bytes() for path in newest_run(tmp_path).glob("*.json*")}
+    (tmp_path / "go").touch()
+    assert first.wait() == 0, first.output
+    assert code == 1, second.output
+    assert "RunError" in second.output
+    assert str(first.pid) in second.output
+    assert os.uname().nodename in second.output
+    assert after == before
+    assert compare_ends(whole, tmp_path) == []
+
+
+def test_a_run_whose_process_was_killed_is_free_at_once(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    first = parent.start(train_and_wait, tmp_path, log=tmp_path / "log.txt")
+    while not (tmp_path / "waiting").exists():
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)  # the workers of its loader live on for seconds
+    assert first.wait() == -signal.SIGKILL
+    started = time.monotonic()
+    finish(parent, tmp_path)
+    assert time.monotonic() - started < 50  # not until the lease is stale
+    assert compare_ends(whole, tmp_path) == []
+
+
+# -- the clock -------------------------------------------------------------------------------------
+
+
+def set_clock_back(seconds: float) -> None:
+    """Make the clock of this process wrong."""
+    real = time.time
+    time.time = lambda: real() - seconds
+
+    class Early(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return super().now(tz) - datetime.timedelta(seconds=seconds)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hookline") and getattr(module, "datetime", None) is datetime.datetime:
+            module.datetime = Early
+
+
+def train_with_late_clock(folder: str, step: str) -> None:
+    """Continue with a clock that is a day behind; die in a step."""
+    set_clock_back(86_400)
+    train(Path(folder), At(int(step), lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def test_a_clock_that_jumps_back_loses_no_record_and_no_checkpoint(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    first = parent.start(train_until, tmp_path, 13, log=tmp_path / "log.txt")
+    assert first.wait() == -signal.SIGKILL, first.output
+    second = parent.start(train_with_late_clock, tmp_path, 27, log=tmp_path / "log.txt")
+    assert second.wait() == -signal.SIGKILL, second.output
+    found = find_resumable(tmp_path / "runs")
+    assert found is not None
+    assert load_checkpoint(found).info["step"] == 26
+    finish(parent, tmp_path)
+    assert compare_ends(whole, tmp_path) == []
+
+
+# -- kills in the middle of file operations --------------------------------------------------------
+
+_CALLS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree")
+
+
+def train_and_die_at_call(folder: str, number: str, written: str) -> None:
+    """Die before the n-th call that creates, renames or removes something in `checkpoints`."""
+    calls: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _CALLS and "/checkpoints/" in str(arguments[0]):
+            calls.append(event)
+            if len(calls) == int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    train(Path(folder), max_steps=12)
+    Path(written).write_text(json.dumps(calls))
+
+
+@pytest.fixture(scope="module")
+def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The file operations of a training without faults."""
+    folder = tmp_path_factory.mktemp("calls")
+    arguments = (folder, 0, folder / "calls.json")
+    process = parent.start(train_and_die_at_call, *arguments, log=folder / "log.txt")
+    assert process.wait() == 0, process.output
+    return json.loads((folder / "calls.json").read_text())
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
+    parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
+) -> None:
+    number = round(share * len(calls))
+    arguments = (tmp_path, number, tmp_path / "calls.json")
+    process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    assert check_checkpoints(tmp_path) > 0
+    finish(parent, tmp_path)
+    assert check_checkpoints(tmp_path) > 0
+    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
+    assert compare_ends(whole, tmp_path) == []
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_kill_during_pruning_leaves_complete_checkpoints(
+    parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, call: int
+) -> None:
+    removals = [i + 1 for i, name in enumerate(calls) if name in ("os.remove", "shutil.rmtree")]
+    number = removals[len(removals) * (call + 1) // 4]
+    arguments = (tmp_path, number, tmp_path / "calls.json")
+    process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    assert check_checkpoints(tmp_path) > 0
+    finish(parent, tmp_path)
+    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
+    assert compare_ends(whole, tmp_path) == []
+
+
+def train_and_die_at_the_end(folder: str) -> None:
+    """Train, and die in `on_train_end`."""
+
+    class Die(hookline.Hook):
+        def on_train_end(self) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(Path(folder), Die())
+
+
+def test_a_kill_after_early_stopping_does_not_make_training_go_on(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    process = parent.start(train_and_die_at_the_end, tmp_path, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    finish(parent, tmp_path)
+    assert compare_ends(whole, tmp_path) == []
+
+
+# -- the disk --------------------------------------------------------------------------------------
+
+
+class Messages(logging.Handler):
+    """Prints what is logged, with its level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        print(f"{record.levelname}: {record.getMessage()}", flush=True)
+
+
+def train_on_full_disk(folder: str) -> None:
+    """Train on a file system that another file fills up, and keep what was left."""
+    logging.getLogger("hookline").addHandler(Messages())
+    enter_namespace()
+    small = Path(folder) / "small"
+    mount_small(small, "3m")
+
+    def fill(_: Any) -> None:
+        with (small / "fill").open("wb") as file:
+            free = shutil.disk_usage(small).free
+            file.write(b"0" * max(0, free - 40_000))
+
+    trainer = train(small, At(15, fill), At(31, lambda _: (small / "fill").unlink()))
+    print(f"ended {trainer.status} at {trainer.step}")
+    shutil.copytree(small, Path(folder) / "kept")
+
+
+@needs_mounts
+def test_training_goes_on_when_the_disk_is_full_and_saves_when_it_is_not_any_more(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    process = parent.start(train_on_full_disk, tmp_path, log=tmp_path / "log.txt")
+    assert process.wait() == 0, process.output
+    assert "ended stopped at 40" in process.output
+    lines = [line for line in process.output.splitlines() if line.startswith(("WARN", "ERR"))]
+    assert any("checkpoint" in line and "space" in line for line in lines), process.output
+    kept = tmp_path / "kept"
+    check_checkpoints(kept)
+    steps = {saved.step for saved in hookline.open_run(newest_run(kept)).checkpoints()}
+    assert 40 in steps
+    assert list(newest_run(kept).rglob(".tmp-*")) == []
+    differences = [line for line in compare_ends(whole, kept) if line.startswith("model/")]
+    assert differences == []
+
+
+def train_with_read_only_checkpoints(folder: str) -> None:
+    """Train; from step 15 on nothing can be written into `checkpoints`."""
+    logging.getLogger("hookline").addHandler(Messages())
+    enter_namespace()
+    trainer = train(Path(folder), At(15, lambda t: make_read_only(t.run.path / "checkpoints")))
+    print(f"ended {trainer.status} at {trainer.step}")
+
+
+@needs_mounts
+def test_training_goes_on_when_checkpoints_become_read_only(
+    parent: WarmParent, whole: Path, tmp_path: Path
+) -> None:
+    process = parent.start(train_with_read_only_checkpoints, tmp_path, log=tmp_path / "log.txt")
+    assert process.wait() == 0, process.output
+    assert "ended stopped at 40" in process.output
+    lines = [line for line in process.output.splitlines() if line.startswith(("WARN", "ERR"))]
+    assert any("checkpoint" in line and "ead-only" in line for line in lines), process.output
+    assert check_checkpoints(tmp_path) > 0
+    differences = [d for d in compare_ends(whole, tmp_path) if "/checkpoints/" not in d]
+    assert differences == []
+
+
+def train_and_remove_folder(folder: str) -> None:
+    """Train; the run's folder is removed while a checkpoint is written."""
+    logging.getLogger("hookline").addHandler(Messages())
+    names: set[str] = set()
+
+    def patch(real: Any) -> Any:
+        def sync(handle: int) -> None:
+            name = str(Path(f"/proc/self/fd/{handle}").readlink())
+            names.add(name.partition("/.tmp-")[2].partition("/")[0])
+            if "/checkpoints/.tmp-" in name and len(names) == 12:
+                shutil.rmtree(newest_run(Path(folder)), ignore_errors=True)
+                names.add("removed")
+            real(handle)
+
+        return sync
+
+    os.fsync, os.fdatasync = patch(os.fsync), patch(os.fdatasync)
+    lost: list[int] = []
+
+    class Lost(hookline.Hook):
+        def on_train_end(self, run: Any) -> None:
+            lost.append(run.lost)
+
+    trainer = train(Path(folder), Lost())
+    assert "removed" in names
+    print(f"ended {trainer.status} at {trainer.step}, lost {lost[0]}")
+
+
+def test_training_goes_on_when_the_run_is_removed_and_says_so(
+    parent: WarmParent, tmp_path: Path
+) -> None:
+    process = parent.start(train_and_remove_folder, tmp_path, log=tmp_path / "log.txt")
+    assert process.wait() == 0, process.output
+    assert "ended stopped at 40" in process.output
+    assert "lost 0" not in process.output
+    lines = [line for line in process.output.splitlines() if line.startswith(("WARN", "ERR"))]
+    assert any("checkpoint" in line for line in lines), process.output
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    parent: WarmParent, whole: Path, tmp_path: Path, damage: str
+) -> None:
+    first = parent.start(train_until, tmp_path, 21, log=tmp_path / "log.txt")
+    assert first.wait() == -signal.SIGKILL, first.output
+    newest = find_resumable(tmp_path / "runs")
+    assert newest is not None
+    file = newest / ("manifest.json" if damage == "manifest" else "model.safetensors")
+    data = bytearray(file.read_bytes())
+    if damage == "remove":
+        file.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data[:-3] if damage == "truncate" else data)
+    output = finish(parent, tmp_path)
+    assert file.name in output
+    assert newest.name in output
+    assert compare_ends(whole, tmp_path) == []
