@@ -109,7 +109,8 @@ def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
         process.send_signal(signal.SIGINT)
         printed, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors == "hookline: Interrupted.\n"
+    command = f"hookline train train.yaml --resume {path.name}"
+    assert errors == f"hookline: Interrupted. To resume: {command}\n"
     assert printed.splitlines()[-1] == f"run runs/{path.name}"
     assert hookline.open_run(path).status == "interrupted"
 
@@ -413,7 +414,9 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
     assert "hookline check train.yaml" in done.stdout
     assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
     assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
-    assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--resume", "--help", "--json", "--out"}
+    assert set(re.findall(r"--[a-z]+", done.stdout)) == {
+        *("--from", "--resume", "--help", "--json", "--out")
+    }
 
 
 def test_check_finds_a_hook_whose_metric_nothing_measures(project: Path) -> None:

@@ -563,6 +563,18 @@ def test_a_loop_that_does_not_look_ends_by_an_exception_where_asked_for(grace):
     assert hook.told == [("on_train_end", {"status": "stopped"})]
 
 
+def test_a_hook_may_set_should_stop():
+    class Sets(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.should_stop = step == 2
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Sets()]) as session:
+        for batch in session.batches(batches(5)):
+            train(model, optimizer, [batch])
+    assert (session.step, session.status) == (2, "stopped")
+
+
 def test_on_stop_takes_two_words():
     with pytest.raises(ValueError, match="warn"):
         hookline.attach(*make(), on_stop="explode")

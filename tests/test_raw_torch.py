@@ -387,6 +387,29 @@ def test_several_models_are_attached_together():
     assert not discriminator._forward_hooks
 
 
+def test_each_backward_before_the_first_step_of_several_optimizers_counts():
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, discriminator)]
+    hook = recorder(on_step_end=("loss",))
+    losses = []
+    with hookline.attach([generator, discriminator], optimizers, hooks=[hook]):
+        for x, y in batches(2):
+            optimizers[1].zero_grad()
+            fake = generator(x)
+            for loss in (-discriminator(y).mean(), discriminator(fake.detach()).mean()):
+                loss.backward()
+                losses.append(loss.item())
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            loss = -discriminator(fake).mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizers[0].step()
+    expected = [sum(losses[:3]) / 3, sum(losses[3:]) / 3]
+    assert [told[1]["loss"] for told in hook.told] == pytest.approx(expected)
+
+
 def test_something_else_than_models_is_an_error():
     model, optimizer = make()
     with pytest.raises(TypeError, match=r"takes torch\.nn\.Modules, not 'discriminator'"):

@@ -26,6 +26,7 @@ __all__ = [
     "find_checkpoint",
     "find_newest_checkpoint",
     "hash_manifest",
+    "is_checkpoint",
     "is_emergency",
     "read_manifest",
     "read_pointers",
@@ -211,7 +212,7 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     damage: dict[str, str] = {}
     # Names with a dot are unfinished. glob() of a folder that cannot be read returns nothing.
     for path in folder.glob("[!.]*"):
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             continue
         try:
             manifest = _parse_manifest(path)
@@ -228,7 +229,7 @@ def _age_key(path: Path, manifest: Manifest) -> tuple[int, str, str]:
     return manifest.get("number", 0), manifest["created"], path.name
 
 
-def _is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, complete or damaged, and not a run's folder."""
     if (path / "checkpoints").is_dir():
         return False
@@ -249,7 +250,8 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def _describe_others(path: Path) -> str:
-    names = [other.name for other in complete_checkpoints(path.parent) if other != path]
+    complete = scan_checkpoints(path.parent).complete
+    names = [p.name for p, found in complete.items() if p != path and not is_emergency(found)]
     if not names:
         return f" There is no other complete checkpoint in {path.parent}."
     newest = listed(reversed(names[-5:]))
@@ -303,7 +305,7 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
         )
     if path.is_file():
         path = _follow_pointer(path)
-    if _is_checkpoint(path):
+    if is_checkpoint(path):
         read_manifest(path, verify_files=verify)  # raises if the manifest is missing or damaged
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path

@@ -15,12 +15,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
+from hookline.cli.checkpoints_command import checkpoints_app
 from hookline.cli.command_base import (
     Command,
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
     new_group,
+    whole_number,
 )
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
@@ -40,6 +42,7 @@ add_training_commands(app)
 app.add_typer(hooks_app)
 app.command(cls=Command)(events)
 app.add_typer(runs_app)
+app.add_typer(checkpoints_app)
 
 
 def main() -> None:
@@ -116,26 +119,10 @@ def hookline(
         print(context.get_help())
 
 
-def _whole_number(least: int, most: int | None = None) -> dict[str, Any]:
-    """Return options of a number in a range, whose error names the value (typer's does not)."""
-    expected = f"a whole number of {least} or more" + ("" if most is None else f", up to {most}")
-
-    def parse(given: str) -> int:
-        try:
-            number = int(given)
-        except ValueError:
-            number = least - 1
-        if number < least or (most is not None and number > most):
-            raise typer.BadParameter(f"it is '{given}'; expected {expected}.")
-        return number
-
-    return {"parser": parse, "metavar": "INTEGER"}
-
-
 @app.command(cls=Command)
 def demo(
     steps: Annotated[
-        int, typer.Option(help="Number of training steps, 1 or more.", **_whole_number(1))
+        int, typer.Option(help="Number of training steps, 1 or more.", **whole_number(1))
     ] = 400,
     out: Annotated[Path, typer.Option(help="The folder to create the run's folder in.")] = Path(
         "runs"
@@ -144,7 +131,7 @@ def demo(
         int,
         typer.Option(
             help="Random seed; the same seed gives identical weights.",
-            **_whole_number(0, LARGEST_SEED),
+            **whole_number(0, LARGEST_SEED),
         ),
     ] = 0,
 ) -> None:

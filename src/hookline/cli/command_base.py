@@ -14,9 +14,23 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-__all__ = ["Command", "Json", "check_folder", "delay_interrupts", "exit_on_interrupt", "new_group"]
+__all__ = [
+    "Command",
+    "Json",
+    "RunsFolder",
+    "check_folder",
+    "check_runs_folder",
+    "delay_interrupts",
+    "exit_on_interrupt",
+    "new_group",
+    "whole_number",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RunsFolder = Annotated[
+    Path | None,
+    typer.Option("--runs", help="The folder of all runs; by default runs.", metavar="FOLDER"),
+]
 
 
 class Command(TyperCommand):
@@ -78,8 +92,8 @@ def exit_on_interrupt() -> Generator[None, None, None]:
     """Exit on Ctrl-C, which versions of typer handle differently."""
     try:
         yield
-    except KeyboardInterrupt:
-        print("hookline: Interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("hookline: Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -101,3 +115,27 @@ def check_folder(folder: Path, option: str) -> None:
         f"'{folder}' {problem}; expected a folder, or the name of a new one.",
         param_hint=f"'{option}'",
     )
+
+
+def check_runs_folder(folder: Path | None) -> None:
+    """Raise if the folder of all runs, as an option gives it, is a file."""
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(
+            f"'{folder}' is a file; expected the folder of all runs.", param_hint="'--runs'"
+        )
+
+
+def whole_number(least: int, most: int | None = None, metavar: str = "INTEGER") -> dict[str, Any]:
+    """Return options of a number in a range, whose error names the value (typer's does not)."""
+    expected = f"a whole number of {least} or more" + ("" if most is None else f", up to {most}")
+
+    def parse(given: str) -> int:
+        try:
+            number = int(given)
+        except ValueError:
+            number = least - 1
+        if number < least or (most is not None and number > most):
+            raise typer.BadParameter(f"it is '{given}'; expected {expected}.")
+        return number
+
+    return {"parser": parse, "metavar": metavar}

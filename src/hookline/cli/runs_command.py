@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import Command, Json, new_group
+from hookline.cli.command_base import (
+    Command,
+    Json,
+    RunsFolder,
+    check_runs_folder,
+    new_group,
+)
 from hookline.cli.text_output import print_json, show, terminal_width
 
 if TYPE_CHECKING:
@@ -28,10 +34,6 @@ _LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id starts wi
 
 runs_app = new_group("runs")
 
-Folder = Annotated[
-    Path | None,
-    typer.Option("--runs", help="The folder of all runs; by default runs.", metavar="FOLDER"),
-]
 RunId = Annotated[
     str,
     typer.Argument(
@@ -41,7 +43,7 @@ RunId = Annotated[
 
 
 @runs_app.callback(invoke_without_command=True)
-def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -> None:
+def runs(context: typer.Context, folder: RunsFolder = None, as_json: Json = False) -> None:
     """List runs, show one, or compare two.
 
     Without a command: a table of all runs, newest first. A commit with a **+** had uncommitted
@@ -49,7 +51,7 @@ def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -
 
     Example: **hookline runs --runs /tmp/runs**
     """
-    _check_folder(folder)
+    check_runs_folder(folder)
     context.obj = (folder, as_json)
     if context.invoked_subcommand is None:
         _list_runs(folder or Path("runs"), as_json)
@@ -57,7 +59,7 @@ def runs(context: typer.Context, folder: Folder = None, as_json: Json = False) -
 
 @runs_app.command("show", cls=Command)
 def show_run(
-    context: typer.Context, run: RunId, folder: Folder = None, as_json: Json = False
+    context: typer.Context, run: RunId, folder: RunsFolder = None, as_json: Json = False
 ) -> None:
     """Show one run: its configuration, metrics, checkpoints, and damaged files.
 
@@ -73,7 +75,7 @@ def show_run(
 
 @runs_app.command(cls=Command)
 def diff(
-    context: typer.Context, a: RunId, b: RunId, folder: Folder = None, as_json: Json = False
+    context: typer.Context, a: RunId, b: RunId, folder: RunsFolder = None, as_json: Json = False
 ) -> None:
     """Show what differs between two runs: configuration, code, hooks, versions, results.
 
@@ -93,16 +95,9 @@ def diff(
 
 def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tuple[Path, bool]:
     """Return the options, which may also be given before the command's name."""
-    _check_folder(folder)
+    check_runs_folder(folder)
     before: tuple[Path | None, bool] = context.obj
     return folder or before[0] or Path("runs"), as_json or before[1]
-
-
-def _check_folder(folder: Path | None) -> None:
-    if folder is not None and folder.exists() and not folder.is_dir():
-        raise typer.BadParameter(
-            f"'{folder}' is a file; expected the folder of all runs.", param_hint="'--runs'"
-        )
 
 
 def _open(folder: Path, *ids: str) -> list[OpenedRun]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,8 +82,19 @@ def train(
         typer.Option(
             help="Resume a run: its id, its folder, or a checkpoint's folder. Without a value: the "
             "newest unfinished run of this configuration, or a new run if there is none, as jobs "
-            "that may be preempted need it.",
+            "that may be preempted need it. If its newest checkpoint is damaged, the one before.",
             metavar="[RUN]",
+            show_default=False,
+        ),
+    ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start a new run from a checkpoint of another one, with changed settings: a run, "
+            "a run and a step (RUN@120), or a checkpoint's folder. With --resume: only if there is "
+            "no unfinished run that started there.",
+            metavar="RUN[@STEP]",
             show_default=False,
         ),
     ] = None,
@@ -95,25 +108,70 @@ def train(
 
     In a job that may be preempted: **hookline train train.yaml --resume**
 
+    More steps, with another learning rate, as a new run: **hookline train train.yaml --from
+    20261115-210655-3f9c7b@400 trainer.max_steps=800 optimizer.init_args.lr=1e-4**
+
     From a Python function: **hookline train train.py:make_trainer lr=0.1**
+
+    Exit codes: 0 if training ended, 1 after an error, 130 after Ctrl-C, and 128 plus the number of
+    the signal if the run was preempted: 143 after SIGTERM. After 130 and 143, **--resume**
+    continues the run.
     """
+    if start_from is not None and resume not in (None, _NEWEST):
+        raise typer.BadParameter(
+            "a run is given to --resume and to --from; give it to one of them.",
+            param_hint="'--from'",
+        )
     with exit_on_interrupt():
         training = _load(config, overrides)
-        start = None
         print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
-        if resume is not None:
-            from hookline.config_files.resuming import find_resume
-
-            start, message = find_resume(training, resume)
-            print(message, flush=True)
-        if start is None:
+        start = _find_start(training, resume, start_from)
+        if "resume_from" not in start:
             _check_runs(training)
         try:
-            training.fit(start)
-        except KeyboardInterrupt:
+            training.fit(**start)
+        except KeyboardInterrupt as interrupt:
             _print_run_folder(training)
+            if hint := _resume_hint(training, overrides):
+                interrupt.add_note(hint)
             raise
         _print_run_folder(training)
+        _exit_if_preempted(training, overrides)
+
+
+def _find_start(
+    training: Training, resume: str | None, start_from: str | None
+) -> dict[str, Path | None]:
+    """Return the argument of `fit` that says where to start, after a message about it."""
+    if resume is None and start_from is None:
+        return {}
+    from hookline.config_files.resuming import find_fork, find_resume
+
+    parent = None if start_from is None else find_fork(training, start_from)
+    if resume is not None:
+        start, message = find_resume(training, resume, parent)
+        print(message, flush=True)
+        if start is not None:
+            return {"resume_from": start}
+    return {} if parent is None else {"fork_from": parent}
+
+
+def _resume_hint(training: Training, overrides: list[str] | None) -> str:
+    from hookline.config_files.resuming import describe_resume_command
+
+    return describe_resume_command(training, overrides or [])
+
+
+def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
+    """Exit with 128 plus the number of the signal that preempted the run, as shells do."""
+    trainer = training.trainer
+    if trainer.status != "preempted":
+        return
+    name = getattr(trainer, "stop_signal", None) or "SIGTERM"
+    hint = _resume_hint(training, overrides)
+    message = f"hookline: Preempted by {name} after step {trainer.step}. {hint}"
+    print(message.rstrip(), file=sys.stderr)
+    raise typer.Exit(128 + signal.Signals[name])
 
 
 def _print_run_folder(training: Training) -> None:

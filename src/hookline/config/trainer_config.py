@@ -349,6 +349,11 @@ class TrainerConfig(Config):
     validate_every_steps: PositiveInt | None = None
     sanity: bool = Field(default=False, description="also validate before training")
     loaders: MixConfig = Field(default_factory=MixConfig)
+    fast_forward: bool = Field(
+        default=False,
+        description="when resuming within an epoch, load the batches before the checkpoint again "
+        "and drop them, also those of iterators; by default a DataLoader skips them",
+    )
     seed: int | None = None
     runs: Path | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"

@@ -59,10 +59,11 @@ class Training:
 
         return config_hash(self.config)
 
-    def fit(self, resume_from: Any = None) -> Trainer:
+    def fit(self, resume_from: Any = None, fork_from: Any = None) -> Trainer:
         """Train; return the trainer."""
+        start = {"resume_from": resume_from, "fork_from": fork_from}
         with importable(self.folder):  # for imports during training
-            return self.trainer.fit(self.loaders, self.val_loaders, resume_from=resume_from)
+            return self.trainer.fit(self.loaders, self.val_loaders, **start)
 
 
 def load_training(path: str | Path, *overrides: str) -> Training:

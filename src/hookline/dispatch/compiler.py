@@ -41,7 +41,14 @@ from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 from hookline.dispatch.value_forms import WantedValue
 
-__all__ = ["CallSignature", "Source", "make_signature", "make_source", "register_source"]
+__all__ = [
+    "DISPATCHER_FILE",
+    "CallSignature",
+    "Source",
+    "make_signature",
+    "make_source",
+    "register_source",
+]
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ def make_source(signatures: tuple[CallSignature, ...]) -> Source:
 
 
 _numbers = count(1)
+DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
 
 
 def register_source(source: Source, event: str, labels: Sequence[str], owner: object) -> CodeType:
@@ -117,7 +125,7 @@ def register_source(source: Source, event: str, labels: Sequence[str], owner: ob
     Tracebacks and debuggers then show the generated lines, each call with its hook's label. The
     entry is removed when the owner is garbage collected.
     """
-    filename = f"<hookline dispatcher {next(_numbers)}: {event}>"
+    filename = f"{DISPATCHER_FILE} {next(_numbers)}: {event}>"
     lines = list(source.lines)
     for i, hook in source.calls:
         lines[i] = f"{lines[i][:-1]}  # {labels[hook]}\n"

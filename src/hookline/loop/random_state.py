@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, Sampler
 
 _HOLDERS = ("dataset", "sampler", "batch_sampler")  # attributes of loaders and samplers
 
-__all__ = ["generators_of", "random_state", "restore_random_state", "seed_everything"]
+__all__ = [
+    "generator_state",
+    "generators_of",
+    "is_same_state",
+    "random_state",
+    "restore_random_state",
+    "seed_everything",
+    "set_generator_state",
+]
 
 
 def seed_everything(seed: int) -> None:
@@ -25,43 +35,106 @@ def seed_everything(seed: int) -> None:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of all global generators."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": generator_state(random),
+        "torch": torch.get_rng_state(),
+    }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = (kind, keys.tolist(), position, has_gauss, gauss)
+        state["numpy"] = generator_state(numpy.random)
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Restore the states that `random_state` returned."""
-    random.setstate(_tuples(state["python"]))
+    set_generator_state(random, state["python"])
     torch.set_rng_state(state["torch"].cpu())
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(tuple(state["numpy"]))
+        set_generator_state(numpy.random, state["numpy"])
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type].cpu(), device)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+def is_same_state(first: Any, second: Any) -> bool:
+    """Return whether two states that `random_state` returned are equal."""
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and is_same_state(
+            list(first.values()), list(second.values())
+        )
+    if isinstance(first, list):
+        return len(first) == len(second) and all(map(is_same_state, first, second))
+    return bool(first == second)
 
 
-def generators_of(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """Return the generators of loaders, their samplers and datasets, without the global ones."""
-    found: list[torch.Generator] = []
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of torch, Python or numpy, or of Python's or numpy's module.
+
+    Long states are returned as tensors, which are saved and loaded fast.
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if hasattr(generator, "getstate"):  # Python's
+        version, internal, gauss = generator.getstate()
+        return [version, torch.frombuffer(array("q", internal), dtype=torch.int64), gauss]
+    if hasattr(generator, "get_state"):  # numpy's module or RandomState
+        kind, keys, position, has_gauss, gauss = generator.get_state()
+        return [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss]
+    return generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Restore a state that `generator_state` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif hasattr(generator, "setstate"):
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal.tolist()), gauss))
+    elif hasattr(generator, "set_state"):
+        kind, keys, *rest = state
+        generator.set_state((kind, keys.numpy(), *rest))
+    else:
+        generator.bit_generator.state = state
+
+
+def generators_of(loaders: Iterable[Any]) -> list[Any]:
+    """Return the generators of loaders, their samplers and datasets, without the global ones.
+
+    Found are `torch.Generator`, `random.Random` and numpy's `Generator` and `RandomState`.
+    """
+    found: dict[int, Any] = {}
     for loader in loaders:
         _add_generators(loader, found, set())
-    return found
+    return list(found.values())
 
 
-def _add_generators(holder: Any, found: list[torch.Generator], seen: set[int]) -> None:
+def _add_generators(holder: Any, found: dict[int, Any], seen: set[int]) -> None:
     seen.add(id(holder))
     for name, value in getattr(holder, "__dict__", {}).items():
-        if isinstance(value, torch.Generator) and value not in found:
-            found.append(value)
-        elif name.lstrip("_") in _HOLDERS and id(value) not in seen:
-            _add_generators(value, found, seen)
+        if isinstance(value, _generator_types()):
+            found.setdefault(id(value), value)
+            continue
+        for inner in _inner_holders(name, value):
+            if id(inner) not in seen:
+                _add_generators(inner, found, seen)
+
+
+def _generator_types() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    own = (torch.Generator, random.Random)
+    return own if numpy is None else (*own, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _inner_holders(name: str, value: Any) -> Iterator[Any]:
+    if name.lstrip("_") in _HOLDERS or isinstance(value, Sampler | Dataset):
+        yield value
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], Sampler | Dataset):
+        yield from _items(value)
+
+
+def _items(values: Sequence[Any]) -> Iterator[Any]:
+    return (value for value in values if isinstance(value, Sampler | Dataset))

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=torch.nn.Module)
 
-__all__ = ["SavedCheckpoint", "describe_mismatches", "get_last_checkpoint", "read_checkpoints"]
+__all__ = [
+    "SavedCheckpoint",
+    "decode_metrics",
+    "describe_mismatches",
+    "get_last_checkpoint",
+    "read_checkpoints",
+]
 
 log = logging.getLogger("hookline")
 
@@ -121,13 +127,12 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
     checkpoints: list[SavedCheckpoint] = []
     for path, manifest in scan.complete.items():
         info = manifest["info"]
-        metrics = info.get("metrics") or {}
         checkpoints.append(
             SavedCheckpoint(
                 path=path,
                 step=info.get("step"),
                 epoch=info.get("epoch"),
-                metrics={name: _decode_number(value) for name, value in metrics.items()},
+                metrics=decode_metrics(info),
                 created=manifest["created"],
                 is_last=pointers.get("last") == path.name,
                 is_best=pointers.get("best") == path.name,
@@ -136,6 +141,12 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
             )
         )
     return checkpoints, [f"{folder.name}/{name}: {text}" for name, text in scan.damage.items()]
+
+
+def decode_metrics(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics in the `info` of a checkpoint's manifest."""
+    metrics = info.get("metrics") or {}
+    return {name: _decode_number(value) for name, value in metrics.items()}
 
 
 def _decode_number(value: Any) -> Any:

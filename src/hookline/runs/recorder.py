@@ -16,7 +16,7 @@ from hookline.runs.manifest import new_run_id
 from hookline.runs.run import Kind, Run
 from hookline.runs.training_description import describe_training
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "describe_loop"]
 
 log = logging.getLogger("hookline")
 
@@ -68,11 +68,7 @@ class Recorder:
             config_is_complete: The configuration itself describes all of that, as that of a config
                 file does: the configuration hash covers only the configuration.
         """
-        fields: dict[str, Any] = {
-            "config": mask_secrets(config),
-            "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
-            "training": None if loop is None else describe_training(loop),
-        }
+        fields = describe_loop(config, hooks, loop)
         covered = fields if loop is not None and not config_is_complete else fields["config"]
         hashed = config_hash(covered)
         fields |= {"config_hash": hashed, "seed": seed, "device": device}
@@ -169,6 +165,17 @@ class Recorder:
             self.run.event("end", status=status, reason=reason, hooks=summary.as_dict())
             self.run.close(status, error)
             self.run = None
+
+
+def describe_loop(
+    config: Mapping[str, Any], hooks: Sequence[HookInfo], loop: Any
+) -> dict[str, Any]:
+    """Return what a run's manifest has about a training loop, with secrets masked."""
+    return {
+        "config": mask_secrets(config),
+        "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
+        "training": None if loop is None else describe_training(loop),
+    }
 
 
 def _describe_hook(info: HookInfo) -> dict[str, Any]:

@@ -1,28 +1,35 @@
 """The position in the training data, saved and restored so that a resumed run is bit for bit equal.
 
-A loader decides its order when a pass over it begins (`iter(loader)` and the first batch), with
-random numbers from its own generator or from the global ones. Saved are therefore the states of the
-loaders' generators at the start of the epoch, and for each loader the global random states at the
-start of its current pass. To resume in the middle of an epoch, the batches that were trained on are
-loaded and dropped with these states, and training continues with those of the checkpoint.
-
-Persistent workers keep random states that cannot be read. Resuming in the middle of an epoch that
-reused them raises an error. At the end of an epoch the order of the data can be reproduced: their
-iterator is made before the random states are restored, because making it consumes random numbers.
+Saved are the number of batches that were trained on in this epoch, for each loader its current pass
+(`LoaderPasses`) and the lengths of its earlier passes in the epoch, and all random states. To
+resume in the middle of an epoch, first the loaders' passes are continued at their batches. Then the
+stream runs through the epoch up to the checkpoint with placeholders instead of batches, so that
+the order of the loaders, their shares and their numbers are those of the run, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.context import LazyFloat
-from hookline.errors import CheckpointError, TrainingError
-from hookline.loop.random_state import generators_of, random_state, restore_random_state
+from hookline.errors import CheckpointError, TrainingError, listed
+from hookline.loop.random_state import (
+    generator_state,
+    generators_of,
+    random_state,
+    restore_random_state,
+    set_generator_state,
+)
 from hookline.trainer.data_stream import Stream
+from hookline.trainer.loader_arguments import length_of
+from hookline.trainer.loader_passes import LoaderPasses, make_passes
 
 __all__ = ["DataPosition"]
 
@@ -30,46 +37,60 @@ log = logging.getLogger("hookline")
 
 
 class DataPosition:
-    """The epoch, the number of its loaded batches, and the random states to reload them."""
+    """The epoch, the number of its batches that were loaded, and the passes over its loaders.
 
-    def __init__(self) -> None:
+    Args:
+        fast_forward: when resuming within an epoch, load batches again and drop them instead of
+            skipping their indices; also those of iterators, which cannot be started again.
+
+    Attributes:
+        epoch: the epoch, from 0.
+        batches: how many batches of the epoch were loaded.
+        validated: the metrics of the epoch's last validation.
+        per_sample_seed: the run's seed, if each sample of a map-style dataset is loaded with random
+            numbers from this seed, the epoch and its index; otherwise None.
+    """
+
+    def __init__(self, *, fast_forward: bool = False) -> None:
         self.epoch = 0
-        self.batches = 0  # of the epoch, that were loaded
-        self.validated: dict[str, Any] = {}  # the metrics of the epoch's last validation
+        self.batches = 0
+        self.validated: dict[str, Any] = {}
+        self.per_sample_seed: int | None = None
+        self._fast_forward = fast_forward
         self._device = torch.device("cpu")
-        self._loaders: list[Any] = []
-        self._generators: list[torch.Generator] = []
-        self._epoch_start: dict[str, Any] | None = None
+        self._stream: Stream | None = None
+        self._passes: list[LoaderPasses] = []
+        self._ended: list[list[list[int]]] = []  # for each loader: length of passes, how many
+        self._generators: list[Any] = []
         self._saved: dict[str, Any] | None = None  # the checkpoint's state, until it is used
-        self._reloading = False
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch += 1
         self.batches = 0
-        self._epoch_start = None
+        self._ended = [[] for _ in self._passes]
+        for passes in self._passes:
+            passes.end()
 
     def remaining_batches(
         self, stream: Stream, device: torch.device
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
-        self._device, self._loaders = device, stream.loaders
+        self._device, self._stream = device, stream
+        self._check_per_sample_seed(stream)
+        seeded = self.per_sample_seed is not None
+        self._passes = [
+            make_passes(loader, name, seeds_samples=seeded)
+            for name, loader in zip(stream.names, stream.loaders, strict=True)
+        ]
         self._generators = generators_of(stream.loaders)
-        stream.on_pass_start = self._pass_starts
+        self._ended = [[] for _ in stream.loaders]
+        stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
         saved, self._saved = self._saved, None
-        if saved is not None and self._is_within_epoch(saved):
-            if not _reused_workers(saved, stream):
-                return self._reload(stream, saved)
-            self._restore(saved)  # all batches were trained on, or `check_resumable` has raised
-            return iter(())
-        if saved is not None:
-            self._restore(saved)
-        self.batches = 0
-        self._epoch_start = {
-            "generators": self._generator_states(),
-            "passes": [None] * len(self._loaders),
-        }
-        return stream.tuples()
+        if saved is None or not saved["loaders"]:
+            self.batches = 0
+            return stream.tuples()
+        return self._resume(stream, saved)
 
     def check_resumable(self, stream: Stream) -> None:
         """Raise if the run cannot be resumed exactly with these loaders."""
@@ -77,94 +98,193 @@ class DataPosition:
         if saved is None or not saved["loaders"]:
             return
         generators = len(generators_of(stream.loaders))
-        if len(saved["generators"]) != generators or len(stream.loaders) != saved["loaders"]:
+        if (len(saved["generators"]), len(saved["loaders"])) != (generators, len(stream.loaders)):
             raise CheckpointError(
-                f"The checkpoint was made with {saved['loaders']} train loaders with "
+                f"The checkpoint was made with {len(saved['loaders'])} train loaders with "
                 f"{len(saved['generators'])} generators of their own, this trainer has "
                 f"{len(stream.loaders)} loaders with {generators}. Resume with the loaders of the "
                 "run."
             )
-        for name, loader, had_workers in zip(
-            stream.names, stream.loaders, saved["workers"], strict=True
+        for name, loader, before in zip(
+            stream.names, stream.loaders, saved["loaders"], strict=True
         ):
-            if had_workers and not getattr(loader, "persistent_workers", False):
+            persistent = bool(getattr(loader, "persistent_workers", False))
+            if persistent != before["persistent_workers"]:
                 raise CheckpointError(
-                    f"The train loader '{name}' had persistent_workers=True when the checkpoint "
-                    "was made, and has not now; its order would differ. Resume with "
-                    "persistent_workers=True."
+                    f"The train loader '{name}' had persistent_workers={not persistent} when the "
+                    f"checkpoint was made, and has {persistent} now; its order would differ. "
+                    f"Resume with persistent_workers={not persistent}."
                 )
-        reused = _reused_workers(saved, stream) if self._is_within_epoch(saved) else []
-        if reused and self.batches != stream.length():
+            if before["pass"] is not None:
+                self._check_continuable(name, loader, before)
+
+    def _check_continuable(self, name: str, loader: Any, before: Mapping[str, Any]) -> None:
+        """Raise if the pass that the checkpoint was made in cannot be continued."""
+        samples = _number_of_samples(loader)
+        if samples != before["samples"]:
+            raise CheckpointError(
+                f"The dataset of the train loader '{name}' had {before['samples']} samples when "
+                f"the checkpoint was made in the middle of an epoch, and has {samples} now; its "
+                "order would differ. Resume with the data of the run, or from a checkpoint at the "
+                "end of an epoch."
+            )
+        if isinstance(loader, Iterator) and not self._fast_forward:
             raise CheckpointError(
                 f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, and "
-                f"the train loader '{reused[0]}' has persistent_workers=True: the random states of "
-                "its workers come from earlier epochs and were not saved, so the rest of the epoch "
-                "would differ. Resume from a checkpoint that was made at the end of an epoch, or "
-                "train with persistent_workers=False to resume anywhere."
+                f"the train loader '{name}' is an iterator ({type(loader).__name__}), whose "
+                "position cannot be restored. Use a DataLoader with a map-style dataset, or "
+                "torchdata's StatefulDataLoader. If this iterator starts with the first batch of "
+                "the epoch and gives the same batches as then, set fast_forward=True in the "
+                "TrainerConfig: the batches before the checkpoint are then loaded and dropped."
             )
 
-    def _reload(self, stream: Stream, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """Load and drop the batches that were trained on; return the rest."""
-        self._epoch_start = saved["epoch_start"]
-        self._set_generators(saved["epoch_start"]["generators"])
-        self._reloading = True
-        batches = stream.tuples()
-        for i in range(self.batches):
-            if next(batches, None) is None:
-                raise TrainingError(
-                    f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, "
-                    f"but the loaders have only {i}. Resume with the data of the run."
+    def _check_per_sample_seed(self, stream: Stream) -> None:
+        if self.per_sample_seed is None:
+            return
+        streamed = [
+            name
+            for name, loader in zip(stream.names, stream.loaders, strict=True)
+            if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+        ]
+        if streamed:
+            raise TrainingError(
+                f"per_sample_seed needs samples with an index, and the datasets of these train "
+                f"loaders are iterable-style: {listed(streamed)}. Use map-style datasets, or "
+                "train with per_sample_seed=False."
+            )
+
+    # -- the epoch --------------------------------------------------------------------------------
+
+    def _start_pass(self, idx: int) -> Iterator[Any]:
+        return self._passes[idx].start(self._seed_key(idx))
+
+    def _end_pass(self, idx: int, length: int) -> None:
+        self._passes[idx].end()
+        ended = self._ended[idx]
+        if ended and ended[-1][0] == length:
+            ended[-1][1] += 1
+        else:
+            ended.append([length, 1])
+
+    def _seed_key(self, idx: int) -> tuple[int, ...] | None:
+        """Return what the seeds of samples in the loader's next pass are made from."""
+        if self.per_sample_seed is None:
+            return None
+        passes = sum(times for _, times in self._ended[idx])
+        return (self.per_sample_seed, self.epoch, idx, passes)
+
+    # -- resuming ---------------------------------------------------------------------------------
+
+    def _resume(self, stream: Stream, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """Restore the loaders and the random states; return the batches after the checkpoint."""
+        loaders = saved["loaders"]
+        self._ended = [[list(pair) for pair in before["ended"]] for before in loaders]
+        _, counts = self._run_through(stream, lambda idx: repeat(None))
+        delivered = [counts[idx] - _batches_in(ended) for idx, ended in enumerate(self._ended)]
+        within = [idx for idx, before in enumerate(loaders) if before["pass"] is not None]
+        for idx, before in enumerate(loaders):
+            if idx in within:
+                self._passes[idx].prepare(
+                    before["pass"], delivered[idx], self._seed_key(idx), load=self._fast_forward
                 )
-        self._reloading = False
+            else:
+                self._passes[idx].restore_workers(before["has_workers"], before["worker_seed"])
+        self._restore_random_states(saved)
+        rest = {idx: self._passes[idx].resume() for idx in within}
+        batches, _ = self._run_through(
+            stream, lambda idx: chain(repeat(None, delivered[idx]), rest[idx])
+        )
         restore_random_state(saved["now"], self._device)
+        if stream.loads_ahead():  # which may have used the generators of datasets
+            self._restore_random_states(saved)
+        stream.started.update(
+            id(loader) for loader in stream.loaders if isinstance(loader, Iterator)
+        )
+        self._log_differences(loaders, delivered)
         return batches
 
-    def _pass_starts(self, idx: int) -> None:
-        """Keep the random states with which a pass over a loader begins, or restore them."""
-        if self._epoch_start is None:
-            return
-        passes = self._epoch_start["passes"]
-        if self._reloading and passes[idx] is not None:
-            # That of the loader's last pass. Earlier ones are dropped, whatever their order is.
-            restore_random_state(passes[idx]["random"], self._device)
-            return
-        reuses_workers = _has_persistent_workers(self._loaders[idx])
-        passes[idx] = {"random": random_state(self._device), "reuses_workers": reuses_workers}
+    def _run_through(
+        self, stream: Stream, continue_pass: Callable[[int], Iterator[Any]]
+    ) -> tuple[Iterator[Any], Counter[int]]:
+        """Run through the epoch up to the checkpoint, with placeholders instead of batches.
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the random states of a checkpoint that was made at the end of an epoch."""
-        self._epoch_start = saved["epoch_start"]
-        for loader, had_workers in zip(self._loaders, saved["workers"], strict=False):
-            if had_workers and not _has_persistent_workers(loader):
-                iter(loader)
-                log.warning(
-                    "The workers of a train loader with persistent_workers=True are started anew. "
-                    "Its order is that of the run, but random numbers that its dataset uses in "
-                    "the workers differ. Train with persistent_workers=False to resume exactly."
-                )
-        self._set_generators(saved["generators"])
+        Args:
+            stream: the stream.
+            continue_pass: returns the pass over a loader that was not over at the checkpoint.
+
+        Returns:
+            The rest of the epoch, and how many batches each loader gave until then.
+        """
+        lengths = [_lengths_of(ended) for ended in self._ended]
+
+        def start_pass(idx: int) -> Iterator[Any]:
+            length = next(lengths[idx], None)
+            return continue_pass(idx) if length is None else repeat(None, length)
+
+        stream.start_pass, stream.on_pass_end = start_pass, None
+        batches = stream.tuples()
+        counts = Counter(loader_idx for _, _, loader_idx, _ in islice(batches, self.batches))
+        stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
+        if counts.total() < self.batches:
+            raise TrainingError(
+                f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, "
+                f"but the loaders have only {counts.total()}. Resume with the data of the run."
+            )
+        return batches, counts
+
+    def _restore_random_states(self, saved: Mapping[str, Any]) -> None:
+        for generator, state in zip(self._generators, saved["generators"], strict=True):
+            set_generator_state(generator, state)
         restore_random_state(saved["now"], self._device)
 
-    def _is_within_epoch(self, saved: Mapping[str, Any]) -> bool:
-        return bool(self.batches and saved["epoch_start"])
-
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def _set_generators(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=False):
-            generator.set_state(state)
+    def _log_differences(
+        self, loaders: Sequence[Mapping[str, Any]], delivered: Sequence[int]
+    ) -> None:
+        """Warn about what may differ from an uninterrupted run."""
+        several = list(zip(self._passes, loaders, delivered, strict=True))
+        restarted = [
+            passes.name
+            for passes, before, n in several
+            if passes.workers
+            and (before["has_workers"] or (before["pass"] and n != length_of(passes.loader)))
+        ]
+        if restarted and self.per_sample_seed is None and not self._fast_forward:
+            log.warning(
+                "Random numbers that datasets draw in worker processes are not restored, only the "
+                "order of the samples is. This concerns the train loaders %s, if their samples "
+                "are random. fit(..., per_sample_seed=True) makes such samples exact.",
+                listed(restarted),
+            )
+        late = [passes.name for passes in self._passes if passes.draws_late]
+        if late:
+            log.warning(
+                "The train loaders %s use random numbers of the global generators in the middle of "
+                "a pass, which training uses too. What they load after resuming may differ from an "
+                "uninterrupted run. Give their samplers or datasets a torch.Generator.",
+                listed(late),
+            )
 
     def state_dict(self, device: torch.device) -> dict[str, Any]:
         """Return what a resumed run needs."""
+        if self._saved is not None:  # nothing was loaded since the checkpoint
+            return self._saved
+        ahead = self._stream is not None and self._stream.loads_ahead()
         return {
             "epoch": self.epoch,
             "batches": self.batches,
-            "epoch_start": self._epoch_start,
             "now": random_state(device),
-            "generators": self._generator_states(),
-            "loaders": len(self._loaders),
-            "workers": [_has_persistent_workers(loader) for loader in self._loaders],
+            "generators": [generator_state(generator) for generator in self._generators],
+            "loaders": [
+                {
+                    "pass": passes.state_dict(loads_ahead=ahead),
+                    "ended": [list(pair) for pair in ended],
+                    "persistent_workers": bool(getattr(passes.loader, "persistent_workers", False)),
+                    "has_workers": passes.has_workers,
+                    "worker_seed": passes.worker_seed(),
+                    "samples": _number_of_samples(passes.loader),
+                }
+                for passes, ended in zip(self._passes, self._ended, strict=True)
+            ],
             "validated": {
                 name: float(value)
                 for name, value in self.validated.items()
@@ -180,14 +300,15 @@ class DataPosition:
         restore_random_state(state["now"], device)
 
 
-def _reused_workers(saved: Mapping[str, Any], stream: Stream) -> list[str]:
-    """Return the loaders whose pass at the checkpoint used workers of an earlier pass."""
-    passes = zip(stream.names, saved["epoch_start"]["passes"], strict=True)
-    return [name for name, current in passes if current is not None and current["reuses_workers"]]
+def _lengths_of(ended: Sequence[Sequence[int]]) -> Iterator[int]:
+    return chain.from_iterable(repeat(length, times) for length, times in ended)
 
 
-def _has_persistent_workers(loader: Any) -> bool:
-    """Return whether a DataLoader has workers from an earlier pass that its next pass reuses."""
-    if not getattr(loader, "persistent_workers", False):
-        return False
-    return getattr(loader, "_iterator", None) is not None
+def _batches_in(ended: Sequence[Sequence[int]]) -> int:
+    return sum(length * times for length, times in ended)
+
+
+def _number_of_samples(loader: Any) -> int | None:
+    """Return the size of a map-style dataset in a DataLoader, None for other loaders."""
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    return None if dataset is None or isinstance(dataset, IterableDataset) else length_of(dataset)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Never
 
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import listed
@@ -95,8 +95,9 @@ class Stream:
         self.loaders = list(named.values())
         self._mixing = mixing or MixConfig()
         self._what = what
-        self.on_pass_start: Callable[[int], None] | None = None  # gets the loader's number
-        self._started: set[int] = set()  # iterators that cannot be started again, by id
+        self.start_pass: Callable[[int], Iterator[Any]] = lambda idx: iter(self.loaders[idx])
+        self.on_pass_end: Callable[[int, int], None] | None = None  # loader's number, batches
+        self.started: set[int] = set()  # iterators that cannot be started again, by id
         self._order = make_order(self._mixing, self.names)
         self._check()
 
@@ -184,34 +185,42 @@ class Stream:
     def _lengths(self) -> list[int | None]:
         return [length_of(loader) for loader in self.loaders]
 
+    def loads_ahead(self) -> bool:
+        """Return whether batches may be loaded before their turn."""
+        return self._order is not None and self.length() is None
+
     # One loader after the other; also a single loader, whatever the order.
 
     def _in_sequence(self) -> Iterator[_Tuple]:
-        wanted, numbers = self._mixing.length, [count() for _ in self.names]
+        wanted = self._mixing.length
         once = range(len(self.names))
         repeats = isinstance(wanted, int) and self._mixing.on_exhausted == "cycle"
-        order = cycle(once) if repeats else once
         # The hot path of a trainer: no Python code runs between two batches of a loader, and `zip`
         # reuses its tuple if there is no other reference to it.
-        batches = chain.from_iterable(
-            zip(self._one_pass(i), numbers[i], repeat(i), repeat(self.names[i])) for i in order
-        )
+        batches = chain.from_iterable(self._passes(cycle(once) if repeats else once))
         return islice(batches, wanted) if isinstance(wanted, int) else batches
+
+    def _passes(self, order: Iterable[int]) -> Iterator[Iterator[_Tuple]]:
+        loaded = [0] * len(self.names)
+        for i in order:
+            numbers = count(loaded[i])
+            yield zip(self._one_pass(i), numbers, repeat(i), repeat(self.names[i]))
+            before, loaded[i] = loaded[i], next(numbers)
+            if self.on_pass_end is not None:
+                self.on_pass_end(i, loaded[i] - before)
 
     def _one_pass(self, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
-        if id(loader) in self._started:
+        if id(loader) in self.started:
             raise TypeError(
                 f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}) that "
                 "is exhausted, and it is needed again, for another epoch or because it was too "
                 "short. " + _RESTARTABLE
             )
-        if self.on_pass_start is not None:
-            self.on_pass_start(idx)
-        iterator = iter(loader)
+        iterator = self.start_pass(idx)
         if iterator is loader:
-            self._started.add(id(loader))
+            self.started.add(id(loader))
         first = next(iterator, _END)
         if first is _END:
             raise self._no_batches(name)
@@ -268,6 +277,7 @@ class _LoaderEpoch:
         self._idx = idx
         self._name = stream.names[idx]
         self._count = 0
+        self._before = 0  # the count at the start of the pass
         self._pass: Iterator[Any] | None = None
         self._held: Any = _END
         self._is_ended = False
@@ -276,7 +286,8 @@ class _LoaderEpoch:
         """Return the next batch of this pass; None at its end."""
         batch, self._held = self._held, _END
         if self._pass is None:
-            self._pass = self._stream._one_pass(self._idx)
+            self._before = self._count
+            self._pass = chain(self._stream._one_pass(self._idx), self._end_pass())
         if batch is _END:
             batch = next(self._pass, _END)
         if batch is _END:
@@ -284,6 +295,12 @@ class _LoaderEpoch:
             return None
         self._count += 1
         return batch, self._count - 1, self._idx, self._name
+
+    def _end_pass(self) -> Iterator[Never]:
+        """Report the end of the pass; gives no batch."""
+        if self._stream.on_pass_end is not None:
+            self._stream.on_pass_end(self._idx, self._count - self._before)
+        yield from ()
 
     def load_cycling(self) -> _Tuple:
         """Return the next batch; after the last one, start again."""

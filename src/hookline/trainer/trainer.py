@@ -13,6 +13,7 @@ device, except where a setting says so.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Never
 
@@ -69,6 +70,7 @@ class Trainer(TrainerRun):
         resume_from: Any = None,
         fork_from: Any = None,
         per_sample_seed: bool = False,
+        strict: bool = True,
         **unknown: Never,
     ) -> Trainer:
         """Train.
@@ -87,12 +89,18 @@ class Trainer(TrainerRun):
             per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
                 run's seed, the epoch and the sample's index: a resumed run then has the same
                 augmentation also in workers.
+            strict: raise if the checkpoint to resume from does not fit, after listing all
+                differences; False loads what fits and lists the rest.
             unknown: any other argument raises an error that suggests the nearest one.
         """
         for name in unknown:
-            known = ("loaders", "val_loaders", "resume_from", "fork_from", "per_sample_seed")
-            hint = nearest(name, known)
+            hint = nearest(name, inspect.signature(Trainer.fit).parameters)
             raise TypeError(f"fit() has no argument '{name}'.{hint}")
+        if resume_from is not None and fork_from is not None:
+            raise TypeError(
+                "fit() got both resume_from, which continues a run, and fork_from, which starts a "
+                "new one. Give one of them."
+            )
         self.set_data(loaders, val_loaders)
         if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)
@@ -101,7 +109,7 @@ class Trainer(TrainerRun):
         self._requests = ControlRequests()
         with SignalWatch(self._requests, self.config.checkpoints.signals):
             try:
-                self._begin(resume_from, fork_from)
+                self._begin(resume_from, fork_from, strict=strict)
                 if self._sanity_due and self.val_data is not None:
                     self._validate_in_loop()
                 self._sanity_due = False

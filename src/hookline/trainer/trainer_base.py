@@ -84,7 +84,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         )
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
-        self._loss_computer = LossComputer(step_fn, loss_fn, self._announce)
+        self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
         self._count_tokens = count_tokens if tokens_fn == "auto" else tokens_fn
         self.hparams = checked_hparams(hparams)
         self.name = name
@@ -232,7 +232,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
 
-    def _announce(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
         if log.isEnabledFor(logging.INFO):
             log.info(text)

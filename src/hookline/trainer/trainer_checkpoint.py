@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.differences import (
+    describe_differences,
+    describe_hook_differences,
+    select_fitting,
+)
 from hookline.checkpoint.state_tree import Encoder, decode
-from hookline.errors import CheckpointError, TrainingError
-from hookline.runs.checkpoint_reader import describe_mismatches
+from hookline.errors import CheckpointError
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import mask_secrets, to_jsonable
+from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
+from hookline.runs.recorder import describe_loop
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
+from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer_base import TrainerBase
@@ -27,7 +35,10 @@ __all__ = [
     "load_trainer_checkpoint",
 ]
 
+log = logging.getLogger("hookline")
+
 _SHOWN = 5
+_COMPARED = ("hooks", "training")  # of a run's manifest, apart from the configuration
 
 
 def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
@@ -60,41 +71,63 @@ def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
 
     Args:
         trainer: the trainer.
-        resume_from: the folder or URL of a checkpoint or run, or "auto".
+        resume_from: the folder or URL of a checkpoint or run, or "auto" for the newest unfinished
+            run of the same training. If the newest checkpoint is damaged, an older one is used.
     """
-    given = os.fspath(resume_from)
+    given, runs = os.fspath(resume_from), trainer.config.runs
     if given == "auto":
-        raise NotImplementedError
+        if runs is None:
+            return None
+        here = describe_loop(
+            trainer.config.model_dump(mode="json"), trainer.hooks.describe(), trainer
+        )
+        found, message = find_unfinished_run(runs, lambda there: _is_same(there, here))
+        trainer.announce(message)
+        return found
     if "://" in given:
-        raise NotImplementedError
-    return find_checkpoint(Path(given))
+        from hookline.checkpoint.remote import fetch_checkpoint
+
+        into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
+        return fetch_checkpoint(given, into)
+    return find_checkpoint(Path(given), verify=True)
 
 
-def load_trainer_checkpoint(trainer: TrainerBase, found: Path) -> None:
-    """Restore a trainer from a checkpoint."""
+def _is_same(manifest: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return whether a run has this configuration, these hooks, and this model and data."""
+    config = manifest.get("config")
+    return (
+        isinstance(config, dict)
+        and comparable_config(config) == comparable_config(here["config"])
+        and all(canonical_json(manifest.get(n)) == canonical_json(here[n]) for n in _COMPARED)
+    )
+
+
+def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool = True) -> None:
+    """Restore a trainer from a checkpoint, after comparing all of it with the trainer.
+
+    Args:
+        trainer: the trainer; it is not changed if the checkpoint does not fit.
+        found: the checkpoint.
+        strict: raise if something does not fit, apart from hooks; otherwise load what fits.
+    """
     checkpoint = load_checkpoint(found)
-    for what in ("optimizers", "schedulers"):
-        saved, here = len(checkpoint.state[what]), len(getattr(trainer, what))
-        if saved != here:
-            raise TrainingError(
-                f"The checkpoint {found} has {saved} {what}, this trainer {here}. Resume with the "
-                "trainer of the run."
-            )
-    _load_weights(trainer, found, checkpoint.model)
-    trainer.load_state_dict(checkpoint.state)
-
-
-def _load_weights(trainer: TrainerBase, found: Path, weights: Mapping[str, Any]) -> None:
-    try:
-        trainer.strategy.load(trainer.model, weights)
-    except RuntimeError as error:
-        model = trainer.model
-        lines = describe_mismatches(weights, trainer.strategy.save(model)) or [str(error)]
+    model, state = trainer.strategy.save(trainer.model), trainer.state_dict()
+    lines = describe_differences(checkpoint, model=model, state=state)
+    hooks = describe_hook_differences(checkpoint.state["hooks"], state["hooks"])
+    if len(lines) > len(hooks):  # hooks may come and go: a warning names them
         lines += _other_settings(trainer, find_run_of_checkpoint(found))
-        raise CheckpointError(
-            f"The checkpoint {found} does not fit this {type(model).__name__}. Resume with the "
-            "model of the run, or start a new run.\n  " + "\n  ".join(lines)
-        ) from error
+        model_name = type(trainer.model).__name__
+        text = f"The checkpoint {found} does not fit this trainer and its {model_name}"
+        if strict:
+            raise CheckpointError(
+                f"{text}. Nothing was changed. Resume with the model and the optimizers of the "
+                "run, load what fits with fit(…, strict=False), or start a new run.\n  "
+                + "\n  ".join(lines)
+            )
+        log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
+        checkpoint = select_fitting(checkpoint, model=model, state=state)
+    trainer.strategy.load(trainer.model, checkpoint.model)
+    trainer.load_state_dict(checkpoint.state)
 
 
 def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:

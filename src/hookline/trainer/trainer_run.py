@@ -19,8 +19,10 @@ from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checkpoint_saving import CheckpointSaving
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.data_position import DataPosition
+from hookline.trainer.forking import describe_parent, load_fork
 from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import make_progress
+from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.trainer_base import Phase, TrainerBase
 from hookline.trainer.trainer_checkpoint import (
     collect_checkpoint,
@@ -44,7 +46,7 @@ class TrainerRun(TrainerBase):
     _saving: CheckpointSaving | None = None
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
 
-    def _begin(self, resume_from: Any, fork_from: Any = None) -> None:
+    def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
         self.strategy.check_processes()
         self._phase = Phase.STARTING
@@ -54,7 +56,7 @@ class TrainerRun(TrainerBase):
         context.evaluating = False
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
-        self._position = DataPosition()
+        self._position = DataPosition(fast_forward=config.fast_forward)
         self._run_position = self._stop_signal = None
         self._epoch_over = self._validation_due = False
         self._sanity_due = config.sanity
@@ -65,7 +67,8 @@ class TrainerRun(TrainerBase):
             seed_everything(config.seed)
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
-        restored, parent = self._restore(resume_from, fork_from)
+        self._progress = make_progress(config.progress)
+        restored, parent = self._restore(resume_from, fork_from, strict)
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
         self._start_run(restored, parent)
@@ -74,7 +77,6 @@ class TrainerRun(TrainerBase):
             getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT
             for name in self.hooks
         )
-        self._progress = make_progress(config.progress)
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
         )
@@ -90,21 +92,15 @@ class TrainerRun(TrainerBase):
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
 
-    def _restore(self, resume_from: Any, fork_from: Any) -> tuple[Path | None, Any]:
+    def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
-        if resume_from is not None and fork_from is not None:
-            raise TrainingError(
-                "fit() got both resume_from, which continues a run, and fork_from, which starts a "
-                "new one. Give one of them."
-            )
         if fork_from is not None:
-            from hookline.trainer.forking import load_fork
-
-            return load_fork(self, fork_from)
-        found = None if resume_from is None else find_start(self, resume_from)
-        if found is not None:
-            load_trainer_checkpoint(self, found)
-        return found, None
+            found = load_fork(self, fork_from)
+            return found, describe_parent(found)
+        start = None if resume_from is None else find_start(self, resume_from)
+        if start is not None:
+            load_trainer_checkpoint(self, start, strict=strict)
+        return start, None
 
     def _start_run(self, restored: Path | None, parent: Any) -> None:
         """Start a run, or continue the folder of a resumed one if it still exists."""
@@ -251,8 +247,6 @@ class TrainerRun(TrainerBase):
 
     def _requeue(self) -> None:
         if self.status == "preempted" and self.config.checkpoints.requeue:
-            from hookline.trainer.slurm import requeue_slurm_job
-
             requeue_slurm_job()
 
     # -- the end ----------------------------------------------------------------------------------

@@ -74,6 +74,9 @@ class RuntimeProfile(BuiltIn):
         # it, and the marks of its begin and end.
         self._called_at = 0.0
         self._forward: tuple[Mark, Mark | None] | None = None
+        # The same end, if the loop provides batches, but not `on_before_backward`.
+        self._forward_end: Mark | None = None
+        self._has_backward = False
         self._reset()
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
@@ -83,6 +86,7 @@ class RuntimeProfile(BuiltIn):
         self._reported = self._step = step
         self._tokens_before = tokens_seen
         self._has_batches, self._loader, self._forward = False, "train", None
+        self._has_backward, self._forward_end = False, None
         self._reset()
         self._resume()
 
@@ -105,12 +109,15 @@ class RuntimeProfile(BuiltIn):
             self._forward = self._clock.now(), None
 
     def on_after_forward(self) -> None:
-        """End the forward phase, if the loop does not provide batches."""
+        """End the forward phase, if the loop does not provide batches or the start of backward."""
         if self._forward is not None:
             self._forward = self._forward[0], self._clock.now()
+        elif self._has_batches and not self._has_backward:
+            self._forward_end = self._clock.now()
 
     def on_before_backward(self) -> None:
         """End the forward phase."""
+        self._has_backward, self._forward_end = True, None
         if self._has_batches:
             self._clock.lap(self._loader, "forward")
 
@@ -126,6 +133,9 @@ class RuntimeProfile(BuiltIn):
             self._idle_since = perf_counter()
         elif not self._has_batches:
             return  # the model was not called since the last backward
+        elif self._forward_end is not None:
+            self._clock.lap(self._loader, "forward", self._forward_end)
+            self._forward_end = None
         self._clock.lap(self._loader, "backward")
 
     def on_before_optimizer_step(self) -> None:

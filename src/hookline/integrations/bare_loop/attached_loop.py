@@ -113,9 +113,19 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
     @property
     def should_stop(self) -> bool:
-        """Whether `stop` was called. A loop that reads it is expected to end itself."""
+        """Whether `stop` was called; setting it is the same as calling it.
+
+        A loop that reads it is expected to end itself.
+        """
         self._has_read_stop |= self._is_stopping
         return self._is_stopping
+
+    @should_stop.setter
+    def should_stop(self, should_stop: bool) -> None:
+        if should_stop:
+            self.stop("trainer.should_stop was set")
+        else:
+            self._stop_reason = None
 
     @property
     def _is_stopping(self) -> bool:

@@ -88,8 +88,8 @@ class LossTracker:
         """Add the loss of the backward that runs.
 
         Args:
-            had_gradients: whether the first optimizer had gradients before this backward; None if
-                it has not changed them yet.
+            had_gradients: whether there were gradients before this backward; None if it has not
+                changed them yet.
         """
         if self._is_given:
             return
@@ -109,8 +109,12 @@ class LossTracker:
         self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled), had_gradients)
 
     def _has_gradients(self) -> bool:
-        groups = self._context.optimizer.param_groups
-        return any(p.grad is not None for group in groups for p in group["params"])
+        return any(
+            parameter.grad is not None
+            for optimizer in self._context.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
     def _add(self, seen: BackwardLoss, had_gradients: bool) -> None:
         # Gradients were dropped since the last backward, if there was one: it had no step.

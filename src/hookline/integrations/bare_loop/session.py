@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hookline.context import LazyFloat, Metrics
+from hookline.dispatch.compiler import DISPATCHER_FILE
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
-from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.means import Means
 
@@ -196,8 +199,8 @@ class Session(AttachedLoop):
         A number whose name has no slash is in the batch's `metrics`, and its mean in those of the
         epoch or the validation; a run has it for each step, too. What is logged after
         `optimizer.step()` belongs to the step that has just ended, but is not in its `metrics`: a
-        batch that completes a step ends there. A name with a slash, and every other kind than a
-        scalar, is written to the run only.
+        batch that completes a step ends there. A name with a slash, every other kind than a scalar,
+        and what a hook logs is written to the run only, under its name.
 
         Args:
             name: its name; at the end of an epoch `train/<name>`, of validation `val/<name>`.
@@ -205,7 +208,7 @@ class Session(AttachedLoop):
             kind: what the value is: a scalar, text, histogram or image.
         """
         context = self._context
-        if kind != "scalar" or "/" in name:
+        if kind != "scalar" or "/" in name or _is_in_event(context):
             self.begin()
             if self._recorder is not None:
                 self._recorder.value(context.step, context.known_epoch, name, value, kind)
@@ -243,6 +246,16 @@ class Session(AttachedLoop):
                 "been fired: the value counts for the epoch only. Log before the step.",
                 name,
             )
+
+
+def _is_in_event(context: BareLoopEventContext) -> bool:
+    """Return whether a hook of this session is being called on this thread."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(DISPATCHER_FILE):
+            return frame.f_locals.get("context") is context
+        frame = frame.f_back
+    return False
 
 
 def _is_number(value: object) -> bool:

@@ -155,7 +155,7 @@ class StepWatch:
     def _backward_begins(self, before: list[Versions] | None = None) -> None:
         """Read the loss; `before` has the gradients as they were, if backward has ended."""
         if self.losses.wanted:
-            self.losses.add_running(None if before is None else bool(before[0]))
+            self.losses.add_running(None if before is None else any(before))
         if self._ready:  # a step was skipped, or the optimizers have backwards of their own
             ready = self._ready - self._stepped.keys()
             self._stale = {

@@ -1,0 +1,155 @@
+"""Exporting the weights of a checkpoint to one file that other libraries load.
+
+Beside the file, `<file>.sha256` has its SHA-256 in the format of `sha256sum -c`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hookline.checkpoint.atomic_files import replace_file, write_atomic
+from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
+from hookline.errors import CheckpointError, listed
+from hookline.tensors.memory import unshared
+
+__all__ = ["ExportedWeights", "export_weights"]
+
+
+@dataclass(frozen=True)
+class ExportedWeights:
+    """An exported file.
+
+    Attributes:
+        path: The file.
+        sha256: Its SHA-256, in hexadecimal.
+        size: Its size in bytes.
+        tensors: How many tensors it contains.
+        tied: Names of tied weights that are not in the file, and the name of the tensor that is.
+        left_out: Names of values that are not tensors, which are not in the file.
+    """
+
+    path: Path
+    sha256: str
+    size: int
+    tensors: int
+    tied: dict[str, str]
+    left_out: list[str]
+
+
+def export_weights(
+    checkpoint: Path,
+    file: Path,
+    *,
+    file_format: Literal["safetensors", "torch"] = "safetensors",
+    averaged: bool = False,
+    replace: bool = False,
+) -> ExportedWeights:
+    """Write the weights of a checkpoint to a file, after verifying the checkpoint.
+
+    The file appears when it is complete. Names lose the prefixes that `torch.compile` and DDP add.
+    A safetensors file contains tied weights once, under their first name, as transformers writes
+    and expects them; a file of torch contains them under all their names, in the same memory.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        file: Where to write.
+        file_format: `safetensors`, which transformers and the library safetensors load; or `torch`,
+            which PyTorch loads with `weights_only=True`.
+        averaged: Write the average that the hook EMA has kept, instead of the training weights.
+        replace: Replace an existing file.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
+    """
+    checkpoint, file = Path(checkpoint), Path(file)
+    if not replace and os.path.lexists(file):
+        raise CheckpointError(f"{file} exists. Give another file, or allow that it is replaced.")
+    loaded = load_checkpoint(checkpoint)
+    values = _remove_prefixes(loaded.model)
+    weights = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    if averaged:
+        weights = _use_averages(weights, loaded)
+    tied = _find_tied(weights) if file_format == "safetensors" else {}
+    written = {name: value for name, value in weights.items() if name not in tied}
+    sums = file.with_name(f"{file.name}.sha256")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(file) as temporary:
+            if file_format == "torch":
+                torch.save(written, temporary)
+            else:
+                _write_safetensors(temporary, written, tied)
+            with temporary.open("rb") as stream:
+                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            size = temporary.stat().st_size
+            sums.unlink(missing_ok=True)  # that of an older file does not match the new one
+        write_atomic(sums, f"{sha256}  {file.name}\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} could not be written: {error}.") from error
+    left_out = [name for name in values if name not in weights]
+    return ExportedWeights(file, sha256, size, len(written), tied, left_out)
+
+
+def _write_safetensors(file: Path, weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    file.touch()
+    mode = file.stat().st_mode
+    values = unshared({name: value.contiguous() for name, value in weights.items()})
+    try:
+        save_file(values, file, metadata={"format": "pt", **tied})  # sets the mode to 0600
+    except KeyError as error:
+        raise CheckpointError(
+            f"A safetensors file cannot contain tensors of {error.args[0]}. Export with the format "
+            "'torch'."
+        ) from None
+    file.chmod(mode)
+
+
+def _find_tied(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return, for each weight that is the same tensor as an earlier one, the name of that one."""
+    first_names: dict[int, str] = {}
+    names = {name: first_names.setdefault(id(value), name) for name, value in weights.items()}
+    return {name: first for name, first in names.items() if name != first}
+
+
+def _use_averages(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return weights with the averages in their place, in the weights' dtypes."""
+    states = checkpoint.state.get("hooks", {})
+    found = {
+        name: state["averages"]
+        for name, state in states.items()
+        if isinstance(state, dict) and isinstance(state.get("averages"), dict)
+    }
+    if len(found) != 1:
+        reason = f"several hooks have one: {listed(found)}" if found else "no EMA hook has saved it"
+        raise CheckpointError(f"{checkpoint.path} has no average to export: {reason}.")
+    averages: dict[str, Tensor] = _remove_prefixes(next(iter(found.values())))
+    unknown = [name for name in averages if name not in weights]
+    if unknown:
+        raise CheckpointError(
+            f"The average in {checkpoint.path} does not match the weights, which lack "
+            f"{listed(unknown[:5])}."
+        )
+    changed = {
+        id(weights[name]): average.to(weights[name].dtype) for name, average in averages.items()
+    }
+    return {name: changed.get(id(value), value) for name, value in weights.items()}
+
+
+def _remove_prefixes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, without the prefixes of `torch.compile` and DDP."""
+    names = {name: name.replace("_orig_mod.", "") for name in values}
+    if all(name.startswith("module.") for name in names.values()):
+        names = {name: plain.removeprefix("module.") for name, plain in names.items()}
+    if len(set(names.values())) < len(names):
+        return dict(values)
+    return {names[name]: value for name, value in values.items()}

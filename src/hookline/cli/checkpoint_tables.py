@@ -1,0 +1,123 @@
+"""Checkpoints as tables for people."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookline.runs.checkpoint_reader import decode_metrics
+from hookline.runs.formatting import format_duration, format_number, format_table, format_time
+
+if TYPE_CHECKING:
+    from hookline.checkpoint.contents import CheckpointContents
+    from hookline.runs.checkpoint_reader import SavedCheckpoint
+
+__all__ = ["format_contents", "format_list", "format_pruning", "format_size"]
+
+
+def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
+    """Return checkpoints as a table, and what is wrong with damaged ones below it."""
+    headers = ("checkpoint", "step", "epoch", "size", "age", "status", "", "metrics")
+    rows = [
+        (
+            one.path.name,
+            format_number(one.step),
+            format_number(one.epoch),
+            format_size(one.size),
+            _format_age(one.created),
+            "complete",
+            _format_marks(one),
+            _format_metrics(one.metrics),
+        )
+        for one in complete
+    ]
+    rows += [(name, "", "", "", "", "damaged", "", "") for name in damage]
+    lines = [f"damaged: {name}{os.sep}{problem}" for name, problem in damage.items()]
+    return "\n\n".join([format_table(headers, rows), *(["\n".join(lines)] if lines else [])])
+
+
+def format_pruning(
+    complete: Sequence[SavedCheckpoint], reasons: Sequence[Sequence[str]], damage: Mapping[str, str]
+) -> str:
+    """Return checkpoints as a table that says why each one is kept."""
+    rows = [
+        (
+            *(one.path.name, format_number(one.step), format_size(one.size)),
+            ", ".join(kept) or "not needed",
+        )
+        for one, kept in zip(complete, reasons, strict=True)
+    ]
+    rows += [(name, "", "", f"damaged: {problem}") for name, problem in damage.items()]
+    return format_table(("checkpoint", "step", "size", "kept because"), rows)
+
+
+def format_contents(path: Path, contents: CheckpointContents) -> str:
+    """Return what a checkpoint contains: fields, files, sections of the state, weights."""
+    manifest, info = contents.manifest, contents.manifest["info"]
+    sizes = {name: file["size"] for name, file in manifest["files"].items()}
+    fields = {
+        "checkpoint": str(path),
+        "run": info.get("run_id"),
+        "step": info.get("step"),
+        "epoch": info.get("epoch"),
+        "metrics": _format_metrics(decode_metrics(info)),
+        "emergency": "saved after a crash" if info.get("emergency") else None,
+        "created": f"{format_time(manifest['created'])} UTC",
+        "number": manifest.get("number"),
+        "size": format_size(sum(sizes.values())),
+        "parameters": f"{contents.parameters:,}",
+    }
+    shown = [(name, str(value)) for name, value in fields.items() if value not in (None, "")]
+    width = max(len(name) for name, _ in shown)
+    files = [
+        (name, format_size(size), manifest["files"][name]["xxh3_64"])
+        for name, size in sizes.items()
+    ]
+    state = [
+        (
+            one.name,
+            str(one.tensors or ""),
+            format_size(one.size) if one.tensors else "",
+            one.summary,
+        )
+        for one in contents.state
+    ]
+    weights = [
+        (
+            *(one.name, one.dtype, str(tuple(one.shape))),
+            f"tied to {one.tied_to}" if one.tied_to else format_size(one.size),
+        )
+        for one in contents.weights
+    ]
+    blocks = ["\n".join(f"{name.ljust(width)}  {value}" for name, value in shown)]
+    blocks += [format_table(("file", "size", "xxh3_64"), files)]
+    blocks += [format_table(("state", "tensors", "size", "contents"), state)] * bool(state)
+    blocks += [format_table(("weights", "dtype", "shape", "size"), weights)] * bool(weights)
+    return "\n\n".join(blocks)
+
+
+def format_size(size: int) -> str:
+    """Return a number of bytes with its unit: `1.5 GB`."""
+    from rich.filesize import decimal
+
+    return decimal(size)
+
+
+def _format_age(created: str) -> str:
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(created)
+    except (ValueError, TypeError):
+        return "?"
+    return format_duration(max(0.0, age.total_seconds()))
+
+
+def _format_marks(one: SavedCheckpoint) -> str:
+    marks = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+    return " ".join(mark for mark, applies in marks.items() if applies)
+
+
+def _format_metrics(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())

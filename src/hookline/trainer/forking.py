@@ -1,0 +1,245 @@
+"""Forking: a new run that starts from a checkpoint of another run, with changed settings.
+
+Everything in the checkpoint is restored, as when a run is resumed. Where a setting differs from the
+one that the parent began with, the new one is used:
+
+| changed | in the fork |
+|---|---|
+| optimizers, schedulers | see `forked_optimizers` |
+| seed | the random states are those of the new seed |
+| training data, or how loaders are mixed | the epoch restarts, with a warning |
+| enabled or disabled hooks | as in the new settings |
+| all other fields of the configuration | they are those of the new trainer |
+
+Another model, or optimizers of another class, raise an error that lists all differences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.checkpoint_lookup import read_manifest
+from hookline.errors import CheckpointError
+from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
+from hookline.loop.random_state import random_state
+from hookline.runs.checkpoint_reader import describe_mismatches
+from hookline.runs.diff import diff_configs
+from hookline.runs.jsonable import mask_secrets, to_jsonable
+from hookline.runs.run_lookup import find_run_of_checkpoint
+from hookline.runs.run_reader import OpenedRun
+from hookline.runs.training_description import describe_training
+from hookline.trainer.data_position import DataPosition
+from hookline.trainer.forked_optimizers import (
+    apply_optimizer_settings,
+    describe_saved_optimizers,
+)
+
+if TYPE_CHECKING:
+    from hookline.trainer.trainer_base import TrainerBase
+
+__all__ = ["describe_parent", "load_fork"]
+
+log = logging.getLogger("hookline")
+
+_REPORTED_APART = ("optimizer", "scheduler", "data", "hooks")  # sections of a config file
+_WITHOUT_EFFECT = ("runs", "progress")
+
+
+def describe_parent(checkpoint: Path) -> dict[str, Any]:
+    """Return the run, the name and the step of a checkpoint, for the manifest of a fork."""
+    info = read_manifest(checkpoint)["info"]
+    return {
+        "run_id": info.get("run_id"),
+        "checkpoint": checkpoint.name,
+        "step": info.get("step"),
+    }
+
+
+def load_fork(trainer: TrainerBase, path: Any) -> Path:
+    """Restore a trainer from a checkpoint, apart from changed settings; return the checkpoint.
+
+    One message lists the settings that were changed: it is logged where INFO is, else printed.
+
+    Args:
+        trainer: A new trainer with its data.
+        path: A checkpoint, or a run for its newest one.
+
+    Raises:
+        CheckpointError: The model or an optimizer is another one, a changed setting cannot be
+            applied, or nothing is left to train. Nothing was restored then.
+    """
+    found = find_checkpoint(Path(path))
+    checkpoint = load_checkpoint(found)
+    folder = find_run_of_checkpoint(found)
+    manifest = {} if folder is None else OpenedRun(folder).manifest
+    fork = _Fork(trainer, checkpoint.state, manifest)
+    problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
+    if problems:
+        raise CheckpointError(
+            f"The checkpoint {found} cannot be continued with these settings:\n  "
+            + "\n  ".join(problems)
+        )
+    trainer.strategy.load(trainer.model, checkpoint.model)
+    trainer.load_state_dict(fork.state)
+    for name in trainer.hooks.list_hooks():
+        hook = trainer.hooks.get_hook(name)
+        if isinstance(hook, SavingHook):
+            hook._resumed = False  # the parent's checkpoints are not the fork's to remove
+    trainer.announce(fork.message(describe_parent(found)))
+    return found
+
+
+class _Fork:
+    """A checkpoint's state, into which changed settings are written before it is loaded."""
+
+    def __init__(
+        self, trainer: TrainerBase, state: dict[str, Any], manifest: Mapping[str, Any]
+    ) -> None:
+        self.state = state
+        self._trainer = trainer
+        self._manifest = manifest
+        self._now = describe_training(trainer)
+        first = (manifest.get("parts") or [{}])[0]  # it has what later parts have changed
+        before = first.get("training") or manifest.get("training")
+        self._before: Mapping[str, Any] = before or describe_saved_optimizers(state, self._now)
+        self._changes: list[str] = []
+
+    def find_differences(self, weights: Mapping[str, Any]) -> list[str]:
+        """Return why this trainer cannot continue the checkpoint, one line each."""
+        trainer, before, now = self._trainer, self._before, self._now
+        was, new = (_class_of(one.get("model", {})) for one in (before, now))
+        lines = [] if was in (new, None) else [f"the model is a {new}; the parent's is a {was}"]
+        lines += describe_mismatches(weights, trainer.strategy.save(trainer.model))
+        saved, here = self.state["optimizers"], trainer.optimizers
+        if len(saved) != len(here):
+            return [*lines, f"the checkpoint has {len(saved)} optimizers, this trainer {len(here)}"]
+        for i, (optimizer, own) in enumerate(zip(here, saved, strict=True)):
+            was, new = (_class_of(one["optimizers"][i]) for one in (before, now))
+            if was not in (new, None):
+                lines.append(f"optimizer {i} is a {new}; the parent's is a {was}")
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            sizes_before = [len(group["params"]) for group in own["param_groups"]]
+            if sizes != sizes_before:
+                lines.append(
+                    f"optimizer {i} has groups of {sizes} parameters; the parent's {sizes_before}"
+                )
+        return lines
+
+    def apply_settings(self) -> list[str]:
+        """Write what differs into the state; return what cannot be applied, one line each."""
+        trainer, state = self._trainer, self.state
+        config = to_jsonable(mask_secrets(trainer.config.model_dump(mode="json")))
+        differing = diff_configs(*_comparable(self._manifest.get("config"), config))
+        problems = self._find_end(state)
+        schedule = next((n for n in differing if n.endswith("scheduler_every")), None)
+        if schedule is not None and trainer.schedulers:
+            was, new = differing[schedule]
+            problems.append(
+                f"{schedule} is {new!r} instead of {was!r}: the position of the schedulers counts "
+                f"{was}s. Keep {schedule}={was}."
+            )
+        changes, impossible = apply_optimizer_settings(trainer, state, self._before, self._now)
+        self._changes += changes
+        self._changes += [
+            f"{name} is {new!r} instead of {was!r}"
+            for name, (was, new) in differing.items()
+            if name.partition(".")[0] not in _REPORTED_APART
+        ]
+        if any(name.rpartition(".")[2] == "seed" for name in differing):
+            state["position"]["now"] = random_state(trainer.device)  # `fit` has used the new seed
+        self._apply_data(differing)
+        self._apply_hooks()
+        return problems + impossible
+
+    def _find_end(self, state: Mapping[str, Any]) -> list[str]:
+        """Return a line if the checkpoint is at the end that the settings ask for."""
+        config, epochs = self._trainer.config, self._trainer.max_epochs
+        ends = [("max_steps", config.max_steps, state["step"], "step")]
+        ends.append(("max_epochs", epochs, state["position"]["epoch"], "epoch"))
+        return [
+            f"nothing is left to train: the checkpoint is at {unit} {reached} and {name} is {end}. "
+            f"Set a larger {name}"
+            for name, end, reached, unit in ends
+            if end is not None and reached >= end
+        ]
+
+    def _apply_data(self, differing: Mapping[str, list[Any]]) -> None:
+        """Restart the epoch if the data to train on is not the parent's."""
+        position = self.state["position"]
+        was, new = (one.get("loaders") for one in (self._before, self._now))
+        is_other = was is not None and was != new
+        for name in differing:
+            is_other |= name.startswith(("data.train", "trainer.loaders", "loaders"))
+        stream = self._trainer.train_data
+        loaders = 0 if stream is None else len(stream.loaders)
+        if not is_other and position["loaders"] in (0, loaders):
+            return
+        if position["batches"]:
+            log.warning(
+                "The data to train on is not that of the checkpoint, so the position after %d "
+                "batches of epoch %d cannot be used: the epoch starts again, with the new data.",
+                position["batches"],
+                position["epoch"],
+            )
+        self._changes.append(f"the data to train on, from the start of epoch {position['epoch']}")
+        new_position = DataPosition()
+        new_position.epoch = position["epoch"]
+        fresh = new_position.state_dict(self._trainer.device)
+        self.state["position"] = {**fresh, "now": position["now"]}
+
+    def _apply_hooks(self) -> None:
+        """Leave hooks enabled that the parent began without, and report options that differ."""
+        before = {hook["name"]: hook for hook in self._manifest.get("hooks") or ()}
+        for info in self._trainer.hooks.describe():
+            hook = before.get(info.name)
+            if hook is None:
+                continue
+            if info.enabled and not hook.get("enabled", True):
+                self.state["disabled"] = [n for n in self.state["disabled"] if n != info.name]
+            options = to_jsonable(mask_secrets(dict(info.options)))
+            pairs = {
+                "enabled": (hook.get("enabled"), info.enabled),
+                "schedule": (hook.get("schedule"), info.schedule),
+                **diff_configs(hook.get("options") or {}, options),
+            }
+            self._changes += [
+                f"hook {info.name}: {name} is {new!r} instead of {was!r}"
+                for name, (was, new) in pairs.items()
+                if was != new
+            ]
+
+    def message(self, parent: Mapping[str, Any]) -> str:
+        """Return what the fork starts from, and which settings are new."""
+        run = "" if parent["run_id"] is None else f" of the run {parent['run_id']}"
+        text = f"Starting from {parent['checkpoint']}{run}, after step {parent['step']}."
+        if not self._manifest:
+            text += (
+                " The run of the checkpoint is not there, so the new settings were compared with "
+                "the values in the checkpoint."
+            )
+        if not self._changes:
+            return f"{text} No setting was changed."
+        return f"{text} New settings:\n  " + "\n  ".join(self._changes)
+
+
+def _comparable(before: Any, now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two configurations with the fields that affect training and that both can have."""
+    if not isinstance(before, dict):
+        return {}, {}
+    pair = []
+    for config in (before, now):
+        fields = config.get("trainer", config)
+        trainer = {k: v for k, v in fields.items() if k not in _WITHOUT_EFFECT}
+        is_file = "trainer" in before and "trainer" in now
+        pair.append({**config, "trainer": trainer} if is_file else trainer)
+    return pair[0], pair[1]
+
+
+def _class_of(description: Mapping[str, Any]) -> str | None:
+    """Return the name of a class without its module, which differs if a file was moved."""
+    path = description.get("class")
+    return None if path is None else str(path).rpartition(".")[2]

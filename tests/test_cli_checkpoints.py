@@ -1,0 +1,555 @@
+"""`hookline checkpoints` as a user meets it: real processes, what they print and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from commands import ENVIRONMENT, HOOKLINE, run_command, run_hookline
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint.export import export_weights
+from hookline.checkpoint.pruning import KeepRules, choose_kept
+from hookline.cli.app import main
+from hookline.runs import Run
+from hookline.runs.checkpoint_reader import SavedCheckpoint
+
+
+def checkpoints(
+    *arguments: str | int | Path, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which saves the time of importing torch."""
+    out, err = io.StringIO(), io.StringIO()
+    words = ["hookline", "checkpoints", *map(str, arguments)]
+    with (
+        contextlib.chdir(cwd or Path.cwd()),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", words),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return subprocess.CompletedProcess(
+        words, int(ended.value.code or 0), out.getvalue(), err.getvalue()
+    )
+
+
+def printed(*arguments: str | int | Path, cwd: Path | None = None) -> str:
+    done = checkpoints(*arguments, cwd=cwd)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    return done.stdout
+
+
+def refused(*arguments: str | int | Path, code: int = 1, cwd: Path | None = None) -> str:
+    done = checkpoints(*arguments, cwd=cwd)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert len(done.stderr.splitlines()) == 1
+    return done.stderr
+
+
+class Tied(nn.Module):
+    """A model whose output layer has the weights of its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.inner = nn.Linear(3, 3).to(torch.bfloat16)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def averages(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.float() + 1 for name, value in model.named_parameters()}
+
+
+LOSSES = {100: 3.0, 200: 1.0, 300: float("nan"), 400: 2.0, 500: 2.5}
+
+
+class SavedRun:
+    """A run that ended, with five checkpoints and one that was saved after a crash."""
+
+    def __init__(self, folder: Path, status: str | None = "completed") -> None:
+        self.root = folder
+        self.run = Run.create(folder / "runs", config={}, seed=0, hooks=[])
+        self.folder = self.run.path / "checkpoints"
+        torch.manual_seed(0)
+        self.model = Tied()
+        for step, loss in LOSSES.items():
+            self.save(f"step_{step:06d}", step, metrics={"val/loss": loss})
+        self.save("crash", 550, emergency=True)
+        set_pointer(self.folder, "last", self.folder / "step_000500")
+        set_pointer(self.folder, "best", self.folder / "step_000200")
+        if status is not None:
+            self.run.close(status)
+
+    def save(self, name: str, step: int, **info: Any) -> Path:
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        state = {
+            "optimizers": [optimizer.state_dict()],
+            "hooks": {"ema": {"averages": averages(self.model), "updates": 3}},
+            "step": step,
+            "numbers": {1: (2, 3)},
+        }
+        info = {"step": step, "epoch": step // 200, "run_id": self.run.id, **info}
+        weights = self.model.state_dict()
+        return save_checkpoint(self.folder / name, model=weights, state=state, info=info)
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    return SavedRun(tmp_path_factory.mktemp("saved"))
+
+
+def copy_of(saved: SavedRun, folder: Path) -> Path:
+    """Return a copy of the run's folder, to be changed."""
+    return Path(shutil.copytree(saved.run.path, folder / saved.run.path.name))
+
+
+def flip_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+# -- list -----------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_the_oldest_first(saved: SavedRun) -> None:
+    done = run_hookline("checkpoints", "list", saved.run.id, cwd=saved.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    heads, *rows = done.stdout.splitlines()
+    assert heads.split() == ["checkpoint", "step", "epoch", "size", "age", "status", "metrics"]
+    found = [re.split(r"  +", row) for row in rows]
+    assert [row[0] for row in found] == [*(f"step_{step:06d}" for step in LOSSES), "crash"]
+    assert found[1][1:3] == ["200", "1"]
+    assert re.fullmatch(r"[\d.]+ kB", found[1][3])
+    assert re.fullmatch(r"[\d.]+ (s|min \d\d s)", found[1][4])
+    assert found[1][5:] == ["complete", "best", "val/loss 1"]
+    assert found[2][5:] == ["complete", "val/loss nan"]
+    assert found[4][5:] == ["complete", "last", "val/loss 2.5"]
+    assert found[5][5:] == ["complete", "emergency"]
+
+
+def test_a_run_is_found_by_id_parts_of_it_and_folders(saved: SavedRun) -> None:
+    ways: list[tuple[str | Path, ...]] = [
+        (saved.run.id[:-1],),
+        (saved.run.id[-6:],),
+        (saved.run.path,),
+        (saved.folder,),
+        (saved.folder / "step_000100",),
+        (saved.run.id, "--runs", saved.root / "runs"),
+    ]
+    for way in ways:
+        found = json.loads(printed("list", *way, "--json", cwd=saved.root))
+        assert [one["name"] for one in found] == [*(f"step_{s:06d}" for s in LOSSES), "crash"]
+    assert (found[1]["step"], found[1]["is_best"], found[1]["damage"]) == (200, True, None)
+    assert (found[2]["metrics"], found[5]["is_emergency"]) == ({"val/loss": "NaN"}, True)
+    assert found[1]["size"] == sum(
+        file.stat().st_size
+        for file in (saved.folder / "step_000200").iterdir()
+        if file.name != "manifest.json"
+    )
+
+
+def test_damaged_checkpoints_are_listed_with_the_file(saved: SavedRun, tmp_path: Path) -> None:
+    run = copy_of(saved, tmp_path)
+    os.truncate(run / "checkpoints" / "step_000300" / "model.safetensors", 10)
+    (run / "checkpoints" / "step_000400" / "manifest.json").unlink()
+    text = printed("list", run)
+    assert re.search(r"^step_000300 +damaged$", text, re.MULTILINE)
+    assert "damaged: step_000300/model.safetensors has 10 bytes instead of" in text
+    assert "damaged: step_000400/manifest.json is missing" in text
+    found = json.loads(printed("list", run, "--json"))
+    assert {one["name"] for one in found if one["damage"]} == {"step_000300", "step_000400"}
+
+
+def test_a_run_without_checkpoints_is_no_error(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    run.close()
+    assert "contains no checkpoints" in printed("list", run.path)
+    assert json.loads(printed("list", run.path, "--json")) == []
+    assert "contains no checkpoints" in refused("verify", run.path)
+
+
+# -- show -----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_shown_with_its_contents(saved: SavedRun) -> None:
+    text = printed("show", saved.run.id, cwd=saved.root)
+    assert re.search(r"^checkpoint +runs/.*/step_000500$", text, re.MULTILINE)  # not `crash`
+    for line in (
+        rf"run +{saved.run.id}",
+        r"metrics +val/loss 2\.5",
+        r"model\.safetensors +[\d.]+ (bytes|kB) +[0-9a-f]{16}",
+        r"optimizers +1 item",
+        r"hooks +3 +108 bytes +ema",
+        r"step +500",
+        r"numbers +1",
+        r"inner\.weight +bfloat16 +\(3, 3\) +18 bytes",
+        r"embedding\.weight +float32 +\(5, 3\) +60 bytes",
+        r"head\.weight +float32 +\(5, 3\) +tied to embedding\.weight",
+        r"parameters +27",
+    ):
+        assert re.search(f"^{line}$", text, re.MULTILINE), line
+
+
+def test_a_checkpoint_is_chosen_by_name_step_pointer_and_folder(saved: SavedRun) -> None:
+    for choice, step in (("best", 200), ("last", 500), ("300", 300), ("step_000400", 400)):
+        found = json.loads(printed("show", saved.run.path, "-c", choice, "--json"))
+        assert found["manifest"]["info"]["step"] == step
+    found = json.loads(printed("show", saved.folder / "crash", "--json"))
+    assert found["manifest"]["info"]["emergency"] is True
+    assert {one["name"]: one["shape"] for one in found["weights"]}["inner.bias"] == [3]
+    error = refused("show", saved.run.path, "--checkpoint", "step_000201")
+    assert "There is no checkpoint 'step_000201'" in error
+    assert "Did you mean 'step_000200'?" in error
+    assert "'crash'" in error
+
+
+def test_showing_a_damaged_checkpoint_names_the_file(saved: SavedRun, tmp_path: Path) -> None:
+    run = copy_of(saved, tmp_path)
+    for name in ("state.json", "model.safetensors"):
+        os.truncate(run / "checkpoints" / "step_000100" / name, 12)
+        assert f"step_000100/{name} cannot be read" in refused("show", run, "-c", "step_000100")
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def test_verifying_names_the_file_that_has_changed(saved: SavedRun, tmp_path: Path) -> None:
+    text = printed("verify", saved.run.id, cwd=saved.root)
+    assert "6 checkpoints verified, 0 damaged." in text
+    run = copy_of(saved, tmp_path)
+    flip_bit(run / "checkpoints" / "step_000200" / "state.safetensors")
+    (run / "checkpoints" / "step_000300" / "manifest.json").write_text("{}")
+    done = checkpoints("verify", run)
+    assert done.returncode == 1
+    assert re.search(r"step_000200 +state\.safetensors has changed", done.stdout)
+    assert re.search(r"step_000300 +manifest\.json is not the manifest", done.stdout)
+    assert re.search(r"step_000100 +ok", done.stdout)
+    assert "6 checkpoints verified, 2 damaged." in done.stdout
+    done = checkpoints("verify", run, "--json")
+    assert done.returncode == 1
+    damage = {one["name"]: one["damage"] for one in json.loads(done.stdout)}
+    assert [name for name, text in damage.items() if text] == ["step_000200", "step_000300"]
+    assert "1 checkpoint verified" in printed("verify", run, "-c", "last")
+
+
+def test_a_terminal_shows_the_progress_of_verifying(saved: SavedRun) -> None:
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*HOOKLINE, "checkpoints", "verify", str(saved.run.path)],
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env={**ENVIRONMENT, "TERM": "xterm-256color"},
+    )
+    out = process.communicate()[0].decode()
+    os.close(child)
+    assert process.returncode == 0
+    assert "Verifying" in os.read(parent, 65536).decode()
+    assert "\x1b" not in out
+    os.close(parent)
+
+
+# -- prune ----------------------------------------------------------------------------------------
+
+
+def one(step: int | None, **fields: Any) -> SavedCheckpoint:
+    return SavedCheckpoint(Path(str(step)), step, 0, fields.pop("metrics", {}), "", **fields)
+
+
+def test_rules_about_what_is_kept() -> None:
+    scores = [3.0, 1.0, float("nan"), 2.0, None, 2.0]
+    some = [one(10 * i, metrics={"x": score}) for i, score in enumerate(scores, 1)]
+
+    def kept(*found: SavedCheckpoint, **rules: Any) -> list[int | None]:
+        reasons = choose_kept(found, KeepRules(**rules))
+        return [c.step for c, why in zip(found, reasons, strict=True) if why]
+
+    assert kept(*some, last=2) == [50, 60]
+    assert kept(*some, every=20) == [20, 40, 60]
+    assert kept(*some, best=2, metric="x") == [20, 40, 60]  # of equal ones the earlier; the newest
+    assert kept(*some, best=1, metric="x", mode="max") == [10, 60]
+    assert kept(*some, best=9, metric="x") == [10, 20, 40, 60]  # NaN and None are not ranked
+    assert kept(*some, best=1, metric="x", every=30, last=1) == [20, 30, 60]
+    marked = [one(1, is_best=True), one(2, is_last=True), one(3), one(4), one(6, is_emergency=True)]
+    assert kept(*marked, last=1) == [1, 2, 4, 6]
+    assert kept(one(None), one(7), every=1) == [7]
+    assert kept(one(5, is_emergency=True), last=1) == [5]
+
+
+def test_pruning_shows_what_it_would_remove_and_removes_it_with_yes(
+    saved: SavedRun, tmp_path: Path
+) -> None:
+    run = copy_of(saved, tmp_path)
+    folder = run / "checkpoints"
+    (folder / "notes").mkdir()
+    before = sorted(path.name for path in folder.iterdir())
+    rules = ("--keep-last", 1, "--keep-every", 400)
+    text = printed("prune", run, *rules)
+    assert re.search(r"Would remove 2 of 6 checkpoints \([\d.]+ kB\)\. To remove them, add", text)
+    assert re.search(r"step_000100 .* not needed", text)
+    assert re.search(r"step_000400 .* every 400 steps", text)
+    assert re.search(r"crash .* emergency", text)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    would = json.loads(printed("prune", run, *rules, "--json"))
+    assert would["would_remove"] == ["step_000100", "step_000300"]
+    assert "Removed 2 of 6 checkpoints" in printed("prune", run, *rules, "--yes")
+    left = sorted(set(before) - {"step_000100", "step_000300"})
+    assert sorted(path.name for path in folder.iterdir()) == left
+    assert "Removed 0 of 4 checkpoints" in printed("prune", run, *rules, "--yes")
+    best = ("--keep-best", 1, "--metric", "eval/loss", "--mode", "max", "--yes", "--json")
+    assert json.loads(printed("prune", run, *best))["removed"] == ["step_000400"]
+
+
+def test_pruning_removes_nothing_of_anybody_else(saved: SavedRun, tmp_path: Path) -> None:
+    run = copy_of(saved, tmp_path)
+    (run / "checkpoints" / "step_000100" / "notes.txt").write_text("mine")
+    os.truncate(run / "checkpoints" / "step_000300" / "model.safetensors", 10)
+    (run / "checkpoints" / "step_000400" / "manifest.json").unlink()
+    done = run_hookline("checkpoints", "prune", run, "--keep-last", 1, "--yes")
+    assert done.returncode == 1
+    assert "also contains 'notes.txt'" in done.stderr
+    assert "Not removed: 'step_000100'." in done.stderr
+    assert (run / "checkpoints" / "step_000100" / "notes.txt").read_text() == "mine"
+    assert (run / "checkpoints" / "step_000300").is_dir()
+    assert (run / "checkpoints" / "step_000400").is_dir()
+
+
+def test_nothing_is_removed_when_the_newest_is_damaged(saved: SavedRun, tmp_path: Path) -> None:
+    run = copy_of(saved, tmp_path)
+    flip_bit(run / "checkpoints" / "step_000500" / "model.safetensors")
+    error = refused("prune", run, "--keep-last", 1, "--yes")
+    assert "step_000500/model.safetensors has changed" in error
+    assert "Nothing was removed" in error
+    assert (run / "checkpoints" / "step_000100").is_dir()
+
+
+def test_a_run_that_is_training_is_not_pruned(tmp_path: Path) -> None:
+    saved = SavedRun(tmp_path, status=None)  # this process is writing it
+    for given in (saved.run.path, saved.folder, saved.folder / "step_000100"):
+        error = refused("prune", given, "--keep-last", 1, "--yes")
+        assert f"The run {saved.run.id} is still training: process {os.getpid()} on " in error
+    assert "Would remove 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1)
+    assert len(saved.names()) == 6
+    saved.run.close()
+    assert "Removed 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1, "--yes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["at least one rule", "--keep-last"]),
+        (("--keep-best", "2"), ["--keep-best and --metric belong together"]),
+        (("--keep-last", "-1"), ["it is '-1'", "a whole number of 0 or more"]),
+        (("--keep-every", "0"), ["it is '0'", "a whole number of 1 or more"]),
+        (("--keep-last", "1", "--mode", "least"), ["least", "min", "max"]),
+    ],
+)
+def test_bad_rules_are_one_line_that_helps(
+    saved: SavedRun, arguments: tuple[str, ...], words: list[str]
+) -> None:
+    error = refused("prune", saved.run.path, *arguments, code=2)
+    for word in [*words, "See: hookline checkpoints prune --help"]:
+        assert word in error
+
+
+def test_an_unknown_metric_is_named_with_the_known_ones(saved: SavedRun) -> None:
+    error = refused("prune", saved.run.path, "--keep-best", 1, "--metric", "val/los")
+    assert "Did you mean 'val/loss'?" in error
+
+
+# -- export ---------------------------------------------------------------------------------------
+
+
+def test_an_exported_file_is_plain_safetensors_with_its_sum(
+    saved: SavedRun, tmp_path: Path
+) -> None:
+    file = tmp_path / "out" / "model.safetensors"
+    text = printed("export", saved.run.id, "-c", "best", "-o", file, cwd=saved.root)
+    assert re.search(r"^checkpoint +runs/.*/step_000200$", text, re.MULTILINE)
+    assert re.search(r"^tied +head\.weight is embedding\.weight$", text, re.MULTILINE)
+    sums = run_command("sha256sum", "-c", "model.safetensors.sha256", cwd=file.parent)
+    assert (sums.returncode, sums.stdout) == (0, "model.safetensors: OK\n")
+    assert sorted(path.name for path in file.parent.iterdir()) == [file.name, f"{file.name}.sha256"]
+    state = saved.model.state_dict()
+    loaded = load_file(file)
+    assert loaded.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(loaded[name], state[name]) for name in loaded)
+    assert loaded["inner.weight"].dtype is torch.bfloat16
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+    fresh = Tied()
+    assert load_model(fresh, file) == (set(), [])
+    assert torch.equal(fresh.head.weight, saved.model.head.weight)
+    assert file.stat().st_mode == (file.parent / f"{file.name}.sha256").stat().st_mode
+
+
+def test_an_exported_file_of_torch_loads_with_weights_only(saved: SavedRun, tmp_path: Path) -> None:
+    found = json.loads(
+        printed("export", saved.run.path, "--format", "torch", "--json", cwd=tmp_path)
+    )
+    assert (found["path"], found["tied"]) == ("step_000500.pt", {})
+    fresh = Tied()
+    fresh.load_state_dict(torch.load(tmp_path / "step_000500.pt", weights_only=True))
+    state = saved.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items())
+
+
+def test_a_file_is_replaced_only_when_asked(saved: SavedRun, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_text("mine")
+    for out in (file, tmp_path):  # into a folder, as model.safetensors
+        error = refused("export", saved.run.path, "-o", out, code=2)
+        assert f"'{file}' exists" in error
+        assert "--force" in error
+    assert file.read_text() == "mine"
+    with pytest.raises(CheckpointError, match="exists"):
+        export_weights(saved.folder / "step_000100", file)
+    printed("export", saved.run.path, "-o", tmp_path, "--force")
+    assert load_file(file)
+
+
+def test_the_average_is_exported_in_the_weights_dtypes(saved: SavedRun, tmp_path: Path) -> None:
+    done = export_weights(saved.folder / "step_000100", tmp_path / "ema", averaged=True)
+    loaded, expected = load_file(done.path), averages(saved.model)
+    assert loaded.keys() == expected.keys()
+    assert loaded["inner.weight"].dtype is torch.bfloat16
+    assert torch.equal(loaded["embedding.weight"], expected["embedding.weight"])
+    plain = save_checkpoint(tmp_path / "plain", model={"w": torch.ones(2)}, state={}, info={})
+    with pytest.raises(CheckpointError, match="no EMA hook has saved it"):
+        export_weights(plain, tmp_path / "x", averaged=True)
+    state = {"hooks": {"ema": {"averages": {"v": torch.ones(2)}}}}
+    other = save_checkpoint(tmp_path / "other", model={"w": torch.ones(2)}, state=state, info={})
+    with pytest.raises(CheckpointError, match="lack 'v'"):
+        export_weights(other, tmp_path / "x", averaged=True)
+
+
+def test_names_of_wrapped_models_are_exported_without_the_prefix(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    weights = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    path = save_checkpoint(tmp_path / "a", model=weights, state={}, info={})
+    assert load_file(export_weights(path, tmp_path / "x").path).keys() == {"0.weight", "0.bias"}
+    mixed = {"module.w": torch.ones(2), "head.w": torch.ones(2)}
+    path = save_checkpoint(tmp_path / "b", model=mixed, state={}, info={})
+    assert load_file(export_weights(path, tmp_path / "y").path).keys() == mixed.keys()
+
+
+def test_what_a_file_cannot_contain_is_said(tmp_path: Path) -> None:
+    weights: dict[str, Any] = {"w": torch.ones(2), "layer._extra_state": {"scale": 2}}
+    path = save_checkpoint(tmp_path / "a", model=weights, state={}, info={})
+    assert export_weights(path, tmp_path / "x").left_out == ["layer._extra_state"]
+    weights = {"w": torch.ones(2, dtype=torch.complex128)}
+    path = save_checkpoint(tmp_path / "b", model=weights, state={}, info={})
+    with pytest.raises(CheckpointError, match=r"torch\.complex128.*'torch'"):
+        export_weights(path, tmp_path / "y")
+    assert not (tmp_path / "y").exists()
+    export_weights(path, tmp_path / "y", file_format="torch")
+    assert torch.load(tmp_path / "y", weights_only=True)["w"].dtype is torch.complex128
+
+
+def test_a_failed_export_leaves_nothing(saved: SavedRun, tmp_path: Path) -> None:
+    run = copy_of(saved, tmp_path)
+    flip_bit(run / "checkpoints" / "step_000500" / "model.safetensors")
+    done = run_hookline("checkpoints", "export", run, "-o", tmp_path / "x.safetensors")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    error = done.stderr
+    assert "model.safetensors has changed since it was written" in error
+    assert "'step_000400'" in error
+    (tmp_path / "file").write_text("")
+    assert "could not be written" in refused(
+        "export", run, "-c", 100, "-o", tmp_path / "file" / "x"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([run.name, "file"])
+
+
+def test_transformers_loads_an_exported_model_with_tied_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    model = transformers.GPT2LMHeadModel(config)
+    path = save_checkpoint(tmp_path / "a", model=model.state_dict(), state={}, info={})
+    export_weights(path, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+# -- the command itself ---------------------------------------------------------------------------
+
+
+def test_only_exporting_imports_torch(saved: SavedRun) -> None:
+    run = str(saved.run.path)
+    commands = [
+        [],
+        ["--help"],
+        *([name, "--help"] for name in ("list", "show", "verify", "prune", "export")),
+        ["list", run],
+        ["show", run],
+        ["verify", run],
+        ["prune", run, "--keep-last", "1"],
+    ]
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        f"for words in {commands!r}:\n"
+        "    sys.argv = ['hookline', 'checkpoints', *words]\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = run_command(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Example: ") == 7
+    assert "hookline checkpoints export 20261115-21 -c best -o model.safetensors" in done.stdout
+
+
+def test_an_unknown_run_is_one_line(saved: SavedRun) -> None:
+    assert "There is no run 'zzz' in runs." in refused("list", "zzz", cwd=saved.root)
+    assert "Missing argument 'RUN'" in refused("show", code=2)
+    assert "is a file" in refused("list", "x", "--runs", saved.folder / "last", code=2)
+
+
+KILLED = """
+import os, signal, sys
+import hookline.checkpoint.atomic_files as atomic_files
+remove = atomic_files._remove_folder
+def kill(*given):
+    os.kill(os.getpid(), signal.SIGKILL)
+atomic_files._remove_folder = kill
+from hookline.cli.app import main
+sys.argv = ["hookline", "checkpoints", "prune", sys.argv[1], "--keep-last", "1", "--yes"]
+main()
+"""
+
+
+def test_a_kill_during_pruning_leaves_complete_checkpoints_only(
+    saved: SavedRun, tmp_path: Path
+) -> None:
+    run = copy_of(saved, tmp_path)
+    done = run_command(sys.executable, "-c", KILLED, run)
+    assert done.returncode == -signal.SIGKILL
+    assert "5 checkpoints verified, 0 damaged." in printed("verify", run)
+    save_checkpoint(run / "checkpoints" / "next", model={}, state={}, info={"step": 600})
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    assert load_checkpoint(run / "checkpoints" / "step_000500").info["step"] == 500

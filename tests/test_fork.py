@@ -1,0 +1,345 @@
+"""Forks: a new run from a checkpoint of another one, with changed settings."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import Net, batches, same, weights
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline import CheckpointError, Trainer, TrainerConfig
+from hookline.trainer.slurm import requeue_slurm_job
+
+
+class Saves(hookline.Hook):
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if step in self.steps:
+            trainer.save_checkpoint()
+
+
+def shuffled(size: int = 24, batch_size: int = 4) -> DataLoader[Any]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :4]), batch_size=batch_size, shuffle=True)
+
+
+def make(
+    tmp_path: Path,
+    *hooks: hookline.Hook,
+    scheduler: Any = None,
+    model: type[nn.Module] = Net,
+    optimizer: Any = torch.optim.AdamW,
+    lr: float = 0.01,
+    options: Any = None,
+    **fields: Any,
+) -> Trainer:
+    torch.manual_seed(0)
+    net = model()
+    own = optimizer(net.parameters(), lr=lr, **(options or {}))
+    schedulers = None if scheduler is None else scheduler(own)
+    fields = {"max_epochs": 2, "seed": 3, "runs": tmp_path / "runs", "progress": "off"} | fields
+    config = TrainerConfig(**{n: v for n, v in fields.items() if v != "unset"})
+    return Trainer(config, net, own, schedulers, hooks=hooks)
+
+
+def lr_of(trainer: Trainer) -> float:
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("at", [4, 6, 12], ids=["mid-epoch", "end of epoch", "end of training"])
+def test_more_epochs_for_a_run_are_those_of_a_longer_run(tmp_path: Path, at: int) -> None:
+    cosine = lambda optimizer: CosineAnnealingLR(optimizer, 30)  # noqa: E731
+    whole = make(tmp_path, Saves(4), scheduler=cosine, max_epochs=4).fit(shuffled())
+    short = make(tmp_path, Saves(at), scheduler=cosine).fit(shuffled())
+    fork = make(tmp_path, Saves(at), scheduler=cosine, max_epochs=4)
+    fork.fit(shuffled(), fork_from=short.run.path)
+
+    assert same(weights(whole.model), weights(fork.model))
+    assert fork.step == 24
+    assert fork.run.id != short.run.id
+    assert fork.run.manifest["parent"] == {
+        "run_id": short.run.id,
+        "checkpoint": f"step_{at:06d}",
+        "step": at,
+    }
+    steps = hookline.open_run(fork.run.path).metrics("train/loss")
+    assert [row["step"] for row in steps] == list(range(at + 1, 25))
+    assert hookline.open_run(short.run.path).overview()["steps"] == 12
+
+
+def test_changed_hyperparameters_win_and_all_else_is_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = make(tmp_path, Saves(4), options={"betas": (0.9, 0.99)}).fit(shuffled())
+    state = parent.optimizers[0].state_dict()["state"][0]
+    seen: dict[str, Any] = {}
+
+    class Look(hookline.Hook):
+        def on_checkpoint_load(self, trainer: Any, optimizer: Any) -> None:
+            seen.update(optimizer.param_groups[0], step=trainer.step)
+            seen["moment"] = optimizer.state_dict()["state"][0]["step"].item()
+
+    caplog.set_level(logging.INFO, "hookline")
+    fork = make(tmp_path, Look(), lr=0.5, options={"weight_decay": 0.3, "betas": (0.9, 0.99)})
+    fork.fit(shuffled(), fork_from=parent.run.path)
+    assert (seen["lr"], seen["weight_decay"], seen["betas"]) == (0.5, 0.3, (0.9, 0.99))
+    assert (seen["step"], seen["moment"]) == (4, 4)
+    assert state["step"].item() == 12
+    (message,) = [r.getMessage() for r in caplog.records if "New settings" in r.getMessage()]
+    assert message.splitlines()[1:] == [
+        "  optimizer 0 (AdamW), group 0: lr is 0.5 instead of 0.01",
+        "  optimizer 0 (AdamW), group 0: weight_decay is 0.3 instead of 0.01",
+    ]
+
+
+def test_a_learning_rate_that_a_hook_has_set_stays_if_the_setting_is_the_same(
+    tmp_path: Path,
+) -> None:
+    class Halve(hookline.Hook):
+        def on_step_end(self, optimizer: Any, step: int) -> None:
+            if step == 2:
+                optimizer.param_groups[0]["lr"] /= 2
+
+    parent = make(tmp_path, Halve(), Saves(4)).fit(shuffled())
+    fork = make(tmp_path).fit(shuffled(), fork_from=parent.run.path)
+    assert lr_of(fork) == 0.005
+
+
+SCHEDULES: dict[str, Any] = {
+    "step": lambda o: StepLR(o, 2, 0.5),
+    "cosine": lambda o: CosineAnnealingLR(o, 12),
+    "sequential": lambda o: SequentialLR(o, [LinearLR(o, 0.1, 1.0, 3), ExponentialLR(o, 0.9)], [3]),
+    "one cycle": lambda o: OneCycleLR(o, 0.1, 24),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_changed_lr_is_scheduled_as_if_it_had_been_so_from_the_start(
+    tmp_path: Path, name: str
+) -> None:
+    scheduler = SCHEDULES[name]
+    fields = {"scheduler_every": "step"}
+    parent = make(tmp_path, Saves(7), scheduler=scheduler, **fields).fit(shuffled())
+    fork = make(tmp_path, scheduler=scheduler, lr=0.04, **fields)
+    fork.fit(shuffled(), fork_from=parent.run.path)
+    other = make(tmp_path, scheduler=scheduler, lr=0.04, **fields).fit(shuffled())
+    assert lr_of(fork) == lr_of(other)
+    assert fork.schedulers[0].get_last_lr() == other.schedulers[0].get_last_lr()
+
+
+def test_a_longer_schedule_goes_on_after_the_end_of_the_shorter_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"scheduler_every": "step", "max_epochs": "unset"}
+    short = make(
+        tmp_path, Saves(6), scheduler=lambda o: CosineAnnealingLR(o, 6), max_steps=6, **fields
+    ).fit(shuffled())
+    assert lr_of(short) == 0
+    caplog.set_level(logging.INFO, "hookline")
+    longer = {"scheduler": lambda o: CosineAnnealingLR(o, 12), **fields}
+    fork = make(tmp_path, **longer, max_steps=9).fit(shuffled(), fork_from=short.run.path)
+    other = make(tmp_path, **longer, max_steps=9).fit(shuffled())
+    assert lr_of(fork) == lr_of(other) > 0
+    assert "CosineAnnealingLR: T_max is 12 instead of 6" in caplog.text
+    assert "the schedule is at lr 0.005 instead of 0" in caplog.text
+    assert "max_steps is 9 instead of 6" in caplog.text
+
+
+def test_plateau_scales_what_it_has_reached_and_takes_new_arguments(tmp_path: Path) -> None:
+    def plateau(patience: int) -> Any:
+        return lambda o: ReduceLROnPlateau(o, patience=patience, factor=0.5, threshold=10.0)
+
+    parent = make(tmp_path, scheduler=plateau(0), max_epochs=3)
+    parent.add_checkpointing()
+    parent.fit(shuffled(), batches(2))
+    assert lr_of(parent) < 0.01
+    fork = make(tmp_path, scheduler=plateau(5), lr=0.1, max_epochs=4)
+    fork.fit(shuffled(), batches(2), fork_from=parent.run.path)
+    assert lr_of(fork) == pytest.approx(10 * lr_of(parent))
+    assert fork.schedulers[0].patience == 5
+    assert fork.schedulers[0].last_epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [(None, "step"), ("cosine", "step"), ("cosine", None)],
+    ids=["added", "replaced", "removed"],
+)
+def test_other_schedulers_start_at_their_beginning(
+    tmp_path: Path, before: str | None, now: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hookline")
+    first, second = (None if n is None else SCHEDULES[n] for n in (before, now))
+    fields = {"scheduler_every": "step", "max_epochs": "unset"}
+    parent = make(tmp_path, Saves(5), scheduler=first, max_steps=5, **fields).fit(shuffled())
+    fork = make(tmp_path, scheduler=second, max_steps=8, **fields)
+    fork.fit(shuffled(), fork_from=parent.run.path)
+    assert lr_of(fork) == (0.01 if second is None else 0.005)
+    assert "with the lr of the new settings" in caplog.text
+    manifest = hookline.open_run(fork.run.path).manifest["training"]
+    assert manifest["optimizers"][0]["groups"][0]["lr"] == 0.01
+
+
+def test_what_cannot_be_applied_is_refused(tmp_path: Path) -> None:
+    parent = make(tmp_path, Saves(4), scheduler=SCHEDULES["one cycle"], scheduler_every="step")
+    parent.fit(shuffled())
+    short = make(tmp_path, scheduler=lambda o: OneCycleLR(o, 0.1, 3), scheduler_every="step")
+    with pytest.raises(CheckpointError, match="Tried to step 4 times"):
+        short.fit(shuffled(), fork_from=parent.run.path)
+    units = make(tmp_path, scheduler=SCHEDULES["one cycle"], scheduler_every="epoch")
+    with pytest.raises(CheckpointError, match="scheduler_every is 'epoch' instead of 'step'"):
+        units.fit(shuffled(), fork_from=parent.run.path)
+    over = make(tmp_path, max_steps=4, scheduler=SCHEDULES["one cycle"], scheduler_every="step")
+    with pytest.raises(CheckpointError, match=r"at step 4 and max_steps is 4\. Set a larger"):
+        over.fit(shuffled(), fork_from=parent.run.path)
+    with pytest.raises(TypeError, match="both resume_from"):
+        over.fit(shuffled(), fork_from=parent.run.path, resume_from=parent.run.path)
+
+
+def test_another_model_or_optimizer_is_an_error_with_all_differences(tmp_path: Path) -> None:
+    class Wider(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.third = nn.Linear(8, 17), nn.Linear(17, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.third(self.first(x))
+
+    parent = make(tmp_path, Saves(4)).fit(shuffled())
+    fork = make(tmp_path, model=Wider, optimizer=torch.optim.SGD)
+    before = weights(fork.model)
+    with pytest.raises(CheckpointError) as caught:
+        fork.fit(shuffled(), fork_from=parent.run.path)
+    text = str(caught.value)
+    for line in (
+        "the model is a Wider; the parent's is a Net",
+        "the checkpoint lacks 'third.weight', 'third.bias'",
+        "'first.weight' is (16, 8) in the checkpoint and (17, 8) here",
+        "optimizer 0 is a SGD; the parent's is a AdamW",
+    ):
+        assert line in text
+    assert same(before, weights(fork.model))
+
+
+def test_other_data_restarts_the_epoch_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent = make(tmp_path, Saves(8)).fit(shuffled())
+    fork = make(tmp_path).fit(shuffled(size=40), fork_from=parent.run.path)
+    assert "the position after 2 batches of epoch 1 cannot be used" in caplog.text
+    assert fork.step == 8 + 10  # one epoch of the new data
+    two = make(tmp_path).fit({"a": shuffled(), "b": shuffled()}, fork_from=parent.run.path)
+    assert two.step == 8 + 12
+
+
+def test_a_changed_seed_gives_other_random_numbers_from_the_same_state(tmp_path: Path) -> None:
+    parent = make(tmp_path, Saves(6)).fit(shuffled())
+    forks = [
+        make(tmp_path, seed=seed, max_epochs=3).fit(shuffled(), fork_from=parent.run.path)
+        for seed in (3, 4, 4, 5)
+    ]
+    results = [weights(fork.model) for fork in forks]
+    assert same(results[1], results[2])
+    assert not same(results[0], results[1])
+    assert not same(results[1], results[3])
+
+
+def test_a_hook_that_the_new_settings_enable_is_enabled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Watch(hookline.Hook):
+        calls = 0
+
+        def on_step_end(self) -> None:
+            type(self).calls += 1
+
+    parent = make(tmp_path, Saves(4))
+    parent.add_hook(Watch(), name="watch", enabled=False)
+    parent.fit(shuffled())
+    fork = make(tmp_path, Saves(4))
+    fork.add_hook(Watch(), name="watch", every=2)
+    caplog.set_level(logging.INFO, "hookline")
+    fork.fit(shuffled(), fork_from=parent.run.path)
+    assert Watch.calls == 4
+    assert "hook watch: enabled is True instead of False" in caplog.text
+
+
+def test_a_fork_removes_no_checkpoint_of_its_parent(tmp_path: Path) -> None:
+    def hook() -> hookline.Hook:
+        return hookline.ModelCheckpoint(
+            folder=tmp_path / "shared", monitor="train/loss", save_top_k=1
+        )
+
+    parent = make(tmp_path, hook()).fit(shuffled())
+    kept = sorted(path.name for path in (tmp_path / "shared").iterdir() if path.is_dir())
+    (checkpoint,) = kept
+    make(tmp_path, hook(), max_epochs=6).fit(shuffled(), fork_from=tmp_path / "shared" / checkpoint)
+    assert checkpoint in {path.name for path in (tmp_path / "shared").iterdir()}
+    assert parent.step == 12
+
+
+def test_a_checkpoint_without_its_run_is_compared_with_its_own_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cosine = SCHEDULES["cosine"]
+    parent = make(tmp_path, Saves(7), scheduler=cosine, scheduler_every="step").fit(shuffled())
+    alone = tmp_path / "alone"
+    (parent.run.path / "checkpoints" / "step_000007").rename(alone)
+    caplog.set_level(logging.INFO, "hookline")
+    fields = {"scheduler": cosine, "scheduler_every": "step", "options": {"weight_decay": 0.2}}
+    fork = make(tmp_path, **fields).fit(shuffled(), fork_from=alone)
+    assert fork.run.manifest["parent"]["run_id"] == parent.run.id
+    assert lr_of(fork) == pytest.approx(lr_of(parent))
+    assert "weight_decay is 0.2 instead of 0.01" in caplog.text
+    assert "compared with the values in the checkpoint" in caplog.text
+    assert "lr is" not in caplog.text
+
+
+# -- requeueing ------------------------------------------------------------------------------------
+
+
+def install_scontrol(folder: Path, code: int) -> Path:
+    folder.mkdir()
+    script = folder / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" > {folder}/called\necho refused >&2\nexit {code}\n')
+    script.chmod(0o755)
+    return folder
+
+
+def test_a_slurm_job_is_requeued_and_a_failure_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = install_scontrol(tmp_path / "a", 0), install_scontrol(tmp_path / "b", 1)
+    monkeypatch.setenv("PATH", str(good) + os.pathsep + os.environ["PATH"])
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert not requeue_slurm_job()
+    assert not (good / "called").exists()
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert requeue_slurm_job()
+    assert (good / "called").read_text() == "requeue 4711\n"
+    assert not caplog.records
+    monkeypatch.setenv("PATH", str(bad) + os.pathsep + os.environ["PATH"])
+    assert not requeue_slurm_job()
+    assert "`scontrol requeue 4711` failed (exit code 1: refused)" in caplog.text
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    caplog.clear()
+    assert not requeue_slurm_job()
+    assert "No such file" in caplog.text
