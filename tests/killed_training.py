@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import hookline
 from hookline import Trainer, TrainerConfig
@@ -84,20 +84,42 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def make_dataset(size: int, seed: int) -> TensorDataset:
-    """Return random samples of four classes."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 8, generator=generator)
-    return TensorDataset(x, (x[:, :4] + torch.randn(size, 4, generator=generator)).argmax(1))
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random samples of four classes.
+
+    Args:
+        size: their number.
+        seed: decides them.
+        augment: add random numbers to a sample each time it is loaded.
+    """
+
+    def __init__(self, size: int, seed: int, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(size, 8, generator=generator)
+        self.y = (self.x[:, :4] + torch.randn(size, 4, generator=generator)).argmax(1)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[index]
+        return x + 0.1 * torch.randn(8) if self.augment else x, self.y[index]
 
 
 def make_loaders() -> tuple[dict[str, DataLoader[Any]], DataLoader[Any]]:
     """Return two train loaders and a validation loader."""
     loaders = {
-        "workers": DataLoader(make_dataset(44, 1), batch_size=4, shuffle=True, num_workers=2),
-        "global": DataLoader(make_dataset(36, 2), batch_size=6, shuffle=True),
+        "workers": DataLoader(
+            Samples(44, 1, augment=True),
+            batch_size=4,
+            shuffle=True,
+            num_workers=2,
+            persistent_workers=True,
+        ),
+        "no workers": DataLoader(Samples(36, 2), batch_size=6, shuffle=True),
     }
-    return loaders, DataLoader(make_dataset(24, 3), batch_size=4)
+    return loaders, DataLoader(Samples(24, 3), batch_size=4)
 
 
 def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
@@ -148,7 +170,11 @@ def find_resumable(runs: Path) -> Path | None:
 
 
 def train(
-    folder: Path, *hooks: hookline.Hook, tell: Callable[[int], None] = lambda _: None, **fields: Any
+    folder: Path,
+    *hooks: hookline.Hook,
+    tell: Callable[[int], None] = lambda _: None,
+    resume_from: str | None = None,
+    **fields: Any,
 ) -> Trainer:
     """Continue the run in a folder, or start one; when it ends write its state beside it.
 
@@ -156,11 +182,14 @@ def train(
         folder: for the run, and its state at the end.
         hooks: further hooks.
         tell: is told where training stands.
+        resume_from: for `fit`; None: the run in the folder, also if its hooks are others.
         fields: fields of the configuration.
     """
     trainer = make_trainer(folder / "runs", Progress(tell), *hooks, **fields)
     loaders, validation = make_loaders()
-    trainer.fit(loaders, validation, resume_from=find_resumable(folder / "runs"))
+    if resume_from is None:
+        resume_from = find_resumable(folder / "runs")
+    trainer.fit(loaders, validation, resume_from=resume_from, per_sample_seed=True)
     if trainer.status in ("completed", "stopped"):
         save_checkpoint(
             folder / "final",
