@@ -46,7 +46,7 @@ def names(trainer: Trainer) -> list[str]:
 
 def saved(hook: ModelCheckpoint) -> list[dict]:
     """The checkpoints that a hook keeps, as it saves them in its own state."""
-    return hook.state_dict()["checkpoints"]["written"]
+    return hook.state_dict()["checkpoints"]["kept"]
 
 
 def steps(trainer: Trainer) -> list[int]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.checkpoint import CheckpointError, find_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    set_pointer,
+)
 from hookline.checkpoint.retention import (
     RetainedCheckpoint,
     Retention,
@@ -20,18 +27,21 @@ from hookline.checkpoint.retention import (
 )
 
 
-def write(path: Path) -> Path:
-    return save_checkpoint(path, model={"w": torch.zeros(2)}, state={}, info={"step": 1})
+def write(path: Path, retention: Retention | None = None, step: int = 0, run_id="r") -> Path:
+    """Write a checkpoint as the trainer does, with the state of the writer that requested it."""
+    hooks = {} if retention is None else {"hook": {"checkpoints": retention.state_dict()}}
+    info = {"step": step, "run_id": run_id}
+    return save_checkpoint(path, model={"w": torch.zeros(2)}, state={"hooks": hooks}, info=info)
 
 
 def opened(folder: Path, **options) -> Retention:
-    retention = Retention(**({"keep": 1, "order": "min"} | options))
+    retention = Retention(**({"keep_best": 1} | options))
     retention.open(folder, resumed=False)
     return retention
 
 
 def save(retention: Retention, name: str, score: float | None = None, step: int = 0) -> Path:
-    path = write(retention.reserve(name, step, score))
+    path = write(retention.reserve(name, step, score), retention, step)
     set_pointer(path.parent, "last", path)  # as the trainer does
     assert retention.mark_saved(path)
     return path
@@ -48,49 +58,66 @@ def scored(*scores: float | None) -> list[RetainedCheckpoint]:
 # -- rank -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("order", "expected"), [("min", [1, 3, 0, 2]), ("max", [2, 0, 1, 3]), ("newest", [3, 2, 1, 0])]
-)
-def test_the_best_comes_first_and_of_equals_the_earlier(order, expected):
-    assert [one.number for one in rank_checkpoints(scored(2.0, 1.0, 3.0, 1.0), order)] == expected
+@pytest.mark.parametrize(("mode", "expected"), [("min", [1, 3, 0, 2]), ("max", [2, 0, 1, 3])])
+def test_the_best_comes_first_and_of_equals_the_earlier(mode, expected):
+    assert [one.number for one in rank_checkpoints(scored(2.0, 1.0, 3.0, 1.0), mode)] == expected
 
 
-@pytest.mark.parametrize("order", ["min", "max"])
+@pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, order, bad):
-    assert [one.number for one in rank_checkpoints(scored(bad, 5.0), order)] == [1, 0]
-    retention = opened(tmp_path, order=order)
+def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, mode, bad):
+    assert [one.number for one in rank_checkpoints(scored(bad, 5.0), mode)] == [1, 0]
+    retention = opened(tmp_path, mode=mode)
     save(retention, "a", bad)
     assert retention.best is None
     assert not (tmp_path / "best").exists()
-    assert not retention.would_keep(bad), "an equal score does not displace the earlier one"
+    assert not retention.would_keep(0, bad), "an equal score does not displace the earlier one"
     save(retention, "b", 5.0)
     assert retention.best is not None
     assert retention.best.name == "b"
     assert names(tmp_path) == ["b"]
 
 
+@settings(max_examples=20, deadline=None)
 @given(
-    st.lists(st.floats(allow_nan=True) | st.integers(0, 3).map(float), max_size=12),
-    st.integers(0, 4),
-    st.booleans(),
+    st.lists(
+        st.tuples(st.integers(0, 9), st.floats(allow_nan=True) | st.integers(0, 3).map(float)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.none() | st.integers(1, 4),
 )
-def test_would_keep_is_true_for_exactly_what_would_be_kept(scores, keep, keep_newest):
-    kept = scored(*scores)[:keep]
-    retention = Retention(keep=keep, order="max", keep_newest=keep_newest)
-    state = {"written": [asdict(one) for one in kept], "pending": [], "number": len(scores)}
-    retention.load_state_dict(state)
-    for score in scores:
-        new = RetainedCheckpoint("", 0, len(scores), score)
-        expected = keep_newest or new in rank_checkpoints([*kept, new], "max")[:keep]
-        assert retention.would_keep(score) == expected
+def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last, keep_every):
+    """And the state for resuming is the same, whenever the checkpoints become durable."""
+    rules = {"keep_best": keep_best, "keep_last": keep_last, "keep_every": keep_every}
+    with tempfile.TemporaryDirectory() as name, mock.patch("os.fsync"):  # syncing takes long
+        folder = Path(name)
+        soon, late = opened(folder / "soon", **rules), opened(folder / "late", **rules)
+        step = 0
+        waiting: list[Path] = []
+        for i, (steps, score) in enumerate(saves):
+            step += steps
+            expected = soon.would_keep(step, score)
+            assert late.would_keep(step, score) == expected
+            if not expected:
+                continue
+            assert soon.mark_saved(write(soon.reserve(f"c{i}", step, score)))
+            assert f"c{i}" in [one.name for one in soon.saved]
+            waiting.append(write(late.reserve(f"c{i}", step, score)))
+            assert late.state_dict() == soon.state_dict() or math.isnan(score)
+        for path in waiting:
+            late.mark_saved(path)
+        if waiting:
+            assert names(folder / "late") == names(folder / "soon")
 
 
 # -- what is kept ---------------------------------------------------------------------------------
 
 
 def test_the_best_k_are_kept_and_named(tmp_path):
-    retention = opened(tmp_path, keep=2)
+    retention = opened(tmp_path, keep_best=2)
     for name, score in zip("abcd", (3.0, 1.0, 2.0, 0.5), strict=True):
         save(retention, name, score)
     assert names(tmp_path) == ["b", "d"]
@@ -99,7 +126,7 @@ def test_the_best_k_are_kept_and_named(tmp_path):
 
 
 def test_all_are_kept_with_minus_one(tmp_path):
-    retention = opened(tmp_path, keep=-1)
+    retention = opened(tmp_path, keep_best=-1)
     for name in "abc":
         save(retention, name, 1.0)
     assert names(tmp_path) == ["a", "b", "c"]
@@ -108,7 +135,7 @@ def test_all_are_kept_with_minus_one(tmp_path):
 
 
 def test_without_scores_the_newest_are_kept_and_none_is_the_best(tmp_path):
-    retention = opened(tmp_path, keep=2, order="newest")
+    retention = opened(tmp_path, keep_best=0, keep_last=2)
     for name in "abc":
         save(retention, name)
     assert names(tmp_path) == ["b", "c"]
@@ -117,7 +144,7 @@ def test_without_scores_the_newest_are_kept_and_none_is_the_best(tmp_path):
 
 
 def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
-    retention = opened(tmp_path, keep=1, keep_newest=True)
+    retention = opened(tmp_path, keep_last=1)
     save(retention, "a", 1.0)
     save(retention, "b", 2.0)
     assert names(tmp_path) == ["a", "b"]
@@ -126,7 +153,7 @@ def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
 
 
 def test_a_checkpoint_that_last_or_best_names_is_never_removed(tmp_path):
-    retention = opened(tmp_path, keep=1)
+    retention = opened(tmp_path)
     a = save(retention, "a", 3.0)
     b = write(retention.reserve("b", 1, 2.0))
     set_pointer(tmp_path, "last", a)  # somebody points it elsewhere
@@ -139,7 +166,7 @@ def test_a_checkpoint_that_last_or_best_names_is_never_removed(tmp_path):
 
 
 def test_checkpoints_of_others_are_not_removed(tmp_path):
-    retention = opened(tmp_path, keep=1)
+    retention = opened(tmp_path)
     other = write(tmp_path / "other")
     assert not retention.mark_saved(other)
     save(retention, "a", 2.0)
@@ -151,7 +178,7 @@ def test_checkpoints_of_others_are_not_removed(tmp_path):
 
 
 def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
-    retention = opened(tmp_path, keep=1)
+    retention = opened(tmp_path)
     a = save(retention, "a", 2.0)
     remove_checkpoint(a)
     write(a)  # another one under its name
@@ -164,7 +191,7 @@ def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
 
 
 def test_two_writers_never_get_the_same_name(tmp_path):
-    one, two = opened(tmp_path), opened(tmp_path, order="max")
+    one, two = opened(tmp_path), opened(tmp_path, mode="max")
     first, second = one.reserve("x", 1, 1.0), two.reserve("x", 1, 1.0)
     assert (first.name, second.name) == ("x", "x_2")
     write(first)
@@ -184,10 +211,10 @@ def test_a_name_that_another_writer_reserved_is_not_a_variant_of_ours(tmp_path):
 
 
 def test_checkpoints_that_are_being_saved_count_in_would_keep(tmp_path):
-    retention = opened(tmp_path, keep=1)
+    retention = opened(tmp_path)
     retention.reserve("x", 1, 1.0)
-    assert not retention.would_keep(2.0)
-    assert retention.would_keep(0.5)
+    assert not retention.would_keep(1, 2.0)
+    assert retention.would_keep(1, 0.5)
 
 
 def test_a_name_that_exists_is_never_given(tmp_path):
@@ -249,19 +276,20 @@ def test_a_link_and_its_target_are_not_removed(tmp_path):
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def resumed(retention: Retention, folder: Path, path: Path, **options) -> Retention:
-    again = Retention(**({"keep": 2, "order": "min"} | options))
-    again.load_state_dict(retention.state_dict())
+def resumed(folder: Path, path: Path, **options) -> Retention:
+    """Return a new writer with the state that the checkpoint has, as a resumed run has it."""
+    again = Retention(**({"keep_best": 2} | options))
+    again.load_state_dict(load_checkpoint(path).state["hooks"]["hook"]["checkpoints"])
     again.open(folder, resumed=True)
-    again.reconcile(path)
+    again.reconcile(path, writer="hook", run_id=load_checkpoint(path).info["run_id"])
     return again
 
 
 def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
-    retention = opened(tmp_path, keep=2)
+    retention = opened(tmp_path, keep_best=2)
     save(retention, "a", 2.0)
-    path = write(retention.reserve("b", 1, 1.0))  # its state is made before it is saved
-    again = resumed(retention, tmp_path, path)
+    path = write(retention.reserve("b", 1, 1.0), retention, 1)  # its state is made before
+    again = resumed(tmp_path, path)
     assert [(one.name, one.score) for one in again.saved] == [("a", 2.0), ("b", 1.0)]
     assert again.best is not None
     assert again.best.name == "b"
@@ -270,41 +298,41 @@ def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
 
 
 def test_it_is_known_under_the_name_that_it_got(tmp_path):
-    retention = opened(tmp_path, keep=2)
+    retention = opened(tmp_path, keep_best=2)
     path = retention.reserve("b", 1, 1.0)
     write(path)
-    ours = write(path)
-    assert [one.name for one in resumed(retention, tmp_path, ours).saved] == ["b_2"]
+    ours = write(path, retention, 1)
+    assert [one.name for one in resumed(tmp_path, ours).saved] == ["b_2"]
 
 
 def test_a_reserved_checkpoint_that_was_never_saved_is_forgotten(tmp_path):
-    retention = opened(tmp_path, keep=2)
+    retention = opened(tmp_path, keep_best=2)
     retention.reserve("b", 1, 1.0)
-    other = write(tmp_path / "other")
-    assert resumed(retention, tmp_path, other).saved == ()
+    other = write(tmp_path / "other", retention, 1)
+    assert resumed(tmp_path, other).saved == ()
 
 
 def test_a_checkpoint_that_vanished_is_forgotten_and_logged(tmp_path, caplog):
     caplog.set_level("INFO", "hookline")
-    retention = opened(tmp_path, keep=2)
+    retention = opened(tmp_path, keep_best=2)
     a, b = save(retention, "a", 1.0), save(retention, "b", 2.0)
     remove_checkpoint(a)
-    again = resumed(retention, tmp_path, b)
+    again = resumed(tmp_path, b)
     assert [one.name for one in again.saved] == ["b"]
     assert "forgotten: 'a'" in caplog.text
 
 
 def test_a_folder_that_was_moved_is_found_again(tmp_path):
-    retention = opened(tmp_path / "here", keep=2)
+    retention = opened(tmp_path / "here", keep_best=2)
     save(retention, "a", 1.0)
     b = save(retention, "b", 2.0)
     (tmp_path / "here").rename(tmp_path / "there")
-    again = resumed(retention, tmp_path / "there", tmp_path / "there" / b.name)
+    again = resumed(tmp_path / "there", tmp_path / "there" / b.name)
     assert [one.name for one in again.saved] == ["a", "b"]
 
 
 def test_a_run_that_is_not_resumed_starts_with_no_checkpoints(tmp_path):
-    retention = opened(tmp_path / "one", keep=1)
+    retention = opened(tmp_path / "one")
     save(retention, "a", 1.0)
     retention.open(tmp_path / "two", resumed=False)
     assert retention.saved == ()
@@ -315,4 +343,4 @@ def test_a_run_that_is_not_resumed_starts_with_no_checkpoints(tmp_path):
 
 def test_before_training_there_is_no_folder():
     with pytest.raises(CheckpointError, match="before training"):
-        _ = Retention(keep=1, order="min").folder
+        _ = Retention(keep_best=1).folder
