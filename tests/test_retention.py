@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import tempfile
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +23,8 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
+from hookline.checkpoint.atomic_files import remove_leftovers
+from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
 from hookline.checkpoint.retention import (
     RetainedCheckpoint,
     Retention,
@@ -187,6 +193,52 @@ def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
     assert [one.name for one in retention.saved] == ["b"]
 
 
+def test_the_first_of_every_m_steps_is_kept_for_ever(tmp_path):
+    retention = opened(tmp_path, keep_best=0, keep_last=1, keep_every=10)
+    for step in (4, 8, 12, 16, 24, 28, 48, 52):
+        save(retention, f"s{step:02d}", step=step)
+    assert names(tmp_path) == ["s12", "s24", "s48", "s52"]
+
+
+def test_a_checkpoint_that_failed_leaves_its_place_to_the_next(tmp_path):
+    retention = opened(tmp_path, keep_best=1, keep_every=10)
+    failed = retention.reserve("x", 12, 1.0)
+    assert not retention.would_keep(13, 2.0)
+    assert retention.discard(failed).step == 12
+    assert retention.discard(failed) is None
+    assert retention.would_keep(13, 2.0)
+    assert retention.reserve("x", 13, 2.0) == failed, "the name is free again"
+    assert [one["step"] for one in retention.state_dict()["kept"]] == [13]
+
+
+def test_nothing_is_removed_before_its_successor_is_durable(tmp_path):
+    retention = opened(tmp_path, keep_last=1)
+    save(retention, "a", 2.0)
+    b, c = retention.reserve("b", 1, 1.0), retention.reserve("c", 2, 0.5)
+    retention.rescore(2, 0.1)
+    assert names(tmp_path) == ["a"]
+    assert retention.best.name == "a"
+    retention.discard(b)
+    assert names(tmp_path) == ["a"]
+    set_pointer(tmp_path, "last", write(c))
+    retention.mark_saved(c)
+    assert names(tmp_path) == ["c"]
+    assert find_checkpoint(tmp_path / "best").name == "c"
+
+
+def test_two_writers_that_share_files_do_not_harm_each_other(tmp_path):
+    one, two = opened(tmp_path), opened(tmp_path)
+    a, b = write(one.reserve("a", 1, 2.0), one, 1), two.reserve("b", 1, 2.0)
+    b.mkdir()
+    for file in a.iterdir():  # as the saver does for two requests at one boundary
+        (b / file.name).hardlink_to(file)
+    assert one.mark_saved(a)
+    assert two.mark_saved(b)
+    save(one, "better", 1.0)
+    assert names(tmp_path) == ["b", "better"]
+    assert load_checkpoint(b).model["w"].tolist() == [0.0, 0.0]
+
+
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -273,6 +325,55 @@ def test_a_link_and_its_target_are_not_removed(tmp_path):
     assert find_checkpoint(path) == path
 
 
+KILLED_AT = ("mkdir", "open", "rename", "replace", "rmdir", "scandir", "stat", "unlink", "write")
+
+
+def kill_at(number: int, work: Callable[[], object]) -> bool:
+    """Run this in another process that ends at a system call; return whether it got that far."""
+    pid = os.fork()
+    if pid == 0:
+        calls = count(1)
+
+        def wrap(call: Callable[..., object]) -> Callable[..., object]:
+            def wrapper(*args: object, **kwargs: object) -> object:
+                if next(calls) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+
+            return wrapper
+
+        for name in KILLED_AT:
+            setattr(os, name, wrap(getattr(os, name)))
+        os.fsync = lambda _: None
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_kill_at_any_system_call_of_pruning_leaves_complete_checkpoints_only(tmp_path):
+    for number in count(1):
+        folder = tmp_path / f"{number}"
+        retention = opened(folder)
+        with mock.patch("os.fsync"):  # syncing takes long, and a kill does not need it
+            save(retention, "a", 2.0, 1)
+            path = write(retention.reserve("b", 2, 1.0), retention, 2)
+            set_pointer(folder, "last", path)
+        if not kill_at(number, lambda r=retention, p=path: r.mark_saved(p)):
+            break
+        scan = scan_checkpoints(folder)
+        assert set(names(folder)) - set(scan.damage) >= {"b"}
+        assert scan.damage == {}, "nothing half removed"
+        for found in scan.complete:
+            load_checkpoint(found)
+        again = resumed(folder, path, keep_best=1)
+        assert [one.name for one in again.saved] == ["b"]
+        assert find_checkpoint(folder / "best") == path
+        remove_leftovers(folder)
+        assert sorted(p.name for p in folder.iterdir()) == ["b", "best", "last"]
+    assert number > 20
+
+
 # -- resuming -------------------------------------------------------------------------------------
 
 
@@ -344,3 +445,77 @@ def test_a_run_that_is_not_resumed_starts_with_no_checkpoints(tmp_path):
 def test_before_training_there_is_no_folder():
     with pytest.raises(CheckpointError, match="before training"):
         _ = Retention(keep_best=1).folder
+
+
+def test_what_was_saved_after_the_checkpoint_resumed_from_is_found_again(tmp_path):
+    retention = opened(tmp_path, keep_best=2)
+    a = save(retention, "a", 2.0, 1)
+    save(retention, "b", 1.0, 2)
+    again = resumed(tmp_path, a)
+    assert [(one.name, one.score, one.number) for one in again.saved] == [
+        ("a", 2.0, 0),
+        ("b", 1.0, 1),
+    ]
+    assert find_checkpoint(tmp_path / "best").name == "b"
+    save(again, "c", 1.5, 2)
+    assert [one.number for one in again.saved] == [1, 2]
+    assert names(tmp_path) == ["b", "c"]
+
+
+def test_only_certainly_own_checkpoints_are_found_again(tmp_path):
+    retention = opened(tmp_path)
+    a = save(retention, "a", 2.0, 1)
+    write(tmp_path / "users", retention, 1)  # save_checkpoint() of the user: not in its own state
+    write(tmp_path / "without state")
+    other = opened(tmp_path)
+    write(other.reserve("of another run", 2, 0.0), other, 2, run_id="other")
+    third = opened(tmp_path)
+    hooks = {"second": {"checkpoints": third.state_dict()}}
+    path = third.reserve("of another hook", 3, 0.0)
+    hooks = {"second": {"checkpoints": third.state_dict()}}
+    save_checkpoint(path, model={}, state={"hooks": hooks}, info={"step": 3, "run_id": "r"})
+    before = names(tmp_path)
+    again = resumed(tmp_path, a, keep_best=1)
+    assert [one.name for one in again.saved] == ["a"]
+    save(again, "b", 1.0, 4)
+    assert names(tmp_path) == sorted({*before, "b"} - {"a"})
+
+
+def test_a_users_copy_beside_the_checkpoint_resumed_from_is_not_ours(tmp_path):
+    retention = opened(tmp_path)
+    save(retention, "a", 2.0, 1)
+    copied = write(tmp_path / "a_2", retention, 1)
+    assert [one.name for one in resumed(tmp_path, copied).saved] == ["a"]
+
+
+def test_without_a_run_only_what_the_state_lists_is_recognized(tmp_path):
+    retention = opened(tmp_path, keep_best=2)
+    a = write(retention.reserve("a", 1, 2.0), retention, 1, run_id=None)
+    retention.mark_saved(a)
+    write(retention.reserve("b", 2, 1.0), retention, 2, run_id=None)
+    assert [one.name for one in resumed(tmp_path, a).saved] == ["a"]
+
+
+def test_the_checkpoint_resumed_from_stays_until_the_next_is_durable(tmp_path):
+    retention = opened(tmp_path, keep_best=2)
+    a = save(retention, "a", 2.0, 1)
+    save(retention, "b", 1.0, 2)
+    again = resumed(tmp_path, a, keep_best=1)
+    assert names(tmp_path) == ["a", "b"]
+    save(again, "c", 3.0, 2)
+    assert names(tmp_path) == ["b", "c"], "c, because `last` names it"
+
+
+def test_best_that_cannot_be_moved_is_an_error_after_the_rest_is_done(tmp_path):
+    retention = opened(tmp_path)
+    save(retention, "a", 3.0)
+    (tmp_path / "best").unlink()
+    (tmp_path / "best").mkdir()
+    path = write(retention.reserve("b", 1, 2.0), retention, 1)
+    set_pointer(tmp_path, "last", path)
+    with pytest.raises(CheckpointError, match="best could not be written"):
+        retention.mark_saved(path)
+    assert names(tmp_path) == ["b", "best"]
+    (tmp_path / "best").rmdir()
+    save(retention, "c", 1.0)
+    assert find_checkpoint(tmp_path / "best").name == "c", "and is tried again"
