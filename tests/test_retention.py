@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from unittest import mock
@@ -103,6 +104,7 @@ def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last
         soon, late = opened(folder / "soon", **rules), opened(folder / "late", **rules)
         step = 0
         waiting: list[Path] = []
+        made: list[RetainedCheckpoint] = []
         for i, (steps, score) in enumerate(saves):
             step += steps
             expected = soon.would_keep(step, score)
@@ -111,11 +113,20 @@ def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last
                 continue
             assert soon.mark_saved(write(soon.reserve(f"c{i}", step, score)))
             assert f"c{i}" in [one.name for one in soon.saved]
+            made.append(RetainedCheckpoint("", step, i, score))
             waiting.append(write(late.reserve(f"c{i}", step, score)))
             assert late.state_dict() == soon.state_dict() or math.isnan(score)
         for path in waiting:
             late.mark_saved(path)
         if waiting:
+            accepted = [
+                replace(one, name=path.name) for one, path in zip(made, waiting, strict=True)
+            ]
+            ranked = rank_checkpoints(accepted, "min")[:keep_best]
+            newest = accepted[max(0, len(accepted) - keep_last) :]
+            firsts = {one.step // (keep_every or 99): one for one in reversed(accepted)}
+            kept = [*ranked, *newest, *(one for interval, one in firsts.items() if interval)]
+            assert names(folder / "late") == sorted({one.name for one in kept})
             assert names(folder / "late") == names(folder / "soon")
 
 

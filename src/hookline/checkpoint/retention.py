@@ -243,7 +243,7 @@ class Retention:
         if -1 in (self._keep_best, self._keep_last):
             return oldest_first
         kept = rank_checkpoints(oldest_first, self._mode)[: self._keep_best]
-        kept += oldest_first[len(oldest_first) - self._keep_last :] if self._keep_last else []
+        kept += oldest_first[-self._keep_last :] if self._keep_last else []
         if self._keep_every is not None:
             first_of: dict[int, RetainedCheckpoint] = {}  # by the number of complete intervals
             for checkpoint in oldest_first:

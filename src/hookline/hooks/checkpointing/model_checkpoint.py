@@ -88,14 +88,12 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._folder = None if folder is None else Path(folder)
         self._save_last = save_last
         newest = max(keep_last or 0, int(save_last))
+        if monitor is None:  # the newest are the best
+            newest = -1 if save_top_k == -1 else max(newest, save_top_k)
         self._retention = Retention(
             keep_best=0 if monitor is None else save_top_k,
             mode=mode,
-            keep_last=newest
-            if monitor is not None
-            else -1
-            if save_top_k < 0
-            else max(save_top_k, newest),
+            keep_last=newest,
             keep_every=keep_every,
         )
         self._latest_metrics = Metrics()
