@@ -32,7 +32,7 @@ from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.forking import describe_parent, load_fork
+from hookline.trainer.forking import load_fork
 from hookline.trainer.losses import BatchPlace, LossCheck
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import parameters_of
@@ -421,9 +421,10 @@ class Trainer(TrainerBase):
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
         restored = None if resume_from is None else load_trainer_checkpoint(self, resume_from)
+        parent = None
         if fork_from is not None:
-            restored = load_fork(self, fork_from)
-        self._start_run(restored, is_fork=fork_from is not None)
+            restored, parent = load_fork(self, fork_from)
+        self._start_run(restored, parent)
         self._progress = make_progress(config.progress)
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
@@ -440,12 +441,12 @@ class Trainer(TrainerBase):
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
 
-    def _start_run(self, restored: Path | None, *, is_fork: bool) -> None:
+    def _start_run(self, restored: Path | None, parent: Any) -> None:
         """Start a run, or continue the folder of a resumed one if it still exists."""
         config = self.config
         self._recorder = Recorder(config.runs)
         if self.strategy.is_main:
-            resumed = restored is not None and config.runs is not None and not is_fork
+            resumed = restored is not None and config.runs is not None and parent is None
             self._recorder.begin(
                 config=config.model_dump(mode="json"),
                 seed=config.seed,
@@ -457,8 +458,8 @@ class Trainer(TrainerBase):
                 loop=self,
                 config_is_complete=hasattr(config, "training"),  # that of a config file
             )
-            if is_fork and restored is not None and self._recorder.run is not None:
-                self._recorder.run.update(parent=describe_parent(restored))
+            if parent is not None and self._recorder.run is not None:
+                self._recorder.run.update(parent=parent)
         self._context.run = self._recorder.run
 
     def _read_config(self) -> None:
