@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -48,8 +49,7 @@ class CheckpointSaver:
     def __init__(
         self, *, background: bool = True, when_busy: Literal["wait", "replace"] = "wait"
     ) -> None:
-        import filelock  # noqa: F401 - here: a fork while another thread imports could deadlock
-
+        import_module("filelock")  # not on the writing thread: a fork during it could deadlock
         self._background = background
         self._when_busy = when_busy
         self._buffers = SnapshotBuffers()
