@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, monitors, probe_monitor, probes, raw, trainer, updates
+from bench import dispatch, imports, monitors, probe_monitor, probes, raw, resume, trainer, updates
 from bench.harness import Row, table
 
 PARTS = {
@@ -28,6 +28,7 @@ PARTS = {
     "probes": probes.run,
     "probe_monitor": probe_monitor.run,
     "updates": updates.run,
+    "resume": resume.run,
     "imports": imports.run,
 }
 PEERS = (
