@@ -17,7 +17,17 @@ from typing import Any
 import torch
 
 import hookline
-from bench import dispatch, imports, monitors, probe_monitor, probes, raw, trainer, updates
+from bench import (
+    checkpoints,
+    dispatch,
+    imports,
+    monitors,
+    probe_monitor,
+    probes,
+    raw,
+    trainer,
+    updates,
+)
 from bench.harness import Row, table
 
 PARTS = {
@@ -28,11 +38,13 @@ PARTS = {
     "probes": probes.run,
     "probe_monitor": probe_monitor.run,
     "updates": updates.run,
+    "checkpoints": checkpoints.run,
     "imports": imports.run,
 }
 PEERS = (
     "pluggy",
     "pytorch-ignite",
+    "torch-checkpointing",
     "lightning",
     "transformers",
     "accelerate",

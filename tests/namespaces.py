@@ -30,10 +30,17 @@ def mount_small(folder: Path, size: str) -> None:
     _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
 
 
-def make_read_only(folder: Path) -> None:
-    """Make a folder read-only, also for root; files that are open in it stay writable."""
-    _mount("--bind", str(folder), str(folder))
-    _mount("-o", "remount,bind,ro", str(folder))
+def make_read_only(folder: Path, aside: Path) -> None:
+    """Make a folder read-only, also for root; files that are open in it stay writable.
+
+    Args:
+        folder: the folder.
+        aside: another one, which becomes the same.
+    """
+    aside.mkdir()
+    _mount("--bind", str(folder), str(aside))
+    _mount("-o", "remount,bind,ro", str(aside))  # fails where a file is open for writing
+    _mount("--bind", str(aside), str(folder))
 
 
 def can_mount() -> bool:

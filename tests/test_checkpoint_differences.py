@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from loops import batches, make
 from torch import nn
 
+import hookline
 from hookline.checkpoint import (
     Checkpoint,
     describe_differences,
@@ -68,6 +70,26 @@ def test_a_checkpoint_of_the_same_training_has_no_differences(tmp_path: Path) ->
     saved = Training(net(2, 3, 4)).step().save(tmp_path)
     assert Training(net(2, 3, 4)).differences_from(saved) == []
     assert Training(net(2, 3, 4)).step().differences_from(saved) == []
+
+
+def test_a_trainers_own_state_fits_before_and_after_training(tmp_path: Path) -> None:
+    def trainer() -> hookline.Trainer:
+        model, optimizer = make()
+        config = hookline.TrainerConfig(max_epochs=1, runs=tmp_path, progress="off")
+        made = hookline.Trainer(config, model, optimizer)
+        made.add_hook(hookline.EMA())
+        return made
+
+    trained = trainer().fit(batches(4))
+    saved = load_checkpoint(Path(trained.save_checkpoint() or ""))
+    fresh = trainer()
+    for own in (trained, fresh):
+        model = own.model.state_dict()
+        assert describe_differences(saved, model=model, state=own.state_dict()) == []
+    fresh.remove_hook("ema")
+    assert describe_differences(
+        saved, model=fresh.model.state_dict(), state=fresh.state_dict()
+    ) == ["saved states without a hook: 'ema'"]
 
 
 def test_all_differences_are_listed_at_once(tmp_path: Path) -> None:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from loops import batches, make, make_trainer, same, weights
+from loops import batches, make, make_trainer, same, train, weights
 
 import hookline
 from hookline import ConfigError, HookFailedError, Trainer
-from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
+from hookline.checkpoint import (
+    complete_checkpoints,
+    find_checkpoint,
+    load_checkpoint,
+    set_pointer,
+)
+from hookline.checkpoint import save_checkpoint as write_checkpoint
+from hookline.hooks.checkpointing import step_trigger
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 
@@ -46,7 +56,7 @@ def names(trainer: Trainer) -> list[str]:
 
 def saved(hook: ModelCheckpoint) -> list[dict]:
     """The checkpoints that a hook keeps, as it saves them in its own state."""
-    return hook.state_dict()["checkpoints"]["written"]
+    return hook.state_dict()["checkpoints"]["kept"]
 
 
 def steps(trainer: Trainer) -> list[int]:
@@ -162,6 +172,18 @@ def test_a_training_that_is_stopped_saves_its_end_and_one_that_fails_does_not(tm
 
 def test_only_the_last_stays_with_none_of_the_best(tmp_path):
     assert steps(fit(tmp_path, ModelCheckpoint(save_top_k=0, save_last=True))) == [12]
+
+
+def test_the_n_newest_and_the_first_of_every_m_steps_stay_too(tmp_path):
+    hook = ModelCheckpoint(1, "val/score", keep_last=2, keep_every=7)
+    trainer = fit(tmp_path, Scores(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0), hook, max_epochs=7)
+    # Epochs have three steps. The best is that of step 3; 9 is the first from 7 on, 15 from 14.
+    assert steps(trainer) == [3, 9, 15, 18, 21]
+    assert hook.best_model_score == 1.0
+
+
+def test_keep_last_without_a_metric(tmp_path):
+    assert steps(fit(tmp_path, ModelCheckpoint(keep_last=3))) == [6, 9, 12]
 
 
 def test_ties_keep_the_earlier(tmp_path):
@@ -317,6 +339,22 @@ def test_a_validation_before_training_is_not_saved(tmp_path):
     assert hook.best_model_score == 3.0
 
 
+def test_every_n_minutes(tmp_path, monkeypatch):
+    clock = count(0, 20)  # each step takes 20 seconds
+    monkeypatch.setattr(step_trigger, "monotonic", lambda: next(clock))
+    hook = ModelCheckpoint(save_top_k=-1, every_n_minutes=1)
+    assert steps(fit(tmp_path, hook, validate=False, n=4, max_epochs=2)) in ([2, 5, 8], [3, 6])
+
+
+def test_an_epoch_that_ends_early_is_saved_without_a_score(tmp_path):
+    options = {"monitor": "val/score", "save_on_train_epoch_end": True, "save_top_k": 2}
+    hook = ModelCheckpoint(**options)
+    trainer = fit(tmp_path, Scores(2.0), hook, max_steps=4)
+    assert steps(trainer) == [3, 4]
+    assert hook.best_model_score == 2.0
+    assert steps(fit(tmp_path, ModelCheckpoint(**options), max_steps=2)) == [2]
+
+
 # -- names ----------------------------------------------------------------------------------------
 
 
@@ -377,6 +415,24 @@ def test_two_answers_to_when_are_refused(other):
         ModelCheckpoint(every_n_steps=2, **other)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 2, "every_n_minutes": 1}, "every_n_steps and every_n_minutes both"),
+        ({"every_n_minutes": 1, "every_n_epochs": 2}, "every_n_minutes and every_n_epochs both"),
+        ({"save_top_k": -1, "keep_last": 2}, "keeps all checkpoints, so keep_last has no effect"),
+        ({"save_top_k": -1, "keep_every": 2}, "keeps all checkpoints, so keep_every has no effect"),
+        ({"every_n_steps": 5, "keep_every": 5}, "keep_every=5 keeps all checkpoints"),
+        ({"every_n_minutes": 0}, "every_n_minutes"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_every": -1}, "keep_every"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelCheckpoint(**options)
+
+
 def test_less_than_all_is_refused():
     with pytest.raises(ConfigError, match="save_top_k"):
         ModelCheckpoint(save_top_k=-2)
@@ -396,6 +452,80 @@ def test_in_a_bare_loop_the_error_says_what_to_do():
         hookline.attach(model, optimizer, hooks=[hook]),
     ):
         pass
+
+
+def test_by_steps_it_needs_only_what_a_bare_loop_offers(tmp_path, monkeypatch):
+    def save_checkpoint(session, path):  # a loop that saves, without epochs and configuration
+        hooks = {"hooks": session.hooks.state_dict()}
+        info = {"step": session.step, "run_id": None}
+        saved = write_checkpoint(path, model=session.model.state_dict(), state=hooks, info=info)
+        set_pointer(saved.parent, "last", saved)
+        session.checkpoint(saved)
+
+    monkeypatch.setattr(hookline.Session, "save_checkpoint", save_checkpoint, raising=False)
+    model, optimizer = make()
+    options = {"monitor": "train/loss", "every_n_steps": 2, "keep_last": 1, "filename": "{step}"}
+    hook = ModelCheckpoint(2, folder=tmp_path, **options)
+    newest = ModelCheckpoint(every_n_steps=3, folder=tmp_path / "newest", save_last=True)
+    with hookline.attach(model, optimizer, hooks=[hook, newest]):
+        train(model, optimizer, batches(8))
+    assert len(complete_checkpoints(tmp_path)) in (2, 3)
+    assert (tmp_path / "step=8").is_dir()
+    assert [load_checkpoint(p).info["step"] for p in complete_checkpoints(tmp_path / "newest")] == [
+        8
+    ]
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+
+class Blocks(hookline.Hook):
+    """Puts a folder in the way of the file `best`."""
+
+    def on_train_start(self, trainer):
+        (trainer.run.checkpoints / "best").mkdir(parents=True)
+
+
+def test_best_that_cannot_be_moved_is_logged_and_training_continues(tmp_path, caplog):
+    hook = ModelCheckpoint(monitor="val/score")
+    trainer = fit(tmp_path, Blocks(), Scores(3.0, 1.0, 4.0, 2.0), hook)
+    assert trainer.status == "completed"
+    assert "Training continues, but:" in caplog.text
+    assert "best could not be written" in caplog.text
+    assert steps(trainer) == [6]
+    assert hook.best_model_score == 1.0
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_logged_and_training_continues(tmp_path, caplog):
+    class Adds(hookline.Hook):
+        def on_checkpoint_save(self, path: Path):
+            (path / "notes.txt").write_text("mine")
+
+    trainer = fit(tmp_path, Adds(), CheckpointHook(keep=1))
+    assert trainer.status == "completed"
+    assert len(names(trainer)) == 4
+    assert caplog.text.count("is not removed: it also contains 'notes.txt'") == 3
+
+
+def test_a_failed_save_frees_the_name_and_the_end_of_training_saves_again(tmp_path):
+    class Fails(hookline.Hook):
+        """Reports the save of step 4 as failed instead of saving, as a full disk would."""
+
+        def on_train_start(self, trainer):
+            save = trainer.save_checkpoint
+
+            def save_or_fail(path):
+                if trainer.step == 4 and trainer.status == "training":
+                    hook.checkpoint_failed(str(path), OSError("full"))
+                else:
+                    save(path)
+
+            trainer.save_checkpoint = save_or_fail
+
+    hook = ModelCheckpoint(every_n_steps=2, save_last=True, filename="{step}")
+    trainer = fit(tmp_path, Fails(), hook, validate=False, n=4, max_epochs=1)
+    assert names(trainer) == ["step=4"]
+    assert hook.last_model_path.name == "step=4"
 
 
 # -- resuming -------------------------------------------------------------------------------------
@@ -441,6 +571,62 @@ def test_another_metric_than_before_starts_afresh_and_leaves_the_old_ones(tmp_pa
     assert len(steps(trainer)) == 2
 
 
+class Kills(hookline.Hook):
+    """Ends the process at the n-th of these events; -1: never."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def _count(self):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_step_end = on_validation_end = on_epoch_end = on_checkpoint_save = on_train_end = _count
+
+
+class ScoresByEpoch(hookline.Hook):
+    def on_validation_end(self, metrics, epoch):
+        metrics["val/score"] = (3.0, 1.0, 2.0)[epoch]
+
+
+def train_killed(runs: Path, number: int, options: dict) -> tuple[int, dict]:
+    """Train or resume in another process; return its exit code and how the training ended."""
+    result = runs.parent / f"{runs.name}.json"
+    pid = os.fork()
+    if pid == 0:
+        os.fsync = lambda _: None  # syncing takes long, and a kill does not need it
+        hook = ModelCheckpoint(monitor="val/score", **options)
+        trainer = make_trainer(ScoresByEpoch(), hook, Kills(number), runs=runs, max_epochs=3)
+        started = [run for run in runs.glob("*") if complete_checkpoints(run / "checkpoints")]
+        trainer.fit(batches(2), batches(1, seed=2), resume_from=started[-1] if started else None)
+        folder = trainer.run.checkpoints
+        infos = {p.name: load_checkpoint(p).info for p in complete_checkpoints(folder)}
+        for info in infos.values():
+            del info["run_id"]
+        pointer = (folder / "best").read_text()
+        end = [trainer.epoch, trainer.step, hook.state_dict(), infos, pointer]
+        result.write_text(json.dumps(end, default=str))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, json.loads(result.read_text()) if code == 0 else {}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_after_a_kill_at_any_event_epochs_names_and_lists_are_the_same(tmp_path):
+    options = {"save_top_k": 1, "save_last": True}
+    _, whole = train_killed(tmp_path / "whole", -1, options)
+    for number in range(1, 100):
+        runs = tmp_path / f"{number}"
+        code, end = train_killed(runs, number, options)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        code, end = train_killed(runs, -1, options)
+        assert (code, end) == (0, whole), f"killed at event {number}"
+    assert number > 15
+
+
 def test_a_second_fit_is_a_run_of_its_own(tmp_path):
     hook = ModelCheckpoint(monitor="val/score")
     trainer = trainer_of(tmp_path, Scores(1.0, 2.0, 4.0, 3.0), hook, max_epochs=2)
@@ -477,6 +663,13 @@ def test_checkpoint_hook_keeps_the_newest(tmp_path):
     assert names(first) == ["epoch_0001", "epoch_0002"]
     trainer = fit(tmp_path, CheckpointHook(keep=2), max_epochs=5, resume_from=first.run.path)
     assert names(trainer) == ["epoch_0003", "epoch_0004"]
+
+
+def test_checkpoint_hook_keeps_the_first_of_every_m_steps(tmp_path):
+    hook = CheckpointHook(keep=1, keep_every=5)
+    assert steps(fit(tmp_path, hook, max_epochs=6)) == [6, 12, 15, 18]
+    with pytest.raises(ConfigError, match="keep=None keeps all checkpoints"):
+        CheckpointHook(keep_every=5)
 
 
 def test_both_hooks_together_keep_their_own(tmp_path):

@@ -552,29 +552,6 @@ def test_a_part_that_was_killed_is_told_as_lost_when_the_run_goes_on(tmp_path: P
     assert first["started"] < first["ended"] <= second["started"]
 
 
-def test_a_run_that_another_process_still_writes_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    script = (
-        "import sys; from hookline.runs import Run\n"
-        "run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])\n"
-        "print(run.path, flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        path = writer.stdout.readline().strip()
-        assert open_run(path).status == "training"
-        Run.open(path, resume=True).close()
-        assert f"process {writer.pid}, which is still alive" in caplog.text
-        caplog.clear()
-        writer.communicate()
-    Run.open(path, resume=True).close()
-    assert "alive" not in caplog.text
-
-
 def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
     caplog.set_level("INFO", "hookline")
     url = "http://127.0.0.1:9/services/T0/B0/verysecret"

@@ -16,8 +16,11 @@ from leftovers import leave_unfinished_folder
 from loops import batches, make, make_trainer
 
 import hookline
-from hookline import ConfigError, Trainer
+from hookline import CheckpointError, ConfigError, Trainer
 from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
+from hookline.checkpoint.remote import fetch_checkpoint
+from hookline.checkpoint.retention import remove_checkpoint
+from hookline.hooks.checkpointing import destination
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook
@@ -333,6 +336,54 @@ def test_a_network_that_fails_is_tried_again_until_the_copy_is_whole(tmp_path, f
     assert {str(Path(p).parent) for p in found} == {f"/bucket/{trainer.run.id}/epoch_0000"}
     flaky().get(f"/bucket/{trainer.run.id}/epoch_0000", str(tmp_path / "back"), recursive=True)
     load_checkpoint(tmp_path / "back")
+
+
+def test_a_reader_gets_a_complete_checkpoint_or_none_at_any_time_of_an_upload(tmp_path, flaky):
+    seen: list[str] = []
+
+    class Reads(flaky):
+        def _count(self, call, path):
+            run = path.split("/.tmp-")[0].replace("flaky://", "/")
+            for url in (f"memory:/{run}", f"memory:/{run}/epoch_0001"):
+                try:
+                    found = fetch_checkpoint(url, tmp_path / "fetched" / str(len(seen)))
+                except CheckpointError:
+                    seen.append("")
+                else:
+                    load_checkpoint(found)
+                    seen.append(found.name)
+
+    fsspec.register_implementation("flaky", Reads, clobber=True)
+    fit(tmp_path, UploadHook("flaky://bucket"), max_epochs=2)
+    assert len(seen) == 32, "eight calls for each checkpoint"
+    assert set(seen[:16]) == {""}, "until the manifest of the first is there"
+    assert set(seen[16::2]) == {"epoch_0000"}
+    assert set(seen[17::2]) == {""}
+
+
+@pytest.mark.parametrize("url", ["flaky://bucket", None])
+def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out(
+    tmp_path, flaky, monkeypatch, caplog, url
+):
+    caplog.set_level("INFO", "hookline")
+    copy = destination._copy
+
+    def remove_and_copy(source, target, is_stopped):
+        copy(source, target, is_stopped)
+        if source.name == "model.safetensors" and source.parent.name == "epoch_0000":
+            assert remove_checkpoint(source.parent), "as a retention would"
+
+    monkeypatch.setattr(destination, "_copy", remove_and_copy)
+    hook = UploadHook(url or tmp_path / "copies", backoff=0)
+    trainer = fit(tmp_path, hook, max_epochs=2)
+    assert [p.name for p in hook.skipped] == ["epoch_0000"]
+    assert [p.name for p in hook.uploaded] == ["epoch_0001"]
+    assert "epoch_0000 was removed before it was copied" in caplog.text
+    if url is None:
+        assert [p.name for p in (tmp_path / "copies" / trainer.run.id).iterdir()] == ["epoch_0001"]
+    else:
+        found = flaky().find(f"/bucket/{trainer.run.id}")
+        assert {Path(p).parent.name for p in found} == {"epoch_0001"}
 
 
 def test_retries_are_counted_and_half_a_copy_is_no_checkpoint(tmp_path, flaky):

@@ -50,6 +50,12 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Load a training run from a file. See [config files](../configuration.md).",
         ("hookline.config_files",),
     ),
+    "verification": (
+        "Verification",
+        "Check that a training is reproducible and resumes exactly. See "
+        "[verifying a training](../verify.md).",
+        ("hookline.verification",),
+    ),
     "errors": (
         "Errors",
         "All errors derive from `HooklineError`.",
@@ -58,7 +64,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 BUILT_IN = "hookline.hooks"  # these have pages of their own
 PACKAGES = ("hookline", "hookline.probes", "hookline.updates", "hookline.runs")
-PACKAGES += ("hookline.config_files",)
+PACKAGES += ("hookline.config_files", "hookline.verification")
 # What the pages show of classes that also have methods for Hookline's own use.
 HOOK_METHODS = ("add_hook", "remove_hook", "enable_hook", "disable_hook")
 MEMBERS: dict[str, tuple[str, ...]] = {

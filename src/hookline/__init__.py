@@ -94,6 +94,7 @@ if TYPE_CHECKING:
     from hookline.updates import Noise as Noise
     from hookline.updates import Scale as Scale
     from hookline.updates import SkipNonfinite as SkipNonfinite
+    from hookline.verification.verifier import verify as verify
 
     TrainerHooks = Hook
     TrainingHook = Hook
@@ -146,6 +147,7 @@ _MODULES = {
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
         *("Mask", "Noise", "Scale", "SkipNonfinite"),
     ),
+    "verification.verifier": ("verify",),
 }
 _ALIASES = {
     "TrainerHooks": "Hook",

@@ -151,7 +151,7 @@ def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock |
         folder.mkdir()
         try:
             return folder, _lock(folder / _MARKER)
-        except (FileNotFoundError, TimeoutError):
+        except (FileNotFoundError, FileExistsError, TimeoutError):
             continue  # another process removed the folder before it was locked
         except OSError:
             # Locks are not supported here. Without a marker, no other process removes the folder.

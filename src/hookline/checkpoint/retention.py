@@ -2,30 +2,41 @@
 
 A `Retention` belongs to one writer. It removes only checkpoints that this writer wrote, never one
 that `last` or `best` names, and only after the next checkpoint is durable.
+
+The state for resuming does not depend on when a checkpoint became durable: it lists those that are
+kept once everything requested is saved. Which of them exist is read from the folder on resuming. A
+checkpoint is the writer's own if it is of the same run and its own state, written with it, lists
+it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
 from hookline.checkpoint.atomic_files import temporary_folder
-from hookline.checkpoint.checkpoint_lookup import read_manifest, read_pointers, set_pointer
+from hookline.checkpoint.checkpoint_lookup import (
+    read_manifest,
+    read_pointers,
+    scan_checkpoints,
+    set_pointer,
+)
 from hookline.errors import CheckpointError, listed
 
-__all__ = ["Order", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
+__all__ = ["Mode", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
 
 log = logging.getLogger("hookline")
 
-Order = Literal["min", "max", "newest"]
-"""What ranks higher: the checkpoint with the lower score, the higher score, or the newer one."""
+Mode = Literal["min", "max"]
+"""Which score is better: the lower or the higher one."""
 
 _reserved_paths: set[Path] = set()
 """Paths that writers of this process have reserved and not saved yet."""
@@ -52,18 +63,20 @@ class RetainedCheckpoint:
         """Whether the score can be compared: NaN and infinities cannot."""
         return self.score is not None and math.isfinite(self.score)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved: all but the time of creation."""
+        return {"name": self.name, "step": self.step, "number": self.number, "score": self.score}
+
 
 def rank_checkpoints(
-    checkpoints: Iterable[RetainedCheckpoint], order: Order
+    checkpoints: Iterable[RetainedCheckpoint], mode: Mode
 ) -> list[RetainedCheckpoint]:
     """Return checkpoints, the best first; of equal scores the earlier, NaN and infinities last."""
 
     def key(checkpoint: RetainedCheckpoint) -> tuple[bool, float, int]:
-        if order == "newest":
-            return False, -checkpoint.number, 0
         if checkpoint.score is None or not checkpoint.has_finite_score:
             return True, 0.0, checkpoint.number
-        score = checkpoint.score if order == "min" else -checkpoint.score
+        score = checkpoint.score if mode == "min" else -checkpoint.score
         return False, score, checkpoint.number
 
     return sorted(checkpoints, key=key)
@@ -74,23 +87,38 @@ class Retention:
 
     Call `reserve` before a checkpoint is saved: the writer's state, which is part of that
     checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
-    the checkpoints that are no longer kept.
+    the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
+
+    A checkpoint that any of the three rules keeps is kept.
 
     Args:
-        keep: How many of the best checkpoints are kept; -1 for all.
-        order: What ranks higher.
-        keep_newest: Also keep the newest checkpoint, whatever its rank.
+        keep_best: How many of the checkpoints with the best scores are kept; -1 for all.
+        mode: Which score is better.
+        keep_last: How many of the newest checkpoints are kept; -1 for all.
+        keep_every: Of every so many steps, the first checkpoint is kept for ever.
     """
 
-    def __init__(self, *, keep: int, order: Order, keep_newest: bool = False) -> None:
-        self._keep = keep
-        self._order: Order = order
-        self._keep_newest = keep_newest
+    def __init__(
+        self,
+        *,
+        keep_best: int = 0,
+        mode: Mode = "min",
+        keep_last: int = 0,
+        keep_every: int | None = None,
+    ) -> None:
+        self._keep_best, self._keep_last, self._keep_every = keep_best, keep_last, keep_every
+        self._mode: Mode = mode
         self._folder: Path | None = None
+        self._best_name: str | None = None
+        self._resumed_from: str | None = None  # is kept until the next checkpoint is durable
+        self._start()
+
+    def _start(self) -> None:
         self._saved: list[RetainedCheckpoint] = []
         self._pending: dict[str, RetainedCheckpoint] = {}
+        self._latest: list[RetainedCheckpoint] = []  # those of the last step that had any
+        self._restored: list[RetainedCheckpoint] = []
         self._number = 0
-        self._best_name: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -106,15 +134,15 @@ class Retention:
 
     @property
     def best(self) -> RetainedCheckpoint | None:
-        """The best checkpoint; None if nothing is ranked, or no score is finite."""
-        if self._order == "newest" or not self._keep:
+        """The best durable checkpoint; None if nothing is ranked, or no score is finite."""
+        if not self._keep_best:
             return None
-        first = rank_checkpoints(self._saved, self._order)[:1]
+        first = rank_checkpoints(self._saved, self._mode)[:1]
         return first[0] if first and first[0].has_finite_score else None
 
     @property
     def newest(self) -> RetainedCheckpoint | None:
-        """The newest checkpoint."""
+        """The newest durable checkpoint."""
         return max(self._saved, key=lambda checkpoint: checkpoint.number, default=None)
 
     def path_of(self, checkpoint: RetainedCheckpoint | None) -> Path | None:
@@ -125,17 +153,16 @@ class Retention:
         """Set the folder when training starts; unless resumed, start with no checkpoints."""
         self.release()
         self._folder = Path(folder)
-        self._best_name = None
+        self._best_name = self._resumed_from = None
         if not resumed:
-            self._saved, self._pending, self._number = [], {}, 0
+            self._start()
 
-    def would_keep(self, score: float | None) -> bool:
-        """Return whether a new checkpoint with this score would be kept."""
-        if self._keep_newest or self._keep < 0:
-            return True
-        new = RetainedCheckpoint("", 0, self._number, score)
-        known = [*self._saved, *self._pending.values(), new]
-        return new in rank_checkpoints(known, self._order)[: self._keep]
+    # -- saving -----------------------------------------------------------------------------------
+
+    def would_keep(self, step: int, score: float | None) -> bool:
+        """Return whether a new checkpoint would be kept, if those being saved are."""
+        new = RetainedCheckpoint("", step, self._number, score)
+        return new in self._choose_kept([*self._saved, *self._pending.values(), new])
 
     def reserve(self, name: str, step: int, score: float | None) -> Path:
         """Reserve a path that does not exist and that no other writer gets.
@@ -145,35 +172,48 @@ class Retention:
         names = chain([name], (f"{name}_{number}" for number in count(2)))
         path = next(path for name in names if _is_free(path := self.folder / name))
         _reserved_paths.add(path.resolve())
-        self._pending[path.name] = RetainedCheckpoint(path.name, step, self._number, score)
+        checkpoint = RetainedCheckpoint(path.name, step, self._number, score)
+        self._pending[path.name] = checkpoint
+        self._latest = [*(one for one in self._latest if one.step == step), checkpoint]
         self._number += 1
         return path
 
     def rescore(self, step: int, score: float | None) -> None:
         """Set the score of the checkpoints of a step, and rank again."""
-        scored = [
-            replace(checkpoint, score=score) if checkpoint.step == step else checkpoint
-            for checkpoint in (*self._saved, *self._pending.values())
-        ]
-        self._saved = scored[: len(self._saved)]
-        self._pending = {checkpoint.name: checkpoint for checkpoint in scored[len(self._saved) :]}
-        self._apply_ranking()
+
+        def rescored(checkpoints: Iterable[RetainedCheckpoint]) -> list[RetainedCheckpoint]:
+            return [replace(c, score=score) if c.step == step else c for c in checkpoints]
+
+        self._saved, self._latest = rescored(self._saved), rescored(self._latest)
+        self._pending = {c.name: c for c in rescored(self._pending.values())}
+        self._apply_rules()
 
     def mark_saved(self, path: Path) -> bool:
         """Register a durable checkpoint and remove those that are no longer kept.
 
         Return False if the checkpoint was not reserved by this writer.
+
+        Raises:
+            CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
         checkpoint = self._find_pending(path)
         if checkpoint is None:
             return False
-        del self._pending[checkpoint.name]
-        _reserved_paths.discard((self.folder / checkpoint.name).resolve())
+        self._take_pending(checkpoint)
         created = _read_created(path) or ""
         self._saved.append(replace(checkpoint, name=path.name, created=created))
+        self._resumed_from = None
         self._forget_missing()
-        self._apply_ranking()
+        self._apply_rules()
         return True
+
+    def discard(self, path: Path) -> RetainedCheckpoint | None:
+        """Free a reserved name whose checkpoint could not be saved; return what was reserved."""
+        checkpoint = self._find_pending(path)
+        if checkpoint is not None:
+            self._take_pending(checkpoint)
+            self._latest = [one for one in self._latest if one.number != checkpoint.number]
+        return checkpoint
 
     def release(self) -> None:
         """Free the reserved names: nothing more will be saved under them."""
@@ -181,9 +221,13 @@ class Retention:
             paths = ((self._folder / name).resolve() for name in self._pending)
             _reserved_paths.difference_update(paths)
 
+    def _take_pending(self, checkpoint: RetainedCheckpoint) -> None:
+        del self._pending[checkpoint.name]
+        _reserved_paths.discard((self.folder / checkpoint.name).resolve())
+
     def _find_pending(self, path: Path) -> RetainedCheckpoint | None:
         """Return what was reserved for this path; another process may have taken the name."""
-        if path.parent.resolve() != self.folder.resolve():
+        if self._folder is None or path.parent.resolve() != self.folder.resolve():
             return None
         if path.name in self._pending:
             return self._pending[path.name]
@@ -191,18 +235,40 @@ class Retention:
             return None  # reserved by another writer
         return next((c for c in self._pending.values() if _is_variant(path, c.name)), None)
 
-    def _apply_ranking(self) -> None:
+    # -- which are kept ---------------------------------------------------------------------------
+
+    def _choose_kept(self, checkpoints: Iterable[RetainedCheckpoint]) -> list[RetainedCheckpoint]:
+        """Return those that a rule keeps, oldest first."""
+        oldest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
+        if -1 in (self._keep_best, self._keep_last):
+            return oldest_first
+        kept = rank_checkpoints(oldest_first, self._mode)[: self._keep_best]
+        kept += oldest_first[-self._keep_last :] if self._keep_last else []
+        if self._keep_every is not None:
+            first_of: dict[int, RetainedCheckpoint] = {}  # by the number of complete intervals
+            for checkpoint in oldest_first:
+                first_of.setdefault(checkpoint.step // self._keep_every, checkpoint)
+            kept += [checkpoint for interval, checkpoint in first_of.items() if interval]
+        names = {checkpoint.name for checkpoint in kept}
+        return [checkpoint for checkpoint in oldest_first if checkpoint.name in names]
+
+    def _apply_rules(self) -> None:
         """Make `best` name the best checkpoint, and remove those that are not kept."""
-        best = self.best
-        if best is not None and best.name != self._best_name:
-            set_pointer(self.folder, "best", self.folder / best.name)
-            self._best_name = best.name
-        if self._keep < 0:
+        try:
+            best = self.best
+            if best is not None and best.name != self._best_name:
+                set_pointer(self.folder, "best", self.folder / best.name)
+                self._best_name = best.name
+        finally:
+            self._remove_others()
+
+    def _remove_others(self) -> None:
+        kept = {checkpoint.name for checkpoint in self._choose_kept(self._saved)}
+        if len(kept) == len(self._saved):
             return
-        kept = {c.name for c in rank_checkpoints(self._saved, self._order)[: self._keep]}
         kept.update(read_pointers(self.folder).values())
-        if self._keep_newest and self.newest is not None:
-            kept.add(self.newest.name)
+        if self._resumed_from is not None:
+            kept.add(self._resumed_from)
         for checkpoint in self._saved:
             if checkpoint.name not in kept:
                 remove_checkpoint(self.folder / checkpoint.name)
@@ -216,34 +282,78 @@ class Retention:
             log.info("No longer in %s, and forgotten: %s.", self.folder, listed(missing))
         self._saved = present
 
+    # -- resuming ---------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for resuming; it includes checkpoints that are being saved."""
+        kept = self._choose_kept([*self._saved, *self._pending.values()])
         return {
-            "written": [asdict(checkpoint) for checkpoint in self._saved],
-            "pending": [asdict(checkpoint) for checkpoint in self._pending.values()],
+            "kept": [checkpoint.state_dict() for checkpoint in kept],
+            "latest": [checkpoint.state_dict() for checkpoint in self._latest],
             "number": self._number,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; `reconcile` then compares it with the folder."""
-        self._saved = [RetainedCheckpoint(**fields) for fields in state["written"]]
-        self._pending = {f["name"]: RetainedCheckpoint(**f) for f in state["pending"]}
+        """Restore the state; `reconcile` then finds the checkpoints in the folder."""
+        self._start()
+        self._latest = [RetainedCheckpoint(**fields) for fields in state["latest"]]
+        kept = [RetainedCheckpoint(**fields) for fields in state["kept"]]
+        self._restored = list({c.name: c for c in (*kept, *self._latest)}.values())
         self._number = int(state["number"])
 
-    def reconcile(self, path: Path) -> None:
-        """Compare the restored state with the folder of the checkpoint that was resumed from."""
-        for name, checkpoint in self._pending.items():
-            is_resumed_from = path.parent.resolve() == self.folder.resolve() and (
-                path.name == name or _is_variant(path, name)
-            )
-            found = path if is_resumed_from else self.folder / name
-            created = _read_created(found)
-            if created is None:
-                log.info("The checkpoint %s was requested but never saved.", found)
-            else:
-                self._saved.append(replace(checkpoint, name=found.name, created=created))
-        self._pending = {}
-        self._forget_missing()
+    def reconcile(self, path: Path, *, writer: str, run_id: str | None) -> None:
+        """Find the writer's checkpoints in the folder, and apply the rules to them.
+
+        A checkpoint that was requested but never became durable is forgotten. One that the restored
+        state does not know, because it was saved later or is about to be removed, is found again.
+
+        Args:
+            path: The checkpoint that was resumed from.
+            writer: The name of the writer's state among the states of hooks.
+            run_id: The id of the run; None if there is none. Checkpoints of other runs are never
+                touched; without an id, only those in the restored state are recognized.
+
+        Raises:
+            CheckpointError: The pointer `best` could not be moved. Everything else is done.
+        """
+        restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
+        for found, manifest in scan_checkpoints(self.folder).complete.items():
+            own = _find_own(found, writer, is_resumed_from=found.resolve() == path.resolve())
+            info = manifest["info"]
+            if own is None or (info.get("run_id"), info.get("step")) != (run_id, own.step):
+                continue
+            known = restored.pop(own.name, None)
+            if known is not None and known.number != own.number:
+                known = None  # another checkpoint had this name
+            if known is not None or run_id is not None:
+                saved = replace(known or own, name=found.name, created=manifest["created"])
+                self._saved.append(saved)
+        self._saved.sort(key=lambda checkpoint: checkpoint.number)
+        self._number = max([self._number, *(c.number + 1 for c in self._saved)])
+        if restored:
+            log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
+        self._restored = []
+        self._resumed_from = path.name
+        self._apply_rules()
+
+
+def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedCheckpoint | None:
+    """Return the entry of a checkpoint in the writer's state that was saved with it."""
+    from hookline.checkpoint.state_tree import decode  # here, because it imports torch
+
+    try:
+        tree = json.loads((path / "state.json").read_bytes())
+        state = decode(tree["state"]["hooks"][writer]["checkpoints"]["latest"], {})
+        entries = [RetainedCheckpoint(**fields) for fields in state]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # saved by another writer
+    for entry in entries:
+        if entry.name == path.name:
+            return entry
+        if is_resumed_from and _is_variant(path, entry.name):
+            other = path.with_name(entry.name)  # another process had taken the name, or it is ours
+            return None if _find_own(other, writer, is_resumed_from=False) else entry
+    return None
 
 
 def remove_checkpoint(path: Path) -> bool:

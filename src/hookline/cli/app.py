@@ -1,8 +1,9 @@
 """The `hookline` command: its subcommands, error messages and exit codes.
 
-Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C. An error is one message
-on stderr; unexpected errors have a traceback with `--debug`. Modules that import torch are imported
-by the commands that need them, so that `--help` is fast.
+Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C; `train` also exits with
+128 plus a signal's number. An error is one message on stderr; unexpected errors have a traceback
+with `--debug`. Modules that import torch are imported by the commands that need them, so that
+`--help` is fast.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hookline.cli.init_command import init
 from hookline.cli.runs_command import runs_app
 from hookline.cli.text_output import prepare_streams
 from hookline.cli.train_command import add_training_commands
+from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
 
 __all__ = ["app", "main"]
@@ -39,6 +41,7 @@ LARGEST_SEED = 2**63 - 1
 app = new_group("hookline")
 app.command(cls=Command)(init)
 add_training_commands(app)
+app.command(cls=Command)(verify)
 app.add_typer(hooks_app)
 app.command(cls=Command)(events)
 app.add_typer(runs_app)

@@ -10,7 +10,14 @@ from typing import Annotated, Literal
 import typer
 
 from hookline.cli.checkpoint_selection import CheckpointName, RunWithCheckpoints, find_folder
-from hookline.cli.command_base import Command, Json, RunsFolder, delay_interrupts, new_group
+from hookline.cli.command_base import (
+    Command,
+    Json,
+    RunsFolder,
+    delay_interrupts,
+    new_group,
+    one_of,
+)
 from hookline.cli.prune_command import prune
 from hookline.cli.text_output import print_json, show
 from hookline.errors import CheckpointError
@@ -151,7 +158,7 @@ def export(
     ] = None,
     file_format: Annotated[
         Literal["safetensors", "torch"],
-        typer.Option("--format", help="The format of the file."),
+        typer.Option("--format", help="The format of the file.", **one_of("safetensors", "torch")),
     ] = "safetensors",
     averaged: Annotated[
         bool, typer.Option("--ema", help="Export the average that the hook EMA has kept.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hookline.cli.checkpoint_selection import RunWithCheckpoints, find_folder
-from hookline.cli.command_base import Json, RunsFolder, whole_number
+from hookline.cli.command_base import Json, RunsFolder, one_of, whole_number
 from hookline.cli.text_output import print_json, show
 from hookline.errors import CheckpointError, listed, nearest
 
@@ -33,7 +33,8 @@ def prune(
         str | None, typer.Option(help="The metric, such as val/loss.", metavar="NAME")
     ] = None,
     mode: Annotated[
-        Literal["min", "max"], typer.Option(help="Whether low or high values are better.")
+        Literal["min", "max"],
+        typer.Option(help="Whether low or high values are better.", **one_of("min", "max")),
     ] = "min",
     keep_every: Annotated[
         int | None,

@@ -22,7 +22,7 @@ from hookline.cli.text_output import print_json, show
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
-__all__ = ["add_training_commands"]
+__all__ = ["Config", "Overrides", "add_training_commands", "load_config"]
 
 _NEWEST = "newest"
 _FILES = (".yaml", ".yml", ".toml", ".json")
@@ -123,7 +123,7 @@ def train(
             param_hint="'--from'",
         )
     with exit_on_interrupt():
-        training = _load(config, overrides)
+        training = load_config(config, overrides)
         print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
         start = _find_start(training, resume, start_from)
         if "resume_from" not in start:
@@ -192,7 +192,7 @@ def check(config: Config, overrides: Overrides = None, as_json: Json = False) ->
 
     try:
         with exit_on_interrupt():
-            training = _load(config, overrides)
+            training = load_config(config, overrides)
             _check_runs(training)
             from hookline.config_files.dry_run import dry_run
 
@@ -237,7 +237,8 @@ def schema(
     print(out)
 
 
-def _load(config: str, overrides: list[str] | None) -> Training:
+def load_config(config: str, overrides: list[str] | None) -> Training:
+    """Return the training that a config file or a Python function describes."""
     with delay_interrupts():
         import_module("hookline.config_files.building")  # which imports torch
         from hookline.config_files.loading import is_python_function, load_python, load_training

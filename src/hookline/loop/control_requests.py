@@ -38,7 +38,8 @@ class ControlRequests:
         """Set `pending` again after requests were applied.
 
         Args:
-            saving: whether a checkpoint is being written, which the loop has to report.
+            saving: whether saving needs the loop at the next boundary: to prepare for it, or to
+                report a checkpoint that is being written.
         """
         self.pending = bool(self.skips or self.checkpoints or saving)
         if self.signal is not None:  # last: a handler may run between two instructions

@@ -19,7 +19,7 @@ from typing import Any
 from hookline._version import __version__
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["describe_environment", "installed_packages", "is_process_alive"]
+__all__ = ["describe_environment", "describe_process", "installed_packages", "is_process_alive"]
 
 
 def describe_environment(device: Any = None) -> dict[str, Any]:
@@ -40,7 +40,15 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
         "packages_sha256": hashlib.sha256(listing.encode()).hexdigest(),
         "platform": platform.platform(),
         "devices": _describe_devices(device),
+        **describe_process(),
+    }
+
+
+def describe_process() -> dict[str, Any]:
+    """Return what identifies this process, for `is_process_alive`."""
+    return {
         "host": socket.gethostname(),
+        "boot_id": _boot_id(),
         "pid": os.getpid(),
         "pid_started": _start_time(os.getpid()),
         "pid_namespace": _pid_namespace(),
@@ -81,12 +89,17 @@ def _describe_devices(device: Any) -> dict[str, Any]:
     return devices
 
 
-def is_process_alive(part: Mapping[str, Any]) -> bool | None:
-    """Return whether the process of a part of a run is alive; None in another container or host."""
-    pid = part.get("pid")
-    if type(pid) is not int or part.get("host") != socket.gethostname() or os.name != "posix":
+def is_process_alive(process: Mapping[str, Any]) -> bool | None:
+    """Return whether a process is alive; None if it runs in another container or on another host.
+
+    Args:
+        process: What `describe_process` returned in that process.
+    """
+    pid = process.get("pid")
+    if type(pid) is not int or process.get("host") != socket.gethostname() or os.name != "posix":
         return None
-    if part.get("pid_namespace") != _pid_namespace():
+    # Several hosts may have the same name.
+    if process.get("pid_namespace") != _pid_namespace() or process.get("boot_id") != _boot_id():
         return None
     try:
         os.kill(pid, 0)  # only checks whether the process exists
@@ -95,12 +108,21 @@ def is_process_alive(part: Mapping[str, Any]) -> bool | None:
     except OSError:  # another user's process
         pass
     started = _start_time(pid)
-    return started is None or part.get("pid_started") in (None, started)
+    return started is None or process.get("pid_started") in (None, started)
 
 
 def _pid_namespace() -> str | None:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _boot_id() -> str | None:
+    """Return the id that the kernel chose when this machine started."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
 

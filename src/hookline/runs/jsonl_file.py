@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -43,11 +43,17 @@ class JsonlFile:
     """A file that lines are appended to.
 
     A failure to write is logged once and counted in `lost`, never raised.
+
+    Args:
+        path: The file; created if it does not exist.
+        check: Called with the file's descriptor before each write; if it raises OSError, which it
+            has logged itself, nothing is written. By default the file must not have been deleted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[int], None] | None = None) -> None:
         self.path = path
         self.lost = 0
+        self._check = check
         self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._ends_within_line = self._lacks_line_feed()
 
@@ -57,6 +63,15 @@ class JsonlFile:
             return
         if self._handle is None:
             self._count_lost(lines, OSError("the file is closed"))
+            return
+        if self._check is not None:
+            try:
+                self._check(self._handle)
+            except OSError:
+                self.lost += len(lines)
+                return
+        elif os.fstat(self._handle).st_nlink == 0:
+            self._count_lost(lines, FileNotFoundError("the file was deleted"))
             return
         separator = b"\n" if self._ends_within_line else b""
         data = separator + b"".join(lines)

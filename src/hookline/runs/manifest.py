@@ -37,7 +37,10 @@ __all__ = [
 
 _FORMAT = "hookline.run"
 _VERSION = 1
-_PART_FIELDS = ("started", "ended", "status", "host", "pid", "pid_started", "pid_namespace")
+_PART_FIELDS = (  # in the part only
+    *("number", "started", "ended", "status", "resumed_from", "error"),
+    *("host", "boot_id", "pid", "pid_started", "pid_namespace"),
+)
 _LONG_FIELDS = (  # in an earlier part if they changed afterwards
     *("config", "hooks", "training", "name", "tags", "packages", "seed", "torch_seed"),
 )

@@ -15,12 +15,12 @@ from typing import Any, Literal, cast
 
 import torch
 
-from hookline.checkpoint.atomic_files import remove_leftovers
+from hookline.checkpoint.atomic_files import remove_leftovers, sync
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
-from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
+from hookline.runs.lease import Lease
 from hookline.runs.manifest import (
     continue_manifest,
     describe_part,
@@ -68,7 +68,7 @@ class Run:
         metrics_log: Where metrics are written; None if the run is closed, or open for reading.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], *, writable: bool) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lease: Lease | None = None) -> None:
         self.path = path
         self.id: str = manifest["run_id"]
         self.manifest = manifest
@@ -76,11 +76,13 @@ class Run:
         self._events: JsonlFile | None = None
         self._manifest_failed = False
         self._lost_before = int(manifest.get("lost_records") or 0)
-        if writable:
-            self.metrics_log = MetricsLog(JsonlFile(path / "metrics.jsonl"))
-            self._events = JsonlFile(path / "events.jsonl")
+        self._lease = lease
+        if lease is not None:
+            self.metrics_log = MetricsLog(JsonlFile(path / "metrics.jsonl", lease.check))
+            self._events = JsonlFile(path / "events.jsonl", lease.check)
             # A program that ends without closing its run loses no metrics.
-            weakref.finalize(self, _close_files, os.getpid(), self.metrics_log, self._events)
+            files = (self.metrics_log, self._events, lease)
+            weakref.finalize(self, _close_files, os.getpid(), *files)
 
     @classmethod
     def create(
@@ -107,14 +109,18 @@ class Run:
         """
         root = Path(root)
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            path = _create_folder(root)
+            _create_root(root)
+            path = _create_run_folder(root)
+            lease: Lease | None = None
             try:
+                lease = Lease.acquire(path)
                 part = describe_part(config, seed, hooks, **fields)
                 manifest = new_manifest(path.name, part, parent)
                 write_run_manifest(path, manifest)
-                return cls(path, manifest, writable=True)
+                return cls(path, manifest, lease)
             except BaseException:
+                if lease is not None:
+                    lease.release()
                 shutil.rmtree(path, ignore_errors=True)
                 raise
         except OSError as error:
@@ -150,19 +156,25 @@ class Run:
         path = Path(path)
         manifest = read_run_manifest(path)
         if not resume:
-            return cls(path, manifest, writable=False)
-        _warn_about_other_writer(path, manifest)
+            return cls(path, manifest)
+        lease: Lease | None = None
         try:
+            lease = Lease.acquire(path)
             remove_leftovers(path)
             part = describe_part(config, seed, hooks, **fields)
-            manifest = continue_manifest(path, manifest, part)
+            # Read again: another process may have written the run while this one waited.
+            manifest = continue_manifest(path, read_run_manifest(path), part)
             write_run_manifest(path, manifest)
-            run = cls(path, manifest, writable=True)
+            run = cls(path, manifest, lease)
             run._finish_rewind()
-        except OSError as error:
-            raise RunError(f"The run {path} cannot be resumed: {error}.") from error
-        if position is not None:
-            run.rewind(position)
+            if position is not None:
+                run.rewind(position)
+        except BaseException as error:
+            if lease is not None:
+                lease.release()
+            if isinstance(error, OSError):
+                raise RunError(f"The run {path} cannot be resumed: {error}.") from error
+            raise
         return run
 
     @property
@@ -211,6 +223,8 @@ class Run:
         self._writable_log()
         self.manifest.update((name, to_jsonable(value)) for name, value in fields.items())
         self.manifest["lost_records"] = self._lost_before + self.lost
+        if self.lease_lost is not None:
+            return  # the manifest is now written by another process
         try:
             write_run_manifest(self.path, self.manifest)
         except OSError as error:
@@ -224,6 +238,28 @@ class Run:
         if self.metrics_log is None or self._events is None:
             return 0
         return self.metrics_log.file.lost + self._events.lost
+
+    @property
+    def lease_lost(self) -> str | None:
+        """Why this process may not write the run any more; None while it may.
+
+        Another process took the run over, because this one was suspended for a long time. What it
+        logs since then is lost, and it must stop training.
+        """
+        return None if self._lease is None else self._lease.lost
+
+    @property
+    def is_folder_missing(self) -> bool:
+        """Whether the run's folder was deleted or moved. It is not created again."""
+        return not self.path.is_dir()
+
+    @property
+    def problem(self) -> str | None:
+        """What is missing in the record of this process, in one line; None if it is complete."""
+        self.flush()
+        if self.is_folder_missing:
+            return f"{self.path} was deleted or moved: {self.lost} records were lost"
+        return f"{self.lost} records were lost" if self.lost else None
 
     def flush(self, *, durable: bool = False) -> None:
         """Write the buffered metrics; numbers on a device are read now. `durable`: to the disk."""
@@ -286,8 +322,8 @@ class Run:
         parts[-1].update(ended=ended, status=status)
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         self.update(status=status, ended=ended, last_error=text, parts=parts)
-        self.metrics_log.file.close()
-        self._events.close()
+        assert self._lease is not None
+        _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
         self.metrics_log = self._events = None
 
     def _writable_log(self) -> MetricsLog:
@@ -313,31 +349,29 @@ class Run:
             return InvalidValue(safe_repr(value), kind), kind
 
 
-def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile) -> None:
+def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:
     """Write the buffered metrics when a run is garbage collected, or the program ends."""
     if os.getpid() == pid:  # a forked process has a copy of the buffer, and must not write it
         metrics_log.flush()
         metrics_log.file.close()
         events.close()
+        lease.release()
 
 
-def _warn_about_other_writer(path: Path, manifest: Mapping[str, Any]) -> None:
-    part = (manifest.get("parts") or [{}])[-1]
-    is_other = part.get("pid") != os.getpid()
-    if manifest.get("status") == "training" and is_other and is_process_alive(part):
-        log.warning(
-            "The run %s is being written by process %s, which is still alive. Two processes that "
-            "write the same run mix their metrics: stop one of them.",
-            path,
-            part["pid"],
-        )
+def _create_root(root: Path) -> None:
+    """Create the folder of all runs, durably."""
+    missing = [path for path in (root, *root.absolute().parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.absolute().parent)
 
 
-def _create_folder(root: Path) -> Path:
+def _create_run_folder(root: Path) -> Path:
     while True:
         path = root / new_run_id()
         with suppress(FileExistsError):
             path.mkdir()
+            sync(root)
             return path
 
 

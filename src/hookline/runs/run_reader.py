@@ -18,6 +18,7 @@ from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_file import JsonlReader, read_jsonl_backwards
+from hookline.runs.lease import is_silent
 from hookline.runs.manifest import last_write_time, read_run_manifest
 from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
 from hookline.runs.rewind import REPEATED
@@ -77,10 +78,11 @@ class OpenedRun:
     def status(self) -> str:
         """`training`, or how the run ended.
 
-        `lost`: its process died without setting a status (detected on the same machine only).
+        `lost`: its process died without setting a status. On another machine this is known from
+        the time of its last heartbeat, with the clocks of both machines.
         `unknown`: there is no manifest.
         """
-        return _status(self.manifest)
+        return _status(self.path, self.manifest)
 
     @property
     def damage(self) -> list[str]:
@@ -91,7 +93,7 @@ class OpenedRun:
     def seconds(self) -> float | None:
         """How long all parts have trained together; None if unknown."""
         manifest = self.manifest
-        status = _status(manifest)
+        status = _status(self.path, manifest)
         parts = _parts(manifest)
         total = 0.0
         for part in parts:
@@ -171,7 +173,7 @@ class OpenedRun:
             "path": str(self.path),
             "name": manifest.get("name"),
             "tags": manifest.get("tags") or [],
-            "status": _status(manifest),
+            "status": _status(self.path, manifest),
             "started": manifest.get("started"),
             "seconds": self.seconds,
             "parts": len(_parts(manifest)),
@@ -206,11 +208,13 @@ class OpenedRun:
         return format_run(*parts, html=html)
 
 
-def _status(manifest: Mapping[str, Any]) -> str:
+def _status(folder: Path, manifest: Mapping[str, Any]) -> str:
     status = str(manifest.get("status") or "unknown")
     parts = _parts(manifest)
-    if status == "training" and parts and is_process_alive(parts[-1]) is False:
-        return "lost"
+    if status == "training" and parts:
+        is_alive = is_process_alive(parts[-1])
+        if is_alive is False or (is_alive is None and is_silent(folder)):
+            return "lost"
     return status
 
 

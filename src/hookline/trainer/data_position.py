@@ -266,8 +266,13 @@ class DataPosition:
 
     def state_dict(self, device: torch.device) -> dict[str, Any]:
         """Return what a resumed run needs."""
+        validated = {
+            name: float(value)
+            for name, value in self.validated.items()
+            if isinstance(value, int | float | LazyFloat)
+        }
         if self._saved is not None:  # nothing was loaded since the checkpoint
-            return self._saved
+            return {**self._saved, "validated": validated}
         ahead = self._stream is not None and self._stream.loads_ahead()
         return {
             "epoch": self.epoch,
@@ -285,11 +290,7 @@ class DataPosition:
                 }
                 for passes, ended in zip(self._passes, self._ended, strict=True)
             ],
-            "validated": {
-                name: float(value)
-                for name, value in self.validated.items()
-                if isinstance(value, int | float | LazyFloat)
-            },
+            "validated": validated,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
-from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
+from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
@@ -59,10 +59,11 @@ def describe_parent(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def load_fork(trainer: TrainerBase, path: Any) -> Path:
-    """Restore a trainer from a checkpoint, apart from changed settings; return the checkpoint.
+def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
+    """Restore a trainer from a checkpoint, apart from changed settings.
 
-    One message lists the settings that were changed: it is logged where INFO is, else printed.
+    Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
+    settings that were changed: it is logged where INFO is, else printed.
 
     Args:
         trainer: A new trainer with its data.
@@ -89,8 +90,9 @@ def load_fork(trainer: TrainerBase, path: Any) -> Path:
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):
             hook._resumed = False  # the parent's checkpoints are not the fork's to remove
-    trainer.announce(fork.message(describe_parent(found)))
-    return found
+    parent = describe_parent(found)
+    trainer.announce(fork.message(parent))
+    return found, parent
 
 
 class _Fork:
@@ -99,13 +101,13 @@ class _Fork:
     def __init__(
         self, trainer: TrainerBase, state: dict[str, Any], manifest: Mapping[str, Any]
     ) -> None:
-        self.state = state
+        self.state: dict[str, Any] = {**state, "run": None}  # the metrics are the parent's
         self._trainer = trainer
         self._manifest = manifest
         self._now = describe_training(trainer)
         first = (manifest.get("parts") or [{}])[0]  # it has what later parts have changed
         before = first.get("training") or manifest.get("training")
-        self._before: Mapping[str, Any] = before or describe_saved_optimizers(state, self._now)
+        self._before: Mapping[str, Any] = before or describe_saved_optimizers(self.state, self._now)
         self._changes: list[str] = []
 
     def find_differences(self, weights: Mapping[str, Any]) -> list[str]:
@@ -174,9 +176,9 @@ class _Fork:
         is_other = was is not None and was != new
         for name in differing:
             is_other |= name.startswith(("data.train", "trainer.loaders", "loaders"))
-        stream = self._trainer.train_data
+        stream, saved = self._trainer.train_data, position["loaders"]
         loaders = 0 if stream is None else len(stream.loaders)
-        if not is_other and position["loaders"] in (0, loaders):
+        if not is_other and (saved if isinstance(saved, int) else len(saved)) in (0, loaders):
             return
         if position["batches"]:
             log.warning(
@@ -190,6 +192,7 @@ class _Fork:
         new_position.epoch = position["epoch"]
         fresh = new_position.state_dict(self._trainer.device)
         self.state["position"] = {**fresh, "now": position["now"]}
+        self.state |= dict.fromkeys(self.state.keys() & {"validation_due", "epoch_over"}, False)
 
     def _apply_hooks(self) -> None:
         """Leave hooks enabled that the parent began without, and report options that differ."""

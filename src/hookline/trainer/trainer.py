@@ -196,9 +196,7 @@ class Trainer(TrainerRun):
         model, compute_loss, accumulate = self.model, self._loss_computer, self._accumulate
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
-        check_boundary = (
-            self._validate_every is not None or not strategy.alone or self._prepares_saving
-        )
+        check_boundary = self._validate_every is not None or not strategy.alone
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
         self._phase = Phase.IN_STEP
@@ -392,7 +390,8 @@ class Trainer(TrainerRun):
             self._saving.report()
         if self._probes is not None and self._probes.waiting:
             self._sync_probes(at_boundary=True)
-        requests.settle(saving=self._saving is not None and self._saving.busy)
+        busy = self._saving is not None and self._saving.busy
+        requests.settle(saving=busy or self._prepares_saving)
         return stop
 
     def _validate_in_loop(self) -> None:

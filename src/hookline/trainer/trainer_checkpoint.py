@@ -15,6 +15,7 @@ from hookline.checkpoint.differences import (
     describe_hook_differences,
     select_fitting,
 )
+from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
 from hookline.runs.diff import diff_configs
@@ -85,8 +86,6 @@ def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
         trainer.announce(message)
         return found
     if "://" in given:
-        from hookline.checkpoint.remote import fetch_checkpoint
-
         into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
         return fetch_checkpoint(given, into)
     return find_checkpoint(Path(given), verify=True)

@@ -19,7 +19,7 @@ from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checkpoint_saving import CheckpointSaving
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.forking import describe_parent, load_fork
+from hookline.trainer.forking import load_fork
 from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import make_progress
 from hookline.trainer.slurm import requeue_slurm_job
@@ -95,8 +95,7 @@ class TrainerRun(TrainerBase):
     def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
         if fork_from is not None:
-            found = load_fork(self, fork_from)
-            return found, describe_parent(found)
+            return load_fork(self, fork_from)
         start = None if resume_from is None else find_start(self, resume_from)
         if start is not None:
             load_trainer_checkpoint(self, start, strict=strict)

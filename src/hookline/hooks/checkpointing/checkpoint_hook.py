@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import PositiveInt
 
 from hookline.checkpoint.retention import Retention
-from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
+from hookline.errors import ConfigError
+from hookline.hooks.checkpointing.saving_hook import SavingHook
 
 __all__ = ["CheckpointHook"]
 
@@ -18,15 +19,24 @@ class CheckpointHook(SavingHook):
     Args:
         save_every_n_epochs: the number of epochs between checkpoints.
         keep: the number of newest checkpoints to keep; None: all.
+        keep_every: of every M steps, also keep the first checkpoint for ever.
     """
 
     cost = "The time of a checkpoint at the end of every N-th epoch, and nothing in between."
 
     def __init__(
-        self, save_every_n_epochs: PositiveInt = 1, keep: PositiveInt | None = None
+        self,
+        save_every_n_epochs: PositiveInt = 1,
+        keep: PositiveInt | None = None,
+        keep_every: PositiveInt | None = None,
     ) -> None:
+        if keep is None and keep_every is not None:
+            raise ConfigError(
+                "CheckpointHook: keep=None keeps all checkpoints, so keep_every has no effect. "
+                "Pass keep as well, or remove keep_every."
+            )
         self._every = save_every_n_epochs
-        self._retention = Retention(keep=-1 if keep is None else keep, order="newest")
+        self._retention = Retention(keep_last=-1 if keep is None else keep, keep_every=keep_every)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
         """Save every N epochs."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +22,8 @@ from hookline.checkpoint.atomic_files import (
     temporary_folder,
 )
 from hookline.checkpoint.checkpoint_lookup import read_manifest
-from hookline.errors import CheckpointError, ConfigError
+from hookline.checkpoint.remote import import_fsspec
+from hookline.errors import CheckpointError
 
 __all__ = ["Bundle", "Destination", "Folder", "Remote", "StoppedError", "destination_of"]
 
@@ -153,22 +153,11 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        protocol = url.partition("://")[0].rpartition("::")[2]
-        try:
-            _fsspec().get_filesystem_class(protocol)
-        except ImportError as error:
-            missing = f"fsspec needs another package ({error})"
-            if getattr(error, "name", None) == "fsspec":
-                missing = "this needs fsspec: pip install fsspec"
-            raise ConfigError(f"Checkpoints cannot be copied to {url}: {missing}.") from error
-        except ValueError as error:
-            raise ConfigError(
-                f"Checkpoints cannot be copied to {url}: unknown protocol '{protocol}': {error}"
-            ) from error
+        import_fsspec(url, "Checkpoints cannot be copied to")
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy under a temporary name, verify, and move file by file, the manifest last."""
-        fs, root = _fsspec().url_to_fs(self._url)
+        fs, root = import_fsspec(self._url, "Checkpoints cannot be copied to").url_to_fs(self._url)
         parent = "/".join(part for part in (root.rstrip("/"), under) if part)
         temporary = f"{parent}/{TEMPORARY}{bundle.name}"
         fs.invalidate_cache()
@@ -204,10 +193,6 @@ class Remote:
     def _has_copy(self, fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
         paths = [(item, f"{parent}/{bundle.path_of(item, name)}") for item in bundle.items]
         return all(fs.isfile(p) and _remote_digest(fs, p) == item.hash for item, p in paths)
-
-
-def _fsspec() -> Any:
-    return import_module("fsspec")  # imported here, because folders do not need it
 
 
 def _is_unfinished(fs: Any, bundle: Bundle, final: str) -> bool:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ConfigError
-from hookline.hooks.checkpointing.checkpoint_saving import SavingHook
 from hookline.hooks.checkpointing.filename import Filename
+from hookline.hooks.checkpointing.saving_hook import SavingHook, logged_failures
+from hookline.hooks.checkpointing.step_trigger import StepTrigger
 from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 
 __all__ = ["ModelCheckpoint"]
@@ -25,13 +26,14 @@ log = logging.getLogger("hookline")
 class ModelCheckpoint(SavingHook, RequiresMetrics):
     """Saves checkpoints, ranks them by a metric, and keeps the best and the last.
 
-    It saves after validation, at the end of epochs or every N steps, and only checkpoints that
-    would be kept. The file `best` in the folder contains the name of the best one. It removes only
-    checkpoints that it has written itself, never those that `best` or `last` name, and only after
-    the next checkpoint is durable. Of two equal scores the earlier is better. NaN and infinities
-    rank last, and are never the best.
+    It saves after validation, at the end of epochs, every N steps or every N minutes, and only
+    checkpoints that would be kept. Without validation it saves at the end of epochs.
 
-    Without validation data it saves at the end of epochs.
+    A checkpoint is kept if it is among the best, among the newest, or the first of an interval of
+    steps. Others are removed, but only checkpoints that this hook has written itself, never those
+    that `best` or `last` name, and only after the next checkpoint is durable. The file `best` in
+    the folder contains the name of the best one. Of two equal scores the earlier is better. NaN and
+    infinities rank last, and are never the best.
 
     Args:
         save_top_k: the number of best checkpoints to keep; 0: none, -1: all.
@@ -42,6 +44,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         save_on_train_epoch_end: save at the end of epochs instead of after validation.
         every_n_steps: save every N steps instead, ranked by the latest value of the metric.
         every_n_epochs: save only in every N-th epoch.
+        every_n_minutes: save every N minutes instead, at the end of a step.
+        keep_last: also keep the N newest checkpoints, whatever their rank.
+        keep_every: of every M steps, also keep the first checkpoint for ever.
         filename: the checkpoint's name, with `epoch`, `step` and metrics in braces.
         auto_insert_metric_name: write `{epoch}` as `epoch=3`; False: as `3`.
         folder: where to save; None: in the run's `checkpoints` folder.
@@ -49,7 +54,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
     cost = (
         "The time of a checkpoint when it saves; nothing between saves, or one comparison per step "
-        "with every_n_steps."
+        "with every_n_steps and every_n_minutes."
     )
 
     def __init__(
@@ -61,32 +66,45 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         save_on_train_epoch_end: bool = False,
         every_n_steps: PositiveInt | None = None,
         every_n_epochs: PositiveInt | None = None,
+        every_n_minutes: PositiveFloat | None = None,
+        keep_last: PositiveInt | None = None,
+        keep_every: PositiveInt | None = None,
         filename: str = "{epoch}-{step}",
         auto_insert_metric_name: bool = True,
         folder: str | Path | None = None,
     ) -> None:
-        if every_n_steps is not None and (every_n_epochs is not None or save_on_train_epoch_end):
-            other = "every_n_epochs" if every_n_epochs is not None else "save_on_train_epoch_end"
-            raise ConfigError(
-                f"ModelCheckpoint: every_n_steps and {other} both determine when to save. Pass one "
-                "of them, or add two hooks."
-            )
+        in_epochs = {
+            "every_n_epochs": every_n_epochs,
+            "save_on_train_epoch_end": save_on_train_epoch_end or None,
+        }
+        _check_triggers(
+            {"every_n_steps": every_n_steps, "every_n_minutes": every_n_minutes}, in_epochs
+        )
+        _check_retention(save_top_k, keep_last, keep_every, every_n_steps)
         self._monitor, self._mode = monitor, mode
-        self._at_epoch_end = save_on_train_epoch_end
-        self._every_steps, self._every_epochs = every_n_steps, every_n_epochs or 1
+        self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
+        self._trigger = StepTrigger(steps=every_n_steps, minutes=every_n_minutes)
         self._filename = Filename(filename, insert_names=auto_insert_metric_name)
         self._folder = None if folder is None else Path(folder)
         self._save_last = save_last
+        newest = max(keep_last or 0, int(save_last))
+        if monitor is None:  # the newest are the best
+            newest = -1 if save_top_k == -1 else max(newest, save_top_k)
         self._retention = Retention(
-            keep=save_top_k,
-            order="newest" if monitor is None else mode,
-            keep_newest=save_last,
+            keep_best=0 if monitor is None else save_top_k,
+            mode=mode,
+            keep_last=newest,
+            keep_every=keep_every,
         )
         self._latest_metrics = Metrics()
         self._saved_step = self._measured_step = -1
         self._epochs_ended = 0
-        self._is_training = False
-        if every_n_steps is None:
+        self._is_training = self._has_validated = False
+        if self._trigger.is_used:  # then a loop that does not provide epochs is enough
+            self.hookline_optional_events = frozenset(  # type: ignore[misc]
+                {"on_epoch_start", "on_epoch_end", "on_validation_end"}
+            )
+        else:
             self.on_step_end = None  # type: ignore[method-assign, assignment] # unused
 
     @property
@@ -105,6 +123,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     def on_train_start(self, trainer: Any) -> None:
         """Find the folder; a run that is not resumed starts without checkpoints."""
         super().on_train_start(trainer)
+        self._trigger.start()
         if not self._resumed:
             self._latest_metrics, self._epochs_ended = Metrics(), 0
             self._saved_step = self._measured_step = -1
@@ -113,23 +132,28 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         """Enable saving: a validation before training is not saved."""
         self._is_training = True
 
-    def on_step_end(self, trainer: Any, step: int, epoch: int, loss: LazyFloat) -> None:
-        """Save every N steps; skipped steps are not counted."""
-        if self._every_steps is None or step % self._every_steps or step == self._saved_step:
+    def on_step_end(
+        self, trainer: Any, step: int, epoch: int = 0, loss: LazyFloat | None = None
+    ) -> None:
+        """Save every N steps or minutes; skipped steps are not counted."""
+        self._is_training = True
+        if step == self._saved_step or not step or not self._trigger.is_due(step):
             return
         self._saved_step = step
-        self._latest_metrics["train/loss"] = loss
+        if loss is not None:
+            self._latest_metrics["train/loss"] = loss
         self._save(trainer, epoch, step, self._latest_metrics)
 
-    def on_validation_end(self, trainer: Any, epoch: int, step: int, metrics: Any) -> None:
+    def on_validation_end(self, trainer: Any, step: int, metrics: Any, epoch: int = 0) -> None:
         """Save after validation, or update the score of the step's checkpoint."""
         if not self._is_training:
             return
         self._keep_metrics(metrics)
-        self._measured_step = step
-        if self._every_steps is not None:
+        self._measured_step, self._has_validated = step, True
+        if self._trigger.is_used:
             if step == self._saved_step:  # the same weights, whose score is known only now
-                self._retention.rescore(step, self._score(self._latest_metrics))
+                with logged_failures(trainer):
+                    self._retention.rescore(step, self._score(self._latest_metrics, step))
         elif not self._at_epoch_end and step != self._saved_step:
             self._save_in_epoch(trainer, epoch, step, metrics)
 
@@ -137,12 +161,12 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         """Save at the end of an epoch."""
         self._epochs_ended += 1
         self._keep_metrics(metrics)
-        if not _validates(trainer):
+        if not self._validates(trainer):
             self._measured_step = step
-        if self._every_steps is None and self._saves_at_epoch_end(trainer):
+        if not self._trigger.is_used and self._saves_at_epoch_end(trainer):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
-    def on_train_end(self, trainer: Any, epoch: int, step: int, status: str) -> None:
+    def on_train_end(self, trainer: Any, step: int, status: str, epoch: int = 0) -> None:
         """Save the last state, unless training was interrupted in the middle of a step."""
         if (
             self._save_last
@@ -160,12 +184,20 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
     def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
         """Return the event in which it saves, and the metrics for ranks and names."""
-        late = self._every_steps is not None or self._saves_at_epoch_end(trainer)
+        late = self._trigger.is_used or self._saves_at_epoch_end(trainer)
         names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
         return "on_epoch_end" if late else "on_validation_end", names
 
     def _saves_at_epoch_end(self, trainer: Any) -> bool:
-        return self._at_epoch_end or not _validates(trainer)
+        return self._at_epoch_end or not self._validates(trainer)
+
+    def _validates(self, trainer: Any) -> bool:
+        """Return whether the loop validates; one that does not say so, whether it has so far."""
+        config: Any = getattr(trainer, "config", None)
+        if not hasattr(config, "validate_every_epochs"):
+            return self._has_validated
+        when = config.validate_every_epochs, config.validate_every_steps
+        return bool(trainer.validates) and when != (None, None)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -175,28 +207,36 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._save(trainer, epoch, step, metrics)
 
     def _save(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        score = self._score(metrics)
+        score = self._score(metrics, step)
         if score is not None and not math.isfinite(score) and self._monitor in metrics:
             log.warning(
                 "'%s' is %s at step %d, so this checkpoint ranks last.", self._monitor, score, step
             )
-        if self._retention.would_keep(score):
-            name = self._filename.render(epoch, step, lambda field: self._value(metrics, field))
+        if self._retention.would_keep(step, score):
+            name = self._filename.render(
+                epoch, step, lambda field: self._value(metrics, field, step)
+            )
             trainer.save_checkpoint(self._retention.reserve(name, step, score))
 
-    def _score(self, metrics: Mapping[str, Any]) -> float | None:
-        return None if self._monitor is None else self._value(metrics, self._monitor)
+    def _score(self, metrics: Mapping[str, Any], step: int) -> float | None:
+        return None if self._monitor is None else self._value(metrics, self._monitor, step)
 
-    def _value(self, metrics: Mapping[str, Any], name: str) -> float:
-        """Return a metric; NaN if it may still be logged, or if training ended before that."""
-        early = self._every_steps is not None and not self._epochs_ended
-        if name not in metrics and (early or not self._is_training):
+    def _value(self, metrics: Mapping[str, Any], name: str, step: int) -> float:
+        """Return a metric; NaN if it was not measured for these weights, and may be later."""
+        early = self._trigger.is_used and not self._epochs_ended
+        if name not in metrics and (early or not self._is_training or step != self._measured_step):
             return math.nan
         return metric_value(metrics, name, type(self).__name__)
 
     def _keep_metrics(self, metrics: Any) -> None:
         for name, value in dict.items(metrics):  # without reading values from the device
             self._latest_metrics[name] = value
+
+    def checkpoint_failed(self, path: str, error: Exception | None) -> None:
+        """Free the checkpoint's name, and save the step again if it is the last one."""
+        failed = self._discard(Path(path))
+        if failed is not None and failed.step == self._saved_step:
+            self._saved_step = -1
 
     # -- resuming ---------------------------------------------------------------------------------
 
@@ -207,6 +247,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             "mode": self._mode,
             "latest": {n: v for n, v in self._latest_metrics.items() if isinstance(v, int | float)},
             "saved_at": self._saved_step,
+            "measured_at": self._measured_step,
             "epochs_seen": self._epochs_ended,
         }
 
@@ -224,11 +265,35 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
                 now,
             )
         self._latest_metrics = Metrics(state["latest"])
-        self._saved_step, self._epochs_ended = int(state["saved_at"]), int(state["epochs_seen"])
+        self._saved_step, self._measured_step = int(state["saved_at"]), int(state["measured_at"])
+        self._epochs_ended = int(state["epochs_seen"])
 
 
-def _validates(trainer: Any) -> bool:
-    """Return whether the trainer validates."""
-    config = trainer.config
-    when = config.validate_every_epochs, config.validate_every_steps
-    return trainer.validates and when != (None, None)
+def _check_triggers(between_steps: Mapping[str, Any], in_epochs: Mapping[str, Any]) -> None:
+    """Raise if two options determine when to save, and neither refines the other."""
+    given = [name for name, value in between_steps.items() if value is not None]
+    given += [name for name, value in in_epochs.items() if value is not None]
+    if len(given) > 1 and given[0] in between_steps:
+        raise ConfigError(
+            f"ModelCheckpoint: {given[0]} and {given[1]} both determine when to save. Pass one of "
+            "them, or add two hooks."
+        )
+
+
+def _check_retention(
+    save_top_k: int, keep_last: int | None, keep_every: int | None, every_n_steps: int | None
+) -> None:
+    """Raise if an option has no effect, because all checkpoints are kept."""
+    extra = {"keep_last": keep_last, "keep_every": keep_every}
+    for name, value in extra.items():
+        if save_top_k == -1 and value is not None:
+            raise ConfigError(
+                f"ModelCheckpoint: save_top_k=-1 keeps all checkpoints, so {name} has no effect. "
+                f"Pass a smaller save_top_k, or remove {name}."
+            )
+    if keep_every is not None and every_n_steps is not None and keep_every <= every_n_steps:
+        raise ConfigError(
+            f"ModelCheckpoint: keep_every={keep_every} keeps all checkpoints, because "
+            f"every_n_steps={every_n_steps} saves one in that many steps. Pass a larger "
+            "keep_every, or save_top_k=-1."
+        )

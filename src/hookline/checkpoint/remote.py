@@ -1,0 +1,250 @@
+"""Fetching checkpoints from a URL that fsspec supports, such as an object store.
+
+A checkpoint is copied into a temporary folder, compared with the sizes and hashes in its manifest,
+and renamed into place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hookline.checkpoint.atomic_files import (
+    TEMPORARY,
+    remove_leftovers,
+    sync,
+    temporary_folder,
+)
+from hookline.checkpoint.checkpoint_lookup import FORMAT, read_manifest
+from hookline.errors import CheckpointError, ConfigError, listed
+
+__all__ = ["fetch_checkpoint", "import_fsspec"]
+
+log = logging.getLogger("hookline")
+
+_CHUNK = 1 << 22
+_MANIFEST = "manifest.json"
+
+
+def import_fsspec(url: str, problem: str) -> Any:
+    """Return the module fsspec, after checking that it supports the URL's protocol.
+
+    Args:
+        url: The URL.
+        problem: What cannot be done with the URL otherwise, for the message.
+
+    Raises:
+        ConfigError: A package is missing, which the message names, or the protocol is unknown.
+    """
+    protocol = url.partition("://")[0].rpartition("::")[2]
+    try:
+        fsspec: Any = import_module("fsspec")  # here, because local folders do not need it
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        missing = f"fsspec needs another package ({error})"
+        if getattr(error, "name", None) == "fsspec":
+            missing = "this needs fsspec: pip install fsspec"
+        raise ConfigError(f"{problem} {url}: {missing}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{problem} {url}: unknown protocol '{protocol}': {error}") from error
+    return fsspec
+
+
+def fetch_checkpoint(url: str, into: Path) -> Path:
+    """Copy a checkpoint from a URL into a folder, verify it, and return the checkpoint's folder.
+
+    If the checkpoint is there already and complete, nothing is copied.
+
+    Args:
+        url: The URL of a checkpoint; or of a run's folder or a folder of checkpoints, which stand
+            for the newest complete checkpoint in them. Those that were saved after a crash are
+            fetched only by their own URL.
+        into: The folder in which the checkpoint's folder is created.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or it cannot be read. The message names
+            the file that is damaged.
+        ConfigError: The URL's protocol needs a package that is not installed.
+    """
+    fs, root = import_fsspec(url, "Checkpoints cannot be fetched from").url_to_fs(url)
+    into, root, url = Path(into), root.rstrip("/"), url.rstrip("/")
+    try:
+        fs.invalidate_cache()
+        into.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(into)
+        single = _RemoteCheckpoint.read(fs, root, url, into)
+        if single is not None:
+            return single.fetch(into)
+        return _fetch_newest(fs, root, url, into)
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # what a network, a disk or a filesystem of fsspec raises
+        raise CheckpointError(f"{url} could not be fetched: {error}") from error
+
+
+def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
+    if fs.isdir(f"{root}/checkpoints"):
+        root, url = f"{root}/checkpoints", f"{url}/checkpoints"
+    found: list[_RemoteCheckpoint] = []
+    damage: list[str] = []
+    for name in _list_folders(fs, root):
+        try:
+            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}", into)
+        except CheckpointError as error:
+            damage.append(str(error))
+        else:
+            if checkpoint is not None and not checkpoint.manifest["info"].get("emergency"):
+                found.append(checkpoint)
+    for checkpoint in sorted(found, key=_RemoteCheckpoint.age, reverse=True):
+        try:
+            path = checkpoint.fetch(into)
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if damage:
+            log.warning("Damaged checkpoints are skipped: %s Using %s.", " ".join(damage), path)
+        return path
+    raise CheckpointError(
+        f"No complete checkpoint at {url}. "
+        + (" ".join(damage) or "Give the URL of a checkpoint, of a run or of its checkpoints.")
+    )
+
+
+def _list_folders(fs: Any, root: str) -> list[str]:
+    """Return the names of the folders; those that are unfinished have a dot."""
+    try:
+        entries = fs.ls(root, detail=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{root} does not exist.") from None
+    folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+    names = [path.rstrip("/").rpartition("/")[2] for path in folders]
+    return sorted(name for name in names if name and not name.startswith((".", TEMPORARY)))
+
+
+@dataclass(frozen=True)
+class _RemoteCheckpoint:
+    """A checkpoint at a URL, whose manifest was read and is valid."""
+
+    fs: Any
+    root: str
+    url: str
+    manifest: dict[str, Any]
+    manifest_bytes: bytes
+
+    @classmethod
+    def read(cls, fs: Any, root: str, url: str, into: Path) -> _RemoteCheckpoint | None:
+        """Return the checkpoint at a path; None if there is no checkpoint's manifest."""
+        try:
+            data = fs.cat_file(f"{root}/{_MANIFEST}")
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return None
+        if FORMAT.encode() not in data:
+            return None  # such as the manifest of a run
+        with temporary_folder(into, "manifest") as temporary:
+            (temporary / _MANIFEST).write_bytes(data)
+            try:
+                manifest = read_manifest(temporary)
+            except CheckpointError as error:
+                why = error.__context__ or error  # without the folder, which is a temporary one
+                raise CheckpointError(f"{url}/{why}.") from error
+        for name, file in manifest["files"].items():
+            _check_file(url, name, file)
+        return cls(fs, root, url, manifest, data)
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2] or "checkpoint"
+
+    def age(self) -> tuple[int, str, str]:
+        """Return what orders checkpoints by age: numbers first, because clocks can be set back."""
+        return self.manifest.get("number", 0), self.manifest["created"], self.name
+
+    def fetch(self, into: Path) -> Path:
+        """Copy the files, verify them, and rename the folder into place."""
+        name = _folder_name(self.name)
+        existing = next(self._copies(into, name), None)
+        if existing is not None:
+            return existing
+        with temporary_folder(into, name) as temporary:
+            copy = temporary / name
+            copy.mkdir()
+            for file, expected in self.manifest["files"].items():
+                self._fetch_file(file, expected, copy / file)
+            (copy / _MANIFEST).write_bytes(self.manifest_bytes)
+            sync(copy / _MANIFEST)
+            sync(copy)
+            path = _move(copy, into, name)
+        sync(into)
+        return path
+
+    def _copies(self, into: Path, name: str) -> Iterator[Path]:
+        """Yield complete copies of this checkpoint that exist already."""
+        for path in _candidates(into, name):
+            if not path.exists():
+                return
+            with suppress(CheckpointError, OSError):
+                if (path / _MANIFEST).read_bytes() == self.manifest_bytes:
+                    read_manifest(path, verify_files=True)
+                    yield path
+
+    def _fetch_file(self, name: str, expected: dict[str, Any], target: Path) -> None:
+        digest, size = xxhash.xxh3_64(), 0
+        try:
+            with self.fs.open(f"{self.root}/{name}", "rb") as source, target.open("wb") as file:
+                while chunk := source.read(_CHUNK):
+                    digest.update(chunk)
+                    size += len(chunk)
+                    file.write(chunk)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.url}/{name} is missing.") from None
+        if size != expected["size"]:
+            raise CheckpointError(
+                f"{self.url}/{name} has {size} bytes instead of {expected['size']}."
+            )
+        if digest.hexdigest() != expected["xxh3_64"]:
+            raise CheckpointError(f"{self.url}/{name} has changed since it was written.")
+        sync(target)
+
+
+def _check_file(url: str, name: Any, file: Any) -> None:
+    """Raise unless a manifest's entry has a plain file name, a size and a hash."""
+    is_plain = isinstance(name, str) and name not in ("", ".", "..", _MANIFEST)
+    if not is_plain or any(c in name for c in "/\\:\x00"):
+        raise CheckpointError(
+            f"{url}/{_MANIFEST} names the file {name!r}, which is not a plain file name. The "
+            "checkpoint was not fetched."
+        )
+    if not isinstance(file, dict) or not {"size", "xxh3_64"} <= file.keys():
+        raise CheckpointError(f"{url}/{_MANIFEST} has no size or hash of {listed([name])}.")
+
+
+def _folder_name(name: str) -> str:
+    """Return a URL's last part as a folder name that is not hidden."""
+    plain = "".join("_" if c in '/\\:*?"<>|\x00' else c for c in name)
+    return f"_{plain}" if plain.startswith(".") else plain
+
+
+def _candidates(into: Path, name: str) -> Iterator[Path]:
+    yield into / name
+    yield from (into / f"{name}_{number}" for number in count(2))
+
+
+def _move(copy: Path, into: Path, name: str) -> Path:
+    for path in _candidates(into, name):
+        if path.exists() or path.is_symlink():
+            continue
+        try:
+            return copy.rename(path)
+        except OSError:
+            if not path.exists():  # otherwise another process took the name
+                raise
+    raise AssertionError

@@ -1,0 +1,82 @@
+"""`hookline verify`: checks a training by running it several times for a few steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from hookline.cli.command_base import Json, exit_on_interrupt
+from hookline.cli.text_output import print_json
+from hookline.cli.train_command import Config, Overrides, load_config
+
+__all__ = ["verify"]
+
+
+def verify(
+    config: Config,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of steps of each run, 2 or more. By default one and a half epochs, or 20 "
+            "steps if an epoch has more than 40.",
+            metavar="INTEGER",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check that resuming is exact, that hooks only observe, and that seeds determine weights.
+
+    It trains several times for a few steps and compares losses, batches, weights, optimizers,
+    random states and the states of hooks, bit for bit. If two runs differ, it names the hook, the
+    loader or the module that makes the difference. Runs are written to a temporary folder.
+
+    Example: **hookline verify train.yaml --steps 30**
+
+    Exit codes: 0 if all checks have passed, 1 if one has failed.
+    """
+    if steps is not None and steps < 2:
+        raise typer.BadParameter(
+            f"it is {steps}; expected a whole number of 2 or more.", param_hint="'--steps'"
+        )
+    with exit_on_interrupt():
+        folder = load_config(config, overrides).folder
+        from hookline.config_files.trust import importable
+        from hookline.verification import verify as verify_training
+
+        def make_trainer() -> Any:
+            training = load_config(config, overrides)
+            data = training.loaders, training.val_loaders
+            return training.trainer if data == (None, None) else (training.trainer, *data)
+
+        with importable(folder), _progress() as watch:
+            report = verify_training(make_trainer, steps, watch=watch)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        print(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[str, int, int], object] | None]:
+    """Show a progress bar on stderr while training runs, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+
+        def watch(label: str, step: int, steps: int) -> None:
+            bar.update(task, description=label, completed=step, total=steps)
+
+        yield watch

@@ -1,0 +1,118 @@
+"""The base of hooks that save checkpoints: the folder, and which checkpoints are kept.
+
+When a hook saves (`step_trigger.py` and events), which checkpoints are kept (`Retention`) and what
+they are called (`Filename`) are independent of one another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hookline.checkpoint.retention import RetainedCheckpoint, Retention
+from hookline.errors import CheckpointError, TrainingError
+from hookline.hook import Rank
+from hookline.options import BuiltIn
+
+__all__ = ["SavingHook", "logged_failures"]
+
+log = logging.getLogger("hookline")
+
+
+class SavingHook(BuiltIn):
+    """Saves through the trainer; a `Retention` decides which checkpoints are kept.
+
+    A save that is requested in an event happens at the next step boundary, and `on_checkpoint_save`
+    comes at a later one, when the checkpoint is durable. Only then is the retention updated. If the
+    save failed or was replaced, `checkpoint_failed` is called instead.
+
+    The hook is critical: without a folder, or without the metric to rank by, there would be no
+    checkpoints, and training stops. What goes wrong afterwards, when a checkpoint is removed or
+    `best` is moved, leaves complete checkpoints: it is logged, and training continues, unless
+    `checkpoints.on_failure` of the trainer's configuration is `stop`.
+    """
+
+    critical = True
+    hookline_rank = Rank.CHECKPOINT
+
+    _retention: Retention
+    _folder: Path | None = None
+    _resumed = False
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Find the folder; a run that is not resumed starts without checkpoints."""
+        self._retention.open(self._find_folder(trainer), resumed=self._resumed)
+
+    def on_checkpoint_load(self, trainer: Any, checkpoint_path: Any) -> None:
+        """Find the checkpoints of this hook in the folder, and remove those that are not kept."""
+        if self._resumed:
+            run = getattr(trainer, "run", None)
+            hooks = trainer.hooks.of_kind(self.hookline_kind)
+            name = next((name for name, hook, _ in hooks if hook is self), "")
+            with logged_failures(trainer):
+                self._retention.reconcile(
+                    Path(checkpoint_path), writer=name, run_id=None if run is None else run.id
+                )
+
+    def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
+        """Rank the checkpoint if this hook requested it, and remove those that are not kept."""
+        with logged_failures(trainer):
+            self._retention.mark_saved(Path(checkpoint_path))
+
+    def checkpoint_failed(self, path: str, error: Exception | None) -> None:
+        """Free the name of a checkpoint that was requested and not saved."""
+        self._discard(Path(path))
+
+    def _discard(self, path: Path) -> RetainedCheckpoint | None:
+        return self._retention.discard(path)
+
+    def _release(self) -> None:
+        """Release the retention at the end of training."""
+        self._retention.release()
+        self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the checkpoints of this hook with their scores."""
+        return {"checkpoints": self._retention.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the list of checkpoints."""
+        self._retention.load_state_dict(state["checkpoints"])
+        self._resumed = True
+
+    @property
+    def last_model_path(self) -> Path | None:
+        """The newest checkpoint of this hook."""
+        return self._retention.path_of(self._retention.newest)
+
+    def _find_folder(self, trainer: Any) -> Path:
+        hook = type(self).__name__
+        if not hasattr(trainer, "save_checkpoint"):
+            raise TrainingError(
+                f"{hook} saves through a Trainer, which this loop does not have. Save in the loop, "
+                "and call session.checkpoint(path) afterwards."
+            )
+        if self._folder is not None:
+            return self._folder
+        run = getattr(trainer, "run", None)
+        if run is None:
+            raise TrainingError(
+                f"{hook} saves into the run's folder, but this training run has none. Set `runs` "
+                "in the configuration, or pass a folder to the hook."
+            )
+        return Path(run.checkpoints)
+
+
+@contextmanager
+def logged_failures(trainer: Any) -> Generator[None, None, None]:
+    """Log an error with checkpoints that exist already, unless the configuration says `stop`."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        checkpoints = getattr(getattr(trainer, "config", None), "checkpoints", None)
+        if getattr(checkpoints, "on_failure", "continue") == "stop":
+            raise
+        log.error("Training continues, but: %s", error)  # noqa: TRY400 - the message is complete

@@ -1,0 +1,186 @@
+"""Recording what a training run does, to compare it with another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hookline.hook import Hook
+from hookline.loop.random_state import random_state
+from hookline.verification.digests import digest_tensor, digest_value, flatten_state
+
+__all__ = ["BatchRecord", "Interruption", "ModuleCall", "Recording", "RecordingHook", "StepRecord"]
+
+_CHECKPOINT = "hookline_verify"
+_NOT_COMPARED = ("run", "disabled", "classes")  # parts of a trainer's state
+_POSITION = ("epoch", "batches", "now")  # parts of its position in the data
+
+
+class BatchRecord(NamedTuple):
+    """A batch as it was given to training, and the random states before it."""
+
+    step: int  # in progress
+    loader: str
+    batch_idx: int
+    batch: str
+    random: str
+
+
+class StepRecord(NamedTuple):
+    """The loss of a step, and each parameter and buffer after it."""
+
+    loss: float
+    weights: dict[str, str]
+
+
+class ModuleCall(NamedTuple):
+    """A call of a module in training, in the order in which calls return."""
+
+    step: int
+    name: str
+    kind: str
+    inputs: str
+    outputs: str
+
+
+@dataclass
+class Recording:
+    """What a training run did, from its first step to its last.
+
+    Attributes:
+        first_step: The step after which it began; 0 unless it was resumed.
+        final: The trainer's whole state at the end, and the model's, by dotted path.
+        attributes: The plain attributes of users' hooks at the end, by hook and dotted path.
+        stateful_hooks: The names of users' hooks that have a `state_dict`.
+        gradients: If traced: by step and moment ("ready", "used"), each parameter's gradient.
+        checkpoint: The checkpoint after which it was interrupted, if it was.
+        error: The error that ended it, if one did, as text.
+        exception: The error itself.
+    """
+
+    first_step: int = 0
+    batches: list[BatchRecord] = field(default_factory=list)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    modules: list[ModuleCall] = field(default_factory=list)
+    gradients: dict[tuple[int, str], dict[str, str]] = field(default_factory=dict)
+    final: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
+    stateful_hooks: set[str] = field(default_factory=set)
+    checkpoint: Path | None = None
+    error: str | None = None
+    exception: Exception | None = None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was recorded."""
+        return max(self.steps, default=self.first_step)
+
+
+class Interruption(KeyboardInterrupt):
+    """Ends training after a checkpoint, as a kill would."""
+
+
+class RecordingHook(Hook):
+    """Records a training run, and interrupts it.
+
+    Args:
+        interrupt_at: The step after which to save a checkpoint and interrupt training.
+        traces: Also record the calls of modules, and gradients.
+        on_step: Called with the number of each step that ends.
+    """
+
+    critical = True
+
+    def __init__(
+        self,
+        interrupt_at: int | None = None,
+        *,
+        traces: bool = False,
+        on_step: Callable[[int], object] | None = None,
+    ) -> None:
+        self.recording = Recording()
+        self._interrupt_at = interrupt_at
+        self._traces = traces
+        self._on_step = on_step
+        self._handles: list[Any] = []
+        self._step = 1
+
+    def on_train_start(self, model: torch.nn.Module, step: int) -> None:
+        """Watch the modules."""
+        self.recording.first_step = step
+        self._step = step + 1
+        for name, module in model.named_modules() if self._traces else ():
+            self._handles.append(
+                module.register_forward_hook(self._watch(name), with_kwargs=True, always_call=False)
+            )
+
+    def on_train_batch_start(
+        self, trainer: Any, batch: Any, batch_idx: int, dataloader_name: str, step: int
+    ) -> None:
+        """Record the batch."""
+        self._step = step + 1
+        random = digest_value(random_state(trainer.device))
+        record = BatchRecord(step + 1, dataloader_name, batch_idx, digest_value(batch), random)
+        self.recording.batches.append(record)
+
+    def on_gradients_ready(self, model: torch.nn.Module) -> None:
+        """Record the gradients before anything changes them."""
+        self._record_gradients(model, "ready")
+
+    def on_before_optimizer_step(self, model: torch.nn.Module) -> None:
+        """Record the gradients that the optimizer uses."""
+        self._record_gradients(model, "used")
+
+    def on_step_end(self, trainer: Any, model: torch.nn.Module, step: int, loss: float) -> None:
+        """Record the weights, and save the checkpoint to resume from."""
+        weights = {name: digest_tensor(value) for name, value in _tensors_of(model)}
+        self.recording.steps[step] = StepRecord(loss, weights)
+        if step == self._interrupt_at:
+            trainer.save_checkpoint(trainer.run.checkpoints / _CHECKPOINT)
+        if self._on_step is not None:
+            self._on_step(step)
+
+    def on_checkpoint_save(self, path: Path) -> None:
+        """Interrupt training once the checkpoint is durable."""
+        if path.name.startswith(_CHECKPOINT):
+            self.recording.checkpoint = path
+            raise Interruption
+
+    def on_train_end(self, trainer: Any, model: torch.nn.Module) -> None:
+        """Record the final state."""
+        for handle in self._handles:
+            handle.remove()
+        recording = self.recording
+        state = {k: v for k, v in trainer.state_dict().items() if k not in _NOT_COMPARED}
+        state["position"] = {name: state["position"].get(name) for name in _POSITION}
+        recording.final = flatten_state({**state, "model": dict(_tensors_of(model))})
+        for name in trainer.hooks.list_hooks():
+            hook = trainer.hooks.get_hook(name)
+            if hook is not self and not type(hook).__module__.startswith("hookline."):
+                recording.attributes[name] = flatten_state(vars(hook), plain_only=True)
+        recording.stateful_hooks = set(state["hooks"]) & set(recording.attributes)
+
+    def _watch(self, name: str) -> Callable[..., None]:
+        def record(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                inputs, outputs = digest_value((args, kwargs)), digest_value(output)
+                call = ModuleCall(self._step, name, type(module).__name__, inputs, outputs)
+                self.recording.modules.append(call)
+
+        return record
+
+    def _record_gradients(self, model: torch.nn.Module, moment: str) -> None:
+        if self._traces:
+            self.recording.gradients[self._step, moment] = {
+                name: digest_tensor(parameter.grad)
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+
+
+def _tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

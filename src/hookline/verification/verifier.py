@@ -1,0 +1,280 @@
+"""`hookline.verify`: compares short runs of a training with each other, bit for bit.
+
+Two runs with the same seed. A run, and runs that are interrupted and resumed: within an epoch, at
+its end, and within the second one. A run with all hooks, and one without those that only observe.
+If two runs differ, further runs find out what makes the difference.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.errors import ConfigError, TrainingError, listed
+from hookline.verification.bisection import find_culprits
+from hookline.verification.comparison import (
+    Difference,
+    compare,
+    find_first_module,
+    find_hook_differences,
+    find_reset_hooks,
+    find_unstable_paths,
+)
+from hookline.verification.recording import Recording
+from hookline.verification.report import Check, Culprit, Report
+from hookline.verification.training_runs import TrainingRuns, Watch
+
+__all__ = ["verify"]
+
+_SHORT_EPOCH = 40  # an epoch of up to so many steps is run to its end by default
+_DEFAULT_STEPS = 20
+_SEED, _RESUME, _HOOKS = "the same seed twice", "resumed after step", "observing hooks on and off"
+
+Pair = Callable[[Sequence[str], bool], tuple[Recording, Recording]]
+
+
+def verify(
+    make_trainer: Callable[[], Any], steps: int | None = None, *, watch: Watch | None = None
+) -> Report:
+    """Check that a training is reproducible, resumes exactly, and that hooks only observe.
+
+        report = hookline.verify(make_trainer)
+        print(report)
+        assert report.ok
+
+    It trains several times for a few steps, in a temporary folder that is removed. What differs is
+    reported with the hook, loader or module that makes the difference.
+
+    Args:
+        make_trainer: Creates the model, the optimizer, the data and the trainer, and returns the
+            trainer with its data; or a tuple of the trainer, its loaders, and optionally its
+            validation loaders. It is called for each run.
+        steps: How many steps to train; by default one and a half epochs if an epoch has at most 40
+            steps, else 20.
+        watch: Called with what is being checked, the step, and the number of steps.
+    """
+    if steps is not None and steps < 2:
+        raise ConfigError(f"steps is {steps}; expected 2 or more, to resume in between.")
+    with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
+        runs = TrainingRuns(make_trainer, Path(folder), watch)
+        return _Verification(runs, steps or _choose_steps(runs)).report()
+
+
+def _choose_steps(runs: TrainingRuns) -> int:
+    length = runs.epoch_steps
+    if length is None or length > _SHORT_EPOCH:
+        return _DEFAULT_STEPS
+    return length + max(2, length // 2)
+
+
+class _Verification:
+    def __init__(self, runs: TrainingRuns, steps: int) -> None:
+        self._runs, self._steps = runs, steps
+        self._reset_hooks: set[str] = set()
+
+    def _resume_steps(self, last: int) -> list[int]:
+        """Return a step within the first epoch, its last one, and one within the second."""
+        length = self._runs.epoch_steps
+        end = last if length is None else min(length, last)
+        middle = max(1, end // 2)
+        if middle % 2 == 0 and middle + 1 < end:
+            middle += 1  # between the steps of an optimizer that steps every second time
+        steps = {middle}
+        if length is not None and length < last:
+            steps |= {length, length + (last - length) // 2}
+        return sorted(steps)
+
+    def report(self) -> Report:
+        """Run all checks."""
+        first = self._runs.run(_SEED, self._steps)
+        if first.exception is not None:
+            raise first.exception
+        if first.last_step < 2:
+            raise TrainingError(
+                f"Training ended after step {first.last_step}; at least 2 steps are needed."
+            )
+        second = self._runs.run(_SEED, self._steps)
+        checks = [self._check_seed(first, second)]
+        unstable = find_unstable_paths(first, second)
+        resumed = self._resume_steps(first.last_step)
+        if checks[0].result == "ok":
+            checks += [self._check_resume(first, step, unstable) for step in resumed]
+            checks.append(self._check_hooks(first))
+        else:
+            why = "nothing: two runs with the same seed differ already"
+            names = [*(f"{_RESUME} {step}" for step in resumed), _HOOKS]
+            checks += [Check(name, "skipped", why) for name in names]
+        return Report(tuple(checks), tuple(self._notes(first.last_step, unstable)))
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def _check_seed(self, first: Recording, second: Recording) -> Check:
+        difference = compare(first, second)
+        compared = self._describe(first, 0)
+        if difference is None:
+            return Check(_SEED, "ok", compared)
+        last = difference.step or self._steps
+
+        def pair(off: Sequence[str], traces: bool) -> tuple[Recording, Recording]:
+            one, two = (self._runs.run(_SEED, last, removed=off, traces=traces) for _ in range(2))
+            return one, two
+
+        return Check(_SEED, "failed", compared, difference.text, self._find(difference, pair))
+
+    def _check_resume(self, first: Recording, step: int, unstable: frozenset[str]) -> Check:
+        name = f"{_RESUME} {step}"
+        if step == self._runs.epoch_steps:
+            name += ", the end of an epoch"
+        resumed = self._interrupt_and_resume(name, step, self._steps)
+        compared = self._describe(resumed, step)
+        difference = compare(first, resumed)
+        if difference is None:
+            found = find_hook_differences(first, resumed, unstable)
+            self._reset_hooks |= find_reset_hooks(first, resumed, unstable)
+            if not found:
+                return Check(name, "ok", compared)
+            culprits = [
+                Culprit("hook", hook, f"after resuming, {listed(parts[:3])} differs")
+                for hook, parts in found.items()
+            ]
+            return Check(name, "failed", compared, "the states of hooks differ", tuple(culprits))
+        last = difference.step or self._steps
+
+        def pair(off: Sequence[str], traces: bool) -> tuple[Recording, Recording]:
+            options: dict[str, Any] = {"removed": off, "traces": traces}
+            whole = self._runs.run(name, last, **options)
+            return whole, self._interrupt_and_resume(name, step, last, **options)
+
+        return Check(name, "failed", compared, difference.text, self._find(difference, pair))
+
+    def _interrupt_and_resume(self, name: str, step: int, last: int, **options: Any) -> Recording:
+        """Train until a step, save, and resume with new objects; return the second part."""
+        part = self._runs.run(name, last, interrupt_at=step, **options)
+        if part.checkpoint is None:
+            part.error = part.error or f"no checkpoint was saved after step {step}"
+            return part
+        return self._runs.run(name, last, resume_from=part.checkpoint, **options)
+
+    def _check_hooks(self, first: Recording) -> Check:
+        observers = self._runs.observers
+        if not observers:
+            return Check(_HOOKS, "ok", "nothing: there is no hook that only observes")
+        compared = f"{self._describe(first, 0)}, hooks {listed(observers)}"
+        without = self._runs.run(_HOOKS, self._steps, disabled=observers)
+        difference = compare(first, without)
+        if difference is None:
+            return Check(_HOOKS, "ok", compared)
+
+        def run(enabled: Sequence[str], steps: int) -> Recording:
+            off = [name for name in observers if name not in enabled]
+            return self._runs.run(_HOOKS, steps, disabled=off)
+
+        def make_test(names: Sequence[str]) -> Callable[[Sequence[str]], bool] | None:
+            found = difference if names == observers else compare(run(names, self._steps), without)
+            if found is None:
+                return None
+            last = found.step or self._steps  # the other runs need not go further
+            base = run((), last)
+            return lambda enabled: compare(run(enabled, last), base) is not None
+
+        found = find_culprits(observers, make_test)
+        reason = "training differs with it, and it does not say `intervenes = True`"
+        culprits = _name_hooks(found, reason) or (Culprit("unknown", "", _NOT_AGAIN),)
+        return Check(_HOOKS, "failed", compared, difference.text, culprits)
+
+    # -- what makes a difference ------------------------------------------------------------------
+
+    def _find(self, difference: Difference, pair: Pair) -> tuple[Culprit, ...]:
+        """Return what makes two runs differ that should do the same.
+
+        Args:
+            difference: The first difference.
+            pair: Runs both again, without some hooks, and with traces if asked for.
+        """
+        if difference.kind == "batch":
+            (loader,) = difference.names
+            return (Culprit("loader", loader, "its batches differ"),)
+        hooks = self._runs.hooks
+        if hooks and not _differ(pair(hooks, False)):
+
+            def differs(enabled: Sequence[str]) -> bool:
+                return _differ(pair([name for name in hooks if name not in enabled], False))
+
+            found = find_culprits(hooks, lambda names: differs if differs(names) else None)
+            if found:
+                return _name_hooks(found, "without it, both runs are the same")
+        return self._find_in_model(difference, *pair((), True))
+
+    def _find_in_model(
+        self, difference: Difference, a: Recording, b: Recording
+    ) -> tuple[Culprit, ...]:
+        module = find_first_module(a, b)
+        if module is not None:
+            call, has_same_inputs = module
+            if has_same_inputs:
+                name = call.name or call.kind
+                reason = f"{call.kind} returns something else for the same input in step "
+                return (Culprit("module", name, f"{reason}{call.step}"),)
+            owner = call.name.rpartition(".")[0] or "the model's forward"
+            reason = f"it calls '{call.name or call.kind}' with another input in step {call.step}"
+            return (Culprit("module", owner, reason),)
+        for (step, moment), gradients in sorted(a.gradients.items()):
+            others = b.gradients.get((step, moment))
+            names = [n for n, d in gradients.items() if others is not None and others.get(n) != d]
+            if names:
+                what = "before updates" if moment == "ready" else "after updates"
+                reason = f"its gradient {what} differs in step {step}, from the same outputs"
+                return (Culprit("parameter", names[0], reason),)
+        if difference.kind == "weights":
+            reason = "it differs after an optimizer step with the same gradients"
+            return (Culprit("parameter", difference.names[0], reason),)
+        if _differ((a, b)):
+            return (Culprit("unknown", "", "All modules return the same in both runs."),)
+        return (Culprit("unknown", "", _NOT_AGAIN),)
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def _describe(self, recording: Recording, start: int) -> str:
+        return f"steps {start + 1} to {recording.last_step}"
+
+    def _notes(self, last: int, unstable: frozenset[str]) -> list[str]:
+        runs = self._runs
+        notes = [
+            "compared bit for bit: batches, losses, weights, buffers, optimizers, schedulers and "
+            "random states; after resuming, also the states of hooks"
+        ]
+        length = runs.epoch_steps
+        if length is None:
+            notes.append("the length of an epoch is not known, so its end may not be covered")
+        elif last <= length:
+            notes.append(
+                f"{last} steps are less than an epoch ({length} steps) and one more, so "
+                "the end of an epoch was not covered. Use more steps for a stronger result"
+            )
+        if runs.not_run:
+            text = "not run, because they send messages or write to a place of their own: "
+            notes.append(text + listed(runs.not_run))
+        if unstable:
+            text = "not compared, because it differs between two equal runs: "
+            notes.append(text + listed(sorted(unstable)[:5]))
+        if self._reset_hooks:
+            text = "these hooks have no state_dict, and start anew when a run is resumed: "
+            notes.append(text + listed(sorted(self._reset_hooks)))
+        return notes
+
+
+_NOT_AGAIN = "The difference did not occur again when it was looked for."
+
+
+def _differ(pair: tuple[Recording, Recording]) -> bool:
+    return compare(*pair) is not None
+
+
+def _name_hooks(found: list[tuple[str, ...]], reason: str) -> tuple[Culprit, ...]:
+    culprits: list[Culprit] = []
+    for names in found:
+        others = f" (only together: {listed(names)})" if len(names) > 1 else ""
+        culprits += [Culprit("hook", name, reason + others) for name in names]
+    return tuple(culprits)

@@ -1,0 +1,56 @@
+"""Temporary folders while another thread or process removes leftovers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hookline.checkpoint import atomic_files
+from hookline.checkpoint.atomic_files import remove_leftovers, temporary_folder, write_atomic
+
+
+def test_who_removes_a_folder_holds_its_lock_until_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".tmp-best-0123abcd.hookline"
+    folder.mkdir()
+    # As a writer does that has created its marker, and is about to lock it.
+    handle = os.open(folder / ".hookline-writer", os.O_RDWR | os.O_CREAT)
+    unlink, refused = Path.unlink, []
+
+    def unlink_and_lock(path: Path, missing_ok: bool = False) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            refused.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_lock)
+    remove_leftovers(tmp_path)
+    assert refused == [".hookline-writer"]
+    assert not folder.exists()
+    os.close(handle)
+
+
+def test_a_folder_that_is_removed_while_it_is_being_locked_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = atomic_files._lock, []
+
+    def remove_first(marker: Path) -> Any:
+        if not removed:
+            removed.append(marker.parent)
+            marker.parent.rmdir()
+            raise FileExistsError(17, "File exists")  # from FileLock, which creates the parent
+        return lock(marker)
+
+    monkeypatch.setattr(atomic_files, "_lock", remove_first)
+    with temporary_folder(tmp_path, "best") as folder:
+        assert folder != removed[0]
+        assert folder.is_dir()
+    write_atomic(tmp_path / "best", "1")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
