@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -83,15 +84,23 @@ class CheckpointWriter:
         files: The contents of the checkpoint's files except `manifest.json`.
         info: The manifest's `info`, encoded.
         begin: When the save was requested, by `time.perf_counter`.
+        synced: Other files, which are flushed to the disk first.
     """
 
-    def __init__(self, files: Mapping[str, memoryview], info: Any, begin: float) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, memoryview],
+        info: Any,
+        begin: float,
+        synced: Sequence[Path] = (),
+    ) -> None:
         self.is_abandoned = False  # set by another thread
         self._files = files
         self._info = info
         self._hashes: dict[str, str] = {}
         self._linkable: Path | None = None
         self._begin = begin
+        self._synced = synced
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
         """Write a checkpoint that is durable afterwards; errors are part of the result.
@@ -108,6 +117,9 @@ class CheckpointWriter:
             create_folder(folder.parent)
             remove_leftovers(folder.parent)
             self._check_space(folder.parent)
+            for file in self._synced:
+                with suppress(FileNotFoundError):  # it was deleted, which is not a reason to fail
+                    sync(file)
             with temporary_folder(folder.parent, folder.name) as temporary:
                 self._write_files(temporary / folder.name)
                 path = _rename(temporary / folder.name, folder)

@@ -75,6 +75,7 @@ class CheckpointSaver:
         model: Mapping[str, Tensor],
         state: Mapping[str, Any],
         info: Mapping[str, Any],
+        sync: Sequence[Path] = (),
     ) -> None:
         """Copy a state now, and write it into each of the folders later.
 
@@ -88,6 +89,8 @@ class CheckpointSaver:
             model: The model's `state_dict`. Tied weights are written once.
             state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
             info: Numbers and strings for the manifest. Tensors with one element become numbers.
+            sync: Files that have to be on the disk before the checkpoint is there, such as a log
+                whose length is part of the state.
 
         Raises:
             CheckpointError: A value cannot be saved. Nothing is written then.
@@ -101,7 +104,7 @@ class CheckpointSaver:
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
             self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
             return
-        writer = CheckpointWriter(files, encoded_info, begin)
+        writer = CheckpointWriter(files, encoded_info, begin, sync)
         move_last = not info.get("emergency")
         self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:

@@ -186,6 +186,11 @@ class Run:
         return run
 
     @property
+    def metrics_file(self) -> Path:
+        """The metrics log."""
+        return self.path / "metrics.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints; the first checkpoint creates it."""
         return self.path / "checkpoints"
@@ -277,11 +282,12 @@ class Run:
                 self.metrics_log.file.sync()
 
     def position(self) -> dict[str, int]:
-        """Write everything to the disk, and return where the metrics log stands.
+        """Write the buffered metrics, and return where the metrics log stands.
 
-        A checkpoint keeps it, so that `rewind` can bring the log back to it.
+        A checkpoint keeps it, so that `rewind` can bring the log back to it. The log has to be on
+        the disk before the checkpoint is: the writer of the checkpoint syncs `metrics_file`.
         """
-        self.flush(durable=True)
+        self.flush()
         size = self._writable_log().file.size
         return {"metrics": size, "rewinds": len(self.manifest.get("rewinds", ()))}
 

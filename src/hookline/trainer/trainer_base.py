@@ -387,7 +387,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
         self._sanity_due, self._validation_due = state["sanity_due"], state["validation_due"]
-        self._epoch_over, self._run_position = state["epoch_over"], state["run"]
+        self._epoch_over, self._run_position = state["epoch_over"], state.get("run")
         self._position.load_state_dict(state["position"], self.device)
         if self.train_data is not None:
             self._position.check_resumable(self.train_data)

@@ -43,16 +43,18 @@ _COMPARED = ("hooks", "training")  # of a run's manifest, apart from the configu
 
 
 def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
-    """Return what a checkpoint of the trainer consists of: `model`, `state` and `info`."""
-    state = trainer.state_dict()
+    """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`."""
+    state, run = trainer.state_dict(), trainer.run
     info = {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "tokens_seen": trainer.known_tokens,
-        "run_id": None if trainer.run is None else trainer.run.id,
+        "run_id": None if run is None else run.id,
         "metrics": state["position"]["validated"],
     }
-    return {"model": trainer.strategy.save(trainer.model), "state": state, "info": info}
+    model = trainer.strategy.save(trainer.model)
+    sync = [] if run is None else [run.metrics_file]
+    return {"model": model, "state": state, "info": info, "sync": sync}
 
 
 def encode_states(states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -57,7 +57,6 @@ class JSONLogHook(BuiltIn):
         """Return where the file ends, and which run writes it."""
         if self._file is None:
             return {}
-        self._file.sync()
         return {"path": str(self._file.path), "size": self._file.size, "run_id": self._run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
