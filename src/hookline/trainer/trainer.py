@@ -404,6 +404,7 @@ class Trainer(TrainerBase):
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
         self._position = DataPosition(fast_forward=config.fast_forward)
+        self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._optimizer_round = 0
         self._accumulated_losses.clear()
         self._accumulated_metrics.clear()
