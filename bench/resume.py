@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
 from bench.harness import Row, interleave
+from hookline.config.trainer_config import MixConfig
 
 __all__ = ["run"]
 
@@ -76,7 +77,7 @@ def _train(
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     config = hookline.TrainerConfig(
-        runs=runs, progress="off", seed=0, max_steps=steps, loaders=mixing
+        runs=runs, progress="off", seed=0, max_steps=steps, loaders=MixConfig(**mixing)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     trainer = hookline.Trainer(config, model, optimizer, loss_fn=mse_loss, hooks=[hook])

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 import torch
-from loops import batches, same, weights
+from loops import batches, fit, same, weights
 from resume_checks import SaveAt, dataset, resume_equals, train
 from torch.utils.data import (
     BatchSampler,
@@ -333,3 +333,33 @@ def test_seeds_for_samples_without_an_index_raise_an_error(tmp_path):
     loader = DataLoader(Endless(3), batch_size=None)
     with pytest.raises(TrainingError, match="iterable-style: 'train'"):
         train(tmp_path, loader, {}, per_sample_seed=1)
+
+
+def test_a_generator_of_a_validation_loader(tmp_path):
+    class Batches(hookline.Hook):
+        """Remembers the batches of the last validation."""
+
+        def on_validation_start(self):
+            self.batches = []
+
+        def on_validation_batch_start(self, batch):
+            self.batches.append(batch[0])
+
+    def run(*hooks, resume_from=None):
+        val = DataLoader(
+            dataset(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+        trainer = fit(
+            *hooks,
+            data=shuffled(),
+            val=val,
+            resume_from=resume_from,
+            runs=tmp_path,
+            max_epochs=3,
+        )
+        return trainer, hooks[0].batches
+
+    whole, expected = run(Batches(), SaveAt(9))
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    _, found = run(Batches(), resume_from=saved)
+    assert same(found, expected)

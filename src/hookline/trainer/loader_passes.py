@@ -33,7 +33,8 @@ _CPU = torch.device("cpu")
 
 def make_passes(loader: Any, name: str, *, seeds_samples: bool) -> LoaderPasses:
     """Return the passes over a loader, by what can be done with it."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
+    if hasattr(inner, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulPasses(loader, name)
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return DataLoaderPasses(loader, name, seeds_samples=seeds_samples)

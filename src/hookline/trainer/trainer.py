@@ -24,6 +24,7 @@ from hookline.context import LazyFloat, Metrics
 from hookline.errors import TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
+from hookline.loop.random_state import generator_state, generators_of
 from hookline.loop.signals import SignalWatch
 from hookline.loop.training_loop import zero_grad
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
@@ -396,9 +397,11 @@ class Trainer(TrainerRun):
 
     def _validate_in_loop(self) -> None:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
+        assert self.val_data is not None
         states = encode_states(self.hooks.state_dict())
+        generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         if self._validate(self.val_data, until_signal=True) is None:
-            self._cancel_validation(states)
+            self._cancel_validation(states, generators)
             self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------
