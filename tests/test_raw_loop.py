@@ -46,11 +46,11 @@ def test_the_rate_is_the_one_that_the_step_used():
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     hook = recorder(on_step_end=("lr",))
-    with hookline.attach(model, optimizer, hooks=[hook], scheduler=scheduler) as session:
+    with hookline.attach(model, optimizer, hooks=[hook], schedulers=scheduler) as session:
         for batch in batches(3):
             train(model, optimizer, [batch])
             scheduler.step()
-        assert session.scheduler is scheduler
+        assert session.schedulers == [scheduler]
     assert [arguments["lr"] for _, arguments in hook.told] == [0.1, 0.05, 0.025]
 
 
@@ -66,7 +66,7 @@ def test_the_events_of_a_real_loop_come_in_the_order_of_the_loop_map():
         with session.validation():
             for _ in session.batches(batches(1)):
                 pass
-        session.checkpoint("somewhere")
+        session.notify_checkpoint_saved("somewhere")
     in_map = re.findall(r"\bon_\w+", LOOP_MAP)
     not_here = {"on_step_skipped", "on_exception"}
     batch_events = {"on_validation_batch_start", "on_validation_batch_end"}  # "batches" in the map

@@ -97,7 +97,7 @@ def test_everything_a_loop_tells_is_recorded(tmp_path: Path) -> None:
                     for value in (1.0, 3.0):
                         session.log("loss", value)
                         session.log("right", value)
-            session.checkpoint(tmp_path / f"{epoch}.pt")
+            session.notify_checkpoint_saved(tmp_path / f"{epoch}.pt")
             if epoch == 0:
                 session.disable_hook("recorder")
     run = only(tmp_path)
@@ -358,7 +358,7 @@ def test_a_run_goes_on_in_another_process_under_its_id(tmp_path: Path) -> None:
     assert session.run is not None
     run = Run.open(session.run.path, resume=True)
     with hookline.attach(model, optimizer, runs=run) as again:
-        again.resumed("somewhere.pt", step=2)
+        again.notify_checkpoint_loaded("somewhere.pt", step=2)
         train(model, optimizer, batches(2))
     found = only(tmp_path)
     assert again.run is run

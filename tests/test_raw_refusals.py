@@ -118,8 +118,8 @@ def test_a_parameter_with_a_default_is_never_refused():
     ("event", "call"),
     [
         ("on_validation_end", "session.validation()"),
-        ("on_checkpoint_save", "session.checkpoint(path)"),
-        ("on_checkpoint_load", "session.resumed(path"),
+        ("on_checkpoint_save", "session.save_checkpoint()"),
+        ("on_checkpoint_load", "session.load_checkpoint()"),
     ],
 )
 def test_what_may_still_come_is_said_at_the_first_step_and_at_the_end(event, call, caplog):

@@ -186,9 +186,9 @@ def test_checkpoints_are_told():
         on_checkpoint_save=("path", "step"), on_checkpoint_load=("checkpoint_path", "step")
     )
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        session.resumed("a.pt", step=10, epoch=2, tokens_seen=640)
+        session.notify_checkpoint_loaded("a.pt", step=10, epoch=2, tokens_seen=640)
         train(model, optimizer, batches(1))
-        session.checkpoint("b.pt")
+        session.notify_checkpoint_saved("b.pt")
         with session.epoch() as epoch:
             assert epoch == 2
     assert hook.told == [

@@ -424,8 +424,8 @@ def test_a_bare_loops_own_files_and_folders_are_copied_too(tmp_path):
     (folder / "b.bin").write_bytes(b"b")
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
         torch.save(model.state_dict(), tmp_path / "model.pt")
-        session.checkpoint(tmp_path / "model.pt")
-        session.checkpoint(folder)
+        session.notify_checkpoint_saved(tmp_path / "model.pt")
+        session.notify_checkpoint_saved(folder)
     assert hook.failed == []
     copies = tmp_path / "copies"
     assert (copies / "model.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()

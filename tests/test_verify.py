@@ -311,7 +311,7 @@ def test_notes_say_what_was_not_checked() -> None:
     report = hookline.verify(maker(NoState, sent), steps=4)
     assert report.ok
     notes = "\n".join(report.notes)
-    assert "4 steps are less than an epoch (6 steps)" in notes
+    assert "4 steps do not go beyond the end of an epoch (6 steps)" in notes
     assert "no state_dict, and start anew when a run is resumed: 'no_state'" in notes
     assert "send messages or write to a place of their own: 'notification'" in notes
 
@@ -385,6 +385,20 @@ def test_the_command_exits_with_0_or_1(tmp_path: Path) -> None:
     assert (culprit["kind"], culprit["name"]) == ("hook", "nudges")
     assert run_hookline("verify", "train.yaml", "--steps", 1, cwd=project).returncode == 2
     assert not (project / "runs").exists()
+
+
+def test_the_demo_passes() -> None:
+    from hookline.cli.demo_command import make_trainer
+
+    torch.set_num_threads(1)
+    report = hookline.verify(make_trainer, steps=3)
+    assert report.ok, report
+
+
+def test_a_new_project_passes(tmp_path: Path) -> None:
+    assert run_hookline("init", "made", cwd=tmp_path).returncode == 0
+    done = run_hookline("verify", "train.yaml", "--steps", 4, cwd=tmp_path / "made")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_streams_without_length_are_covered_too() -> None:

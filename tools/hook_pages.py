@@ -14,6 +14,7 @@ from hookline.cli.hook_facts import describe_behaviour, describe_hook, group_hoo
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
+from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
 from hookline.integrations.bare_loop.requirements import CALLS, calls_for
 from hookline.integrations.bare_loop.session import Session
 
@@ -84,7 +85,8 @@ def loops_page() -> str:
         "",
         "All built-in hooks work with the [trainer](trainer.md). A [bare loop](bare_loop.md) that",
         "stays unchanged provides what most of them need. Others need calls on the",
-        "[session](session.md). The table shows each hook with its default options.",
+        "[session](session.md). The table shows each hook with its default options;",
+        "`ModelCheckpoint(every_n_steps=…)`, for example, works in an unchanged loop.",
         "",
         "| hook | trainer | bare loop |",
         "|---|---|---|",
@@ -104,6 +106,8 @@ def _in_bare_loop(name: str) -> str:
     for event, binding in bind(hook).items():
         if event not in kind.hookline_optional_events:
             needs |= calls_for(event, binding.required)
+    if saves_checkpoints(hook):
+        needs -= {"checkpoint", "resumed"}  # it causes these events itself
     source = inspect.getsource(kind)
     missing = sorted(
         f"`trainer.{attribute}`"

@@ -118,7 +118,8 @@ class CheckpointWriter:
         except _AbandonedError:
             replaced = True
         except CheckpointError as failure:  # from `set_pointer`
-            error = failure
+            error = CheckpointError(f"The checkpoint {path} is complete, but: {failure}")
+            error.__cause__ = failure
         except Exception as failure:
             error = CheckpointError(_describe_failure(failure, folder, path, temporary))
             error.__cause__ = failure

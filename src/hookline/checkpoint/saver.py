@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
+from hookline.checkpoint.state_tree import decode
+from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaver"]
 
@@ -48,8 +51,7 @@ class CheckpointSaver:
     def __init__(
         self, *, background: bool = True, when_busy: Literal["wait", "replace"] = "wait"
     ) -> None:
-        import filelock  # noqa: F401 - here: a fork while another thread imports could deadlock
-
+        import_module("filelock")  # not on the writing thread: a fork during it could deadlock
         self._background = background
         self._when_busy = when_busy
         self._buffers = SnapshotBuffers()
@@ -92,10 +94,16 @@ class CheckpointSaver:
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
+        folders = [Path(folder) for folder in folders]
         replaces = self._finish_previous()
-        writer = CheckpointWriter(self._buffers.copy(encoded), encoded_info, begin)
+        try:
+            files = self._buffers.copy(encoded)
+        except (RuntimeError, MemoryError) as failure:  # there is not enough memory
+            self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
+            return
+        writer = CheckpointWriter(files, encoded_info, begin)
         move_last = not info.get("emergency")
-        self._write = _Write(writer, [Path(f) for f in folders], move_last, self._results, replaces)
+        self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:
             self._write.start()
         else:
@@ -129,6 +137,14 @@ class CheckpointSaver:
             previous.writer.is_abandoned = True
         previous.wait()
         return replace
+
+
+def _not_copied(folder: Path, failure: Exception, info: Any) -> SaveResult:
+    error = CheckpointError(
+        f"The checkpoint {folder} was not written, because the state could not be copied: {failure}"
+    )
+    error.__cause__ = failure
+    return SaveResult(folder, None, decode(info, {}), error, replaced=False, seconds=0.0)
 
 
 class _Write:

@@ -19,7 +19,14 @@ from hookline.checkpoint.atomic_files import remove_leftovers, sync
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
-from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
+from hookline.runs.jsonl_file import (
+    VERSION,
+    InvalidValue,
+    JsonlFile,
+    MetricsLog,
+    encode_line,
+    read_jsonl_backwards,
+)
 from hookline.runs.lease import Lease
 from hookline.runs.manifest import (
     continue_manifest,
@@ -105,7 +112,8 @@ class Run:
             parent: Where the run was forked from: `run_id`, `checkpoint` and `step`.
             **fields: Further fields of the manifest: `device`, where the model is trained;
                 `training`, what the run consists of; `config_hash`, if the hash covers more than
-                the configuration; `name` and `tags`.
+                the configuration; `name` and `tags`; `resumed_from`, the name of the checkpoint
+                that this part of the run begins from.
         """
         root = Path(root)
         try:
@@ -319,12 +327,21 @@ class Run:
         self.flush()
         ended = utc_now()
         parts: list[dict[str, Any]] = [dict(part) for part in self.manifest["parts"]]
-        parts[-1].update(ended=ended, status=status)
+        parts[-1].update(ended=ended, status=status, error=self._describe_error(error))
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         self.update(status=status, ended=ended, last_error=text, parts=parts)
         assert self._lease is not None
         _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
         self.metrics_log = self._events = None
+
+    def _describe_error(self, error: BaseException | str | None) -> dict[str, Any] | None:
+        """Return an error with the last step that was recorded before it."""
+        if error is None:
+            return None
+        kind = type(error).__name__ if isinstance(error, BaseException) else None
+        steps = (r.get("step") for r in read_jsonl_backwards(self.path / "metrics.jsonl"))
+        step = next((step for step in steps if type(step) is int), None)
+        return {"type": kind, "message": to_jsonable(str(error)), "step": step}
 
     def _writable_log(self) -> MetricsLog:
         if self.metrics_log is None:

@@ -26,6 +26,8 @@ def describe_training(loop: Any) -> dict[str, Any]:
         loop: It has `model` (one, or several) and `optimizers`, and may have `schedulers`,
             `train_data`, `val_data` and `hparams`.
     """
+    if (known := getattr(loop, "training_description", None)) is not None:
+        return cast("dict[str, Any]", known)  # of before a checkpoint was loaded
     models = loop.model if isinstance(loop.model, list | tuple) else [loop.model]
     optimizers = list(loop.optimizers)
     schedulers = [_describe_scheduler(s, optimizers) for s in getattr(loop, "schedulers", ())]

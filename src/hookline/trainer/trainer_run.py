@@ -302,7 +302,8 @@ class TrainerRun(TrainerBase):
             self._sync_probes()
             self.hooks.run_ended()
             summary = self.hooks.summary()
-            self._progress.end(context.status, summary, self.stop_reason)
+            reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
+            self._progress.end(context.status, summary, "; ".join(reasons))
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )

@@ -250,8 +250,8 @@ class _Verification:
             notes.append("the length of an epoch is not known, so its end may not be covered")
         elif last <= length:
             notes.append(
-                f"{last} steps are less than an epoch ({length} steps) and one more, so "
-                "the end of an epoch was not covered. Use more steps for a stronger result"
+                f"{last} steps do not go beyond the end of an epoch ({length} steps), so that was "
+                "not covered. More steps give a stronger result"
             )
         if runs.not_run:
             text = "not run, because they send messages or write to a place of their own: "

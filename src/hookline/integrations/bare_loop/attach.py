@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from hookline.config.trainer_config import CheckpointConfig
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
@@ -26,7 +27,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     hooks: Iterable[Hook] | HookManager = (),
     *,
-    scheduler: Any = None,
+    schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
     config: Any = None,
     tokens: Callable[[Any], int] | None = None,
@@ -35,6 +36,10 @@ def attach(
     on_stop: Literal["warn", "raise"] = "warn",
     stop_grace: int = 10,
     runs: str | os.PathLike[str] | Run | DefaultRuns | None = DefaultRuns.IF_RECORDED,
+    checkpoints: CheckpointConfig | Mapping[str, Any] | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    tags: Iterable[str] = (),
 ) -> Session:
     """Attach hooks to a training loop, which stays unchanged.
 
@@ -51,7 +56,8 @@ def attach(
         optimizer: the optimizer, or several. A step is complete when each of them has stepped.
         hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
             schedules and order.
-        scheduler: the learning-rate scheduler, for hooks that read `trainer.scheduler`.
+        schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
+            loop steps them.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
         config: the configuration, for hooks that ask for `config`.
         tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
@@ -65,7 +71,13 @@ def attach(
         runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
             and toggles are recorded, as by the trainer. Or a run that is open for writing:
             `Run.open(folder, resume=True)` continues one. By default `runs`, if one of the hooks
-            logs values to the run (`GradientMonitor`), else none. None writes no run.
+            logs values to the run (`GradientMonitor`) or saves checkpoints, else none. None writes
+            no run.
+        checkpoints: how checkpoints are written: `background`, `when_busy` and `on_failure` of
+            `CheckpointConfig`.
+        hparams: hyperparameters of the run.
+        name: a name for the run.
+        tags: tags for the run.
     """
     if on_stop not in ("warn", "raise"):
         raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')
@@ -78,7 +90,7 @@ def attach(
         attached,
         _optimizers(optimizer, attached),
         hooks,
-        scheduler=scheduler,
+        schedulers=_schedulers(schedulers),
         scaler=scaler,
         config=config,
         tokens=tokens,
@@ -87,7 +99,23 @@ def attach(
         on_stop=on_stop,
         stop_grace=stop_grace,
         runs=runs,
+        checkpoints=CheckpointConfig.model_validate(checkpoints or {}),
+        hparams=hparams,
+        name=name,
+        tags=tags,
     )
+
+
+def _schedulers(given: Any) -> list[Any]:
+    """Return one or several schedulers as a list."""
+    schedulers = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    for scheduler in schedulers:
+        if not hasattr(scheduler, "load_state_dict"):
+            raise TypeError(
+                "attach(…, schedulers=…) takes schedulers with `state_dict` and `load_state_dict`, "
+                f"not {describe(scheduler)}."
+            )
+    return schedulers
 
 
 def _one_module(models: Any) -> Any:

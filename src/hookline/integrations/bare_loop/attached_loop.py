@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from types import SimpleNamespace, TracebackType
@@ -18,6 +18,8 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, NotSuppliedError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
+from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
+from hookline.integrations.bare_loop.processes import is_main_process
 from hookline.integrations.bare_loop.requirements import (
     CALLS,
     pending_requirements,
@@ -30,7 +32,11 @@ from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hookline.config.trainer_config import CheckpointConfig
     from hookline.integrations.bare_loop.recorded_session import SessionRecorder
+    from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
     from hookline.runs.run import Run
 
 __all__ = ["AttachedLoop", "DefaultRuns"]
@@ -55,7 +61,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         optimizers: list[torch.optim.Optimizer],
         hooks: Iterable[Hook] | HookManager,
         *,
-        scheduler: Any,
+        schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
         config: Any,
         tokens: Callable[[Any], int] | None,
@@ -64,6 +70,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
         on_stop: Literal["warn", "raise"],
         stop_grace: int,
         runs: str | os.PathLike[str] | Run | DefaultRuns | None,
+        checkpoints: CheckpointConfig,
+        hparams: Mapping[str, Any] | None,
+        name: str | None,
+        tags: Iterable[str],
     ) -> None:
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
@@ -71,22 +81,30 @@ class AttachedLoop(TrainingLoop[HookManager]):
             given_hooks = hooks = list(hooks)
         if isinstance(runs, DefaultRuns):
             records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
-            runs = runs.value if records else None
+            runs = runs.value if records or any(map(saves_checkpoints, given_hooks)) else None
         self.model = model
         self.optimizers = optimizers
-        self.scheduler = scheduler
+        self.schedulers = schedulers
+        self.hparams, self.name = dict(hparams or {}), name
+        self.tags = [tags] if isinstance(tags, str) else list(tags)
+        self.training_description: dict[str, Any] | None = None  # of before a checkpoint was loaded
         self.scaler = scaler
         self.config = SimpleNamespace(debug=False) if config is None else config
         self.best_accuracy = 0.0
         self.run: Run | None = None
         self._runs = runs
         self._recorder: SessionRecorder | None = None
+        self._checkpoint_settings = checkpoints
+        self._checkpoints: SessionCheckpoints | None = None  # made when it is needed
+        self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._context = BareLoopEventContext(self, model, optimizers, config, runs is not None)
         self._tokens_fn = tokens
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
         self._validation: Means | None = None
         self._validated: dict[str, Any] = {}
+        self._resumed_epoch: int | None = None  # that was in progress when a checkpoint was saved
+        self._epoch_is_over = False
         self._stop_reason: str | None = None
         self._stop_step = 0
         self._on_stop, self._stop_grace = on_stop, stop_grace
@@ -139,7 +157,14 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if self._stop_reason is None:
             self._stop_reason = reason
             self._stop_step = self._context.step_in_progress
-            self._step_watch.after_step = self._check_stop
+            self._step_watch.after_step = self._after_step
+
+    def _after_step(self) -> None:
+        """Do what is rarely needed at the end of a step."""
+        if self._checkpoints is not None and self._checkpoints.is_waiting:
+            self._checkpoints.step_ended()
+        if self._is_stopping:
+            self._check_stop()
 
     def _check_stop(self) -> None:
         """Warn about a loop that goes on after a request to stop; raise if the user chose so."""
@@ -200,10 +225,15 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if not self.started:
             self._start_recorder()
             self.started = True
+            self._start_saving()
             self.hooks.run_started()
-            self._context.known_epoch = self._context.known_tokens = 0  # known here
+            context = self._context
+            known = context.known_epoch, context.known_tokens
+            context.known_epoch, context.known_tokens = known[0] or 0, known[1] or 0  # known here
             self._fire("on_train_start")
-            self._context.known_epoch = self._context.known_tokens = None
+            context.known_epoch, context.known_tokens = known
+            if self._restored is not None:
+                self._fire_load()
             self._step_watch.start()
 
     def detach(self) -> None:
@@ -215,6 +245,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             if self._context.status == "training":
                 ends_early = self._is_stopping and not self._ignores_stop
                 self._context.status = "stopped" if ends_early else "completed"
+            if self._checkpoints is not None:
+                self._checkpoints.finish(failed=self._context.status in ("error", "interrupted"))
             if self.started:
                 self._fire("on_train_end")
         except BaseException as error:
@@ -225,6 +257,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._sync_probes()
             self._step_watch.detach()
             self.hooks.run_ended()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
             self._close_recorder(self._context.status, self._context.exception)
         if self._context.status == "stopped" and self._is_stopping:
             reason = f": {self._stop_reason}" if self._stop_reason else ""
@@ -241,10 +275,23 @@ class AttachedLoop(TrainingLoop[HookManager]):
         from hookline.integrations.bare_loop.recorded_session import SessionRecorder
 
         recorder = SessionRecorder(self._runs)
-        recorder.start(self, self._context.known_config)
+        recorder.start(self, self._recorded_config())
         if recorder.run is not None:
             self._recorder, self.run = recorder, recorder.run
             self._announce(f"run {recorder.run.path}")
+
+    def _recorded_config(self) -> dict[str, Any]:
+        """Return the configuration for the run's manifest."""
+        from hookline.runs.jsonable import to_jsonable
+
+        given = to_jsonable(self._context.known_config)
+        return given if isinstance(given, dict) else {} if given is None else {"config": given}
+
+    def _rewind(self, step: int) -> None:
+        """Continue the record behind the checkpoint that was loaded."""
+        position = None if self._restored is None else self._restored[1].get("run")
+        if self._recorder is not None:
+            self._recorder.rewind(position or {"step": step})
 
     def _record_step(self, loss: LazyFloat | None) -> None:
         if self._recorder is not None:
@@ -264,6 +311,39 @@ class AttachedLoop(TrainingLoop[HookManager]):
             with suppress(OSError, ValueError, AttributeError):  # there may be no terminal
                 print(text, file=sys.stderr, flush=True)
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def _make_checkpoints(self) -> SessionCheckpoints:
+        """Return what saves and loads checkpoints; importing it takes long."""
+        if self._checkpoints is None:
+            from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
+
+            self._checkpoints = SessionCheckpoints(self, self._checkpoint_settings)
+            self._step_watch.at_boundary = self._reach_boundary
+        self._step_watch.after_step = self._after_step
+        return self._checkpoints
+
+    def _start_saving(self) -> None:
+        """Prepare for hooks that save; only the first rank writes, so others do without them."""
+        saving = [name for name in self.hooks if saves_checkpoints(self.hooks.get_hook(name))]
+        if not is_main_process():
+            for name in saving:
+                self.hooks.disable_hook(name)
+        elif saving:
+            self._step_watch.checks.check_compiled()
+            self._supplied |= {"checkpoint", "resumed"}  # they cause these events themselves
+            self._make_checkpoints().prepare_after_step()
+
+    def _reach_boundary(self) -> None:
+        """Save what hooks have requested: the loop is between two steps."""
+        if self._checkpoints is not None:
+            self._checkpoints.save_requested()
+
+    def _fire_load(self) -> None:
+        if self._restored is not None:
+            self._context.checkpoint_path = self._restored[0]
+            self._fire("on_checkpoint_load")
+
     # -- hooks and probes -------------------------------------------------------------------------
 
     def _fire(self, event: str) -> None:
@@ -272,6 +352,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             return
         try:
             dispatch(self._context)
+            if self._checkpoints is not None and not self._ended:
+                self._checkpoints.event_ended(in_step=self._step_watch.has_new_gradients)
         except NotSuppliedError:
             if self.hooks.raise_on_missing_args:  # for all that is known by now
                 needs = () if event.startswith("on_train_batch") else ("config", "run")

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hookline.dispatch import HookManager
 from hookline.events import EVENTS
+from hookline.hook import Rank
 
-__all__ = ["HookNeeds"]
+__all__ = ["HookNeeds", "saves_checkpoints"]
+
+
+def saves_checkpoints(hook: Any) -> bool:
+    """Return whether a hook saves checkpoints through the session."""
+    return getattr(hook, "hookline_rank", None) is Rank.CHECKPOINT
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,13 @@ class HookNeeds:
             for event in ("on_step_end", "on_train_batch_end")
             for label in hooks.required_arguments(event).get("loss", ())
         )
+        saves = any(saves_checkpoints(hooks.get_hook(name)) for name in hooks)
         return cls(
             loss=loss,
             grad_norm=norm,
             clips=clips,
             calls=bool(fire.on_before_forward or fire.on_after_forward or fire.forward),
-            backward=loss or clips or fire.on_after_backward is not None,
+            # A checkpoint is not saved between a backward and the step.
+            backward=loss or clips or saves or fire.on_after_backward is not None,
             asks_for_loss=tuple(asking),
         )

@@ -26,7 +26,8 @@ class IndirectBackwards:
         model: shows the other backwards, and counts all.
         optimizers: have the gradients.
         losses: says whether graphs of losses are read.
-        ran: called with the gradients as they were before backward, by optimizer.
+        begins: called with the gradients as they were before backward, by optimizer.
+        ends: called after that.
 
     Attributes:
         thread: the thread of the latest step; backwards of others are not those of this training.
@@ -37,11 +38,12 @@ class IndirectBackwards:
         model: ModelWatch,
         optimizers: list[torch.optim.Optimizer],
         losses: LossTracker,
-        ran: Callable[[list[Versions]], None],
+        begins: Callable[[list[Versions]], None],
+        ends: Callable[[], None],
     ) -> None:
         self.thread = get_ident()
         self._model, self._optimizers, self._losses = model, optimizers, losses
-        self._ran = ran
+        self._begins, self._ends = begins, ends
 
     def listen(self, on: bool) -> None:
         """Listen to calls of backward, or stop doing so."""
@@ -64,4 +66,5 @@ class IndirectBackwards:
             return
         if before != self.before_backward():
             self._model.backwards_seen += 1
-            self._ran(before[1])
+            self._begins(before[1])
+            self._ends()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from hookline.integrations.bare_loop.processes import is_main_process
 from hookline.loop.event_context import device_of
 from hookline.loop.means import Means
-from hookline.runs.jsonable import to_jsonable
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
+from hookline.runs.run_lookup import find_run_of_checkpoint
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -31,20 +30,32 @@ class SessionRecorder(Recorder):
         self._warned = False
         self._last_step = 0
 
-    def start(self, session: AttachedLoop, config: Any) -> None:
-        """Start a run, on the first rank only."""
-        if _rank() != 0:
+    def start(self, session: AttachedLoop, config: Mapping[str, Any]) -> None:
+        """Start a run, or continue that of a loaded checkpoint; on the first rank only."""
+        if not is_main_process():
             return
-        given = to_jsonable(config)
-        named = given if isinstance(given, dict) else {} if given is None else {"config": given}
+        restored, state = session._restored or (None, {})
+        position = state.get("run")
+        self._step_means.load_state_dict(state.get("logged", {}))
+        is_own = isinstance(self._root, Run)
         self.begin(
-            config=named,
-            seed=named.get("seed"),
+            config=config,
+            seed=config.get("seed"),
             hooks=session.hooks.describe(),
             device=device_of(session.model),
-            step=None if isinstance(self._root, Run) else 0,  # `session.resumed` sets it
+            # `notify_checkpoint_loaded` may set it
+            step=None if is_own and restored is None else session.step,
+            resumed_run=None if restored is None else find_run_of_checkpoint(restored),
+            restored=restored,
+            position=position,
             loop=session,
         )
+        if is_own and restored is not None:
+            self.rewind(position or {"step": session.step})
+
+    def unwritten_values(self) -> dict[str, Any]:
+        """Return what was logged since the last step was written, for a checkpoint."""
+        return self._step_means.state_dict()
 
     def add_to_step(self, name: str, value: Any) -> None:
         """Keep a number for the end of the step."""
@@ -60,6 +71,7 @@ class SessionRecorder(Recorder):
             return  # at the end, with nothing left
         self._last_step = step
         if loss is not None:
+            self._warned = True  # a step without a loss is the exception then
             values["train/loss"] = loss  # that of backward has precedence over a logged one
         elif "train/loss" not in values and not self._warned:
             self._warned = True
@@ -70,9 +82,3 @@ class SessionRecorder(Recorder):
             )
         self.metrics(step, epoch, values)
         self._step_means = Means()
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK") or 0)  # as torchrun sets it, before there is a process group

@@ -16,8 +16,10 @@ CALLS: Mapping[str, str] = {
     "backward": "Let the session run backward: `session.backward(loss)` instead of "
     "`loss.backward()`.",
     "validation": "Wrap validation: `with session.validation():`.",
-    "checkpoint": "Say when a checkpoint is written: `session.checkpoint(path)`.",
-    "resumed": "Say when a checkpoint was loaded: `session.resumed(path, step=…)`.",
+    "checkpoint": "Save with `session.save_checkpoint()`, or say when the loop has saved by "
+    "itself: `session.notify_checkpoint_saved(path)`.",
+    "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
+    "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
     "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
     "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
     "count: `attach(…, tokens=lambda batch: …)`.",

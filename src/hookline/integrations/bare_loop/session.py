@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +21,7 @@ from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.means import Means
 
 if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.session_state import LoadedCheckpoint
     from hookline.runs.run import Kind
 
 __all__ = ["Session"]
@@ -55,6 +58,8 @@ class Session(AttachedLoop):
         kind = "train" if trains else "validation"
         if self._is_stopping and trains:
             return
+        if trains:
+            self._reach_boundary()
         for i, batch in enumerate(loader):
             self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
             self._step_watch.losses.batch_begins()
@@ -64,20 +69,26 @@ class Session(AttachedLoop):
             self._end_batch(tokens)
             if self._is_stopping and trains:
                 break
+            if trains:
+                self._reach_boundary()
         self._context.known_batch = None
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
         """Mark an epoch; the value of `with … as` is its number, from 0."""
         self.begin()
+        self._reach_boundary()
         self._supplied.add("epoch")
         before = self._context.known_epoch
         epoch = number if number is not None else 0 if before is None else before + 1
         self._context.known_epoch = epoch
-        self._context.means = Means()
-        self._validated = {}
+        if self._resumed_epoch != epoch:  # else it was interrupted, and has means already
+            self._context.means = Means()
+            self._validated = {}
+        self._resumed_epoch, self._epoch_is_over = None, False
         self._fire("on_epoch_start")
         yield epoch
+        self._epoch_is_over = True
         means = self._context.means.means()
         self._context.metrics = Metrics(means | self._validated)
         self._fire("on_epoch_end")
@@ -91,6 +102,7 @@ class Session(AttachedLoop):
         Model mode, `no_grad` and random states are left to the loop.
         """
         self.begin()
+        self._reach_boundary()
         self._supplied.add("validation")
         training_batch, self._context.known_batch = self._context.known_batch, None
         self._validation = means = Means()
@@ -159,8 +171,66 @@ class Session(AttachedLoop):
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
         return norms[0] if len(norms) == 1 else total
 
-    def checkpoint(self, path: Any) -> None:
-        """Fire `on_checkpoint_save`: the loop has written a complete checkpoint at this path."""
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> Path | None:
+        """Save models, optimizers, schedulers, scaler, hooks, counters and random states.
+
+        Call it between two steps, when the schedulers have stepped. The state is copied now and
+        written in the background; `on_checkpoint_save` is fired when the checkpoint is durable.
+        What a hook asks for, or the loop within a step, is saved before the next step begins. Only
+        the first rank writes.
+
+        Args:
+            path: the checkpoint's folder; None: `checkpoints/step_…` in the run's folder.
+            extra: the loop's own values, which `load_checkpoint` returns.
+            wait: until the checkpoint is durable.
+
+        Returns:
+            The checkpoint's folder if it is durable already, else None.
+        """
+        self.begin()
+        self._supplied.add("checkpoint")
+        checkpoints = self._make_checkpoints()
+        folder = None if path is None else Path(path)
+        if self._ended:
+            return checkpoints.save(folder, extra or {}, wait=True)
+        if _is_in_event(self._context) or self._step_watch.has_new_gradients:
+            checkpoints.request(folder, extra or {})
+            return None
+        return checkpoints.save(folder, extra or {}, wait=wait)
+
+    def load_checkpoint(
+        self, path: str | os.PathLike[str] = "auto", *, strict: bool = True
+    ) -> LoadedCheckpoint | None:
+        """Restore what `save_checkpoint` has saved, and continue its run.
+
+            session = hookline.attach(model, optimizer, runs="runs")
+            start = session.load_checkpoint()
+            with session:
+                for step in range(start.step if start else 0, 1000):
+                    ...
+
+        The position in the data is the loop's: it continues from the returned step. All ranks have
+        to call this.
+
+        Args:
+            path: a checkpoint or a run; or "auto" for the newest complete checkpoint of the newest
+                unfinished run in the folder for runs that has the same name, configuration, model,
+                optimizers and hooks. "auto" has to be loaded before training starts.
+            strict: raise if something does not fit; otherwise load what fits, and list the rest.
+
+        Returns:
+            Where the loop continues; None if "auto" has found nothing to continue.
+        """
+        return self._make_checkpoints().load(path, strict=strict)
+
+    def notify_checkpoint_saved(self, path: Any) -> None:
+        """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own."""
         self.begin()
         self._supplied.add("checkpoint")
         self._context.checkpoint_path = path
@@ -168,10 +238,10 @@ class Session(AttachedLoop):
             self._recorder.event("checkpoint", path=str(path), step=self._context.step)
         self._fire("on_checkpoint_save")
 
-    def resumed(
+    def notify_checkpoint_loaded(
         self, path: Any, *, step: int, epoch: int | None = None, tokens_seen: int | None = None
     ) -> None:
-        """Fire `on_checkpoint_load`: the loop has restored a checkpoint; continue its counts.
+        """Fire `on_checkpoint_load`: the loop has restored a checkpoint of its own.
 
         Args:
             path: the checkpoint.

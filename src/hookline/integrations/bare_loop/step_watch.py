@@ -43,9 +43,12 @@ class StepWatch:
     """Watches model, optimizers and scaler of a loop, and fires the events of a step.
 
     Attributes:
+        model: watches the model.
         checks: finds what hooks would see wrong.
         end_probes: called at the end of each step, where the model has probes.
+        at_boundary: called before a step's first optimizer, where checkpoints are saved.
         after_step: called when a step has ended.
+        has_new_gradients: whether backward has run since the last step.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class StepWatch:
         self.dispatchers = hooks.dispatchers
         self.callbacks = callbacks
         self.end_probes: Callable[[], None] | None = None
+        self.at_boundary: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self.scaler = scaler
         self.optimizers = context.optimizers
@@ -77,9 +81,9 @@ class StepWatch:
         self._unchecked = True
         self._verified = self._takes_short_path = False
         self._has_started = self._in_scaler_step = self._closure_evaluated = False
-        self._has_new_gradients = False  # backward has run since the last step
+        self.has_new_gradients = False
         self._calls_before_step = 0
-        self._model = ModelWatch(
+        self.model = ModelWatch(
             context.model,
             callbacks.before_forward,
             callbacks.after_forward,
@@ -87,7 +91,7 @@ class StepWatch:
             self._backward_ends,
         )
         self._indirect = IndirectBackwards(
-            self._model, self.optimizers, self.losses, self._backward_ran
+            self.model, self.optimizers, self.losses, self._backward_begins, self._backward_ends
         )
         self._handles: list[RemovableHandle] = []
         self.hooks_changed()
@@ -100,8 +104,8 @@ class StepWatch:
     @property
     def is_between_steps(self) -> bool:
         """Whether a step has ended and the model has not been called since, as far as is seen."""
-        calls = self._model.calls_seen
-        return bool(calls) and calls == self._calls_before_step and not self._has_new_gradients
+        calls = self.model.calls_seen
+        return bool(calls) and calls == self._calls_before_step and not self.has_new_gradients
 
     def start(self) -> None:
         """Training has started: the first call of the model need not be watched for it."""
@@ -110,7 +114,7 @@ class StepWatch:
 
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
-        self._model.detach()
+        self.model.detach()
         for handle in self._handles:
             handle.remove()
         ScalerWatch.leave(self.scaler, self)
@@ -131,7 +135,7 @@ class StepWatch:
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
         compiled = is_compiled_in_place(self.context.model)
-        self._model.watch(
+        self.model.watch(
             calls=(needs.calls or starts) and not compiled, backward=needs.backward and not compiled
         )
         self._clips.listen(needs.clips)
@@ -140,10 +144,6 @@ class StepWatch:
         self._takes_short_path = False
 
     # -- backward ---------------------------------------------------------------------------------
-
-    def _backward_ran(self, before: list[Versions]) -> None:
-        self._backward_begins(before)
-        self._backward_ends()
 
     def _gradient_arrives(self) -> bool:
         """Begin a backward; return False for `torch.autograd.grad`, which changes no gradients."""
@@ -164,7 +164,7 @@ class StepWatch:
             }
 
     def _backward_ends(self) -> None:
-        self._has_new_gradients = True
+        self.has_new_gradients = True
         if self._stale:
             for i, versions in self._stale.items():
                 if gradient_versions(self.optimizers[i]) != versions:
@@ -180,13 +180,13 @@ class StepWatch:
     def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
         """Run backward for a loop that gives its loss."""
         self.losses.set_loss(loss)
-        seen = self._model.backwards_seen
+        seen = self.model.backwards_seen
         try:
             backward()
         finally:
             self.losses.set_loss(None)
-        if self._model.on and self._model.backwards_seen == seen:
-            self._model.backwards_seen += 1  # not through what the model returned, but it ran
+        if self.model.on and self.model.backwards_seen == seen:
+            self.model.backwards_seen += 1  # not through what the model returned, but it ran
             self._backward_ends()
 
     def batch_loss(self) -> LazyFloat | None:
@@ -228,7 +228,7 @@ class StepWatch:
     def _prepare_clip(self, i: int, function: str) -> bool:
         """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
         has_stepped = i in self._stepped or self._closure_evaluated
-        if has_stepped or (self._model.backwards_seen and not self._has_new_gradients):
+        if has_stepped or (self.model.backwards_seen and not self.has_new_gradients):
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
             if function != "get_total_norm":
@@ -280,6 +280,8 @@ class StepWatch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         fire, context = self.dispatchers, self.context
+        if self.at_boundary is not None and not self._stepped:
+            self.at_boundary()
         if self._takes_short_path and len(args) == 1 and not kwargs:
             if fire.on_gradients_ready is not None or fire.update is not None:
                 self._gradients_ready(0)
@@ -316,9 +318,8 @@ class StepWatch:
     def _drop_gradients(self, i: int) -> None:
         """Remove the gradients of a step that is to be skipped, so that it changes nothing."""
         if i in self._skips or -1 in self._skips:
-            for group in self.optimizers[i].param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in (p for g in self.optimizers[i].param_groups for p in g["params"]):
+                parameter.grad = None
 
     def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
         """Wrap the closure: gradients exist after it has run, not before the step."""
@@ -404,8 +405,8 @@ class StepWatch:
             self._versions.clear()
             self._clips.end_step()
         self.checks.is_first_step = False
-        self._has_new_gradients = self._closure_evaluated = False
-        self._calls_before_step = self._model.calls_seen
+        self.has_new_gradients = self._closure_evaluated = False
+        self._calls_before_step = self.model.calls_seen
         self._indirect.thread = get_ident()
         if self.end_probes is not None:
             self.end_probes()
@@ -442,8 +443,8 @@ class StepWatch:
 
     def _unseen(self) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
-        problems = self.checks.unseen_calls(self._model, self._needs.asks_for_loss)
+        problems = self.checks.unseen_calls(self.model, self._needs.asks_for_loss)
         self.losses.set_step_loss()
-        if self._model.backwards_seen and self.context.known_loss is None:
+        if self.model.backwards_seen and self.context.known_loss is None:
             problems += self._unknown_loss()
         return problems

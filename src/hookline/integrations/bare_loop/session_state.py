@@ -1,0 +1,177 @@
+"""What a checkpoint of a bare loop consists of, and restoring the loop's objects from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hookline.checkpoint import load_checkpoint
+from hookline.checkpoint.checkpoint_folder import Checkpoint
+from hookline.checkpoint.differences import (
+    describe_differences,
+    describe_hook_differences,
+    select_fitting,
+)
+from hookline.errors import CheckpointError
+from hookline.integrations.bare_loop.processes import is_main_process
+from hookline.loop.event_context import device_of
+from hookline.loop.model_watch import ModelGroup
+from hookline.loop.random_state import restore_random_state
+
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.attached_loop import AttachedLoop
+
+__all__ = ["LoadedCheckpoint", "collect_session", "read_fitting", "restore_session"]
+
+log = logging.getLogger("hookline")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint that was loaded into a bare loop, which continues its data from here.
+
+    Attributes:
+        path: the checkpoint.
+        step: completed steps.
+        epoch: the epoch in progress, or the next one after the end of an epoch; None if the loop
+            did not provide epochs.
+        extra: what the loop gave to `save_checkpoint(extra=…)`.
+    """
+
+    path: Path
+    step: int
+    epoch: int | None
+    extra: dict[str, Any]
+    _random: Mapping[str, Any] | None = field(repr=False)
+    _device: torch.device = field(repr=False)
+
+    def restore_random_state(self) -> None:
+        """Restore the random states of Python, NumPy and torch once more.
+
+        Loading has restored them. Call this before the next step if the loop draws random numbers
+        to find its data again, such as by iterating over a shuffled loader. Ranks other than the
+        first keep their own states, which are not saved.
+        """
+        if self._random is not None and is_main_process():
+            restore_random_state(dict(self._random), self._device)
+
+
+def collect_session(
+    session: AttachedLoop, random: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint consists of: `model`, `state` and `info`.
+
+    Args:
+        session: the session.
+        random: the random states at the end of the step.
+        extra: the loop's own values.
+    """
+    context, scaler = session._context, session.scaler
+    run, recorder = session.run, session._recorder
+    epoch, is_over = context.known_epoch, session._epoch_is_over
+    state = {
+        "classes": {
+            "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],
+            "schedulers": [type(scheduler).__name__ for scheduler in session.schedulers],
+        },
+        "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in session.schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "hooks": session.hooks.state_dict(),
+        "attributes": session._attribute_states(),
+        "disabled": [info.name for info in session.hooks.describe() if info.status == "disabled"],
+        "means": {} if is_over else context.means.state_dict(),
+        "step": context.step,
+        "epoch": epoch + 1 if epoch is not None and is_over else epoch,
+        "tokens_seen": context.known_tokens,
+        "best_accuracy": session.best_accuracy,
+        "random": dict(random),
+        "run": None if recorder is None else recorder.position(),
+        "logged": {} if recorder is None else recorder.unwritten_values(),
+        "extra": dict(extra),
+    }
+    info = {
+        "step": context.step,
+        "epoch": context.known_epoch,
+        "tokens_seen": context.known_tokens,
+        "run_id": None if run is None else run.id,
+        "metrics": dict(session._validated),
+    }
+    return {"model": unwrapped(session.model).state_dict(), "state": state, "info": info}
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP and `torch.compile`, whose weights have the model's own names."""
+    if isinstance(model, ModelGroup):
+        inner_models = [unwrapped(each) for each in model]
+        are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
+        return model if are_own else ModelGroup(inner_models)
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
+
+
+def read_fitting(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
+    """Read a checkpoint, and compare all of it with the session.
+
+    Raises:
+        CheckpointError: it is damaged, or it does not fit, and `strict` is set. Nothing was
+            changed.
+    """
+    checkpoint = load_checkpoint(found)
+    here = collect_session(session, {}, {})
+    model, state = here["model"], here["state"]
+    lines = describe_differences(checkpoint, model=model, state=state)
+    hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state["hooks"])
+    if len(lines) <= len(hooks):  # hooks may come and go: a warning names them
+        return checkpoint
+    text = f"The checkpoint {found} does not fit this {type(session.model).__name__}"
+    if strict:
+        raise CheckpointError(
+            f"{text}. Nothing was changed. Attach the model, the optimizers and the schedulers "
+            "that it was saved with, load what fits with load_checkpoint(…, strict=False), or "
+            "start anew.\n  " + "\n  ".join(lines)
+        )
+    log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
+    return select_fitting(checkpoint, model=model, state=state)
+
+
+def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
+    """Load a checkpoint that fits into the model, the optimizers, … and the counters."""
+    state, context = checkpoint.state, session._context
+    unwrapped(session.model).load_state_dict(checkpoint.model)
+    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(session.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    if session.scaler is not None and state["scaler"] is not None:
+        session.scaler.load_state_dict(state["scaler"])
+    session.hooks.load_state_dict(state["hooks"])
+    session._load_attribute_states(state.get("attributes", {}))
+    for name in state["disabled"]:
+        if name in session.hooks:
+            session.hooks.disable_hook(name)
+    context.step, context.step_in_progress = state["step"], state["step"] + 1
+    context.known_epoch = state["epoch"] - 1 if state["epoch"] else None
+    if state["tokens_seen"] is not None:
+        context.known_tokens = state["tokens_seen"]
+        session._supplied.add("tokens")
+    context.means.load_state_dict(state["means"])
+    session._resumed_epoch = state["epoch"]
+    session.best_accuracy = state["best_accuracy"]
+    loaded = LoadedCheckpoint(
+        checkpoint.path,
+        state["step"],
+        state["epoch"],
+        state.get("extra", {}),
+        state.get("random"),
+        device_of(session.model),
+    )
+    loaded.restore_random_state()
+    return loaded
