@@ -31,7 +31,7 @@ PHASES = {STARTING: "starting", STEP: "step", VALIDATION: "validation", ENDING: 
 TARGETS = ("any", "starting", "step", "save", "save", "validation")
 _EDGES = ("starting", "ending")
 _EXTRA_SECONDS = {"save": 0.002, "validation": 0.002}  # they take a few milliseconds
-_MOST_BATCHES = 12  # of about 80, so that a run is killed several times
+_MOST_BATCHES = 8  # of about 50, so that a run is killed several times
 _PART_TIMEOUT = 120.0
 
 
