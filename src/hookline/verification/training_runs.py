@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,18 @@ class TrainingRuns:
             and optionally its validation loaders.
         folder: A temporary folder for runs and checkpoints.
         watch: Called with what is being checked, the step, and the number of steps.
+        fit_options: Further arguments of `fit`.
     """
 
     def __init__(
-        self, make_trainer: Callable[[], Any], folder: Path, watch: Watch | None = None
+        self,
+        make_trainer: Callable[[], Any],
+        folder: Path,
+        watch: Watch | None = None,
+        fit_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._make_trainer = make_trainer
+        self._fit_options = dict(fit_options or {})
         self._folder = folder
         self._watch = watch
         self._seed = 0
@@ -99,7 +105,7 @@ class TrainingRuns:
                 trainer.remove_hook(name)
             trainer.add_hook(recorder, name=_RECORDING)
             try:
-                trainer.fit(resume_from=resume_from)
+                trainer.fit(resume_from=resume_from, **self._fit_options)
             except Interruption:
                 pass
             except Exception as error:  # it may be what is looked for
