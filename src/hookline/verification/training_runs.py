@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import weakref
@@ -115,6 +116,7 @@ class TrainingRuns:
 
     def _make(self, steps: int, disabled: Collection[str]) -> Trainer:
         """Return a new trainer, which trains for so many steps and writes to the folder."""
+        gc.collect()  # ends the workers of earlier loaders before new ones are started
         seed_everything(self._seed)
         made = self._make_trainer()
         trainer, *data = made if isinstance(made, tuple) else (made,)

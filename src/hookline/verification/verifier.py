@@ -200,7 +200,8 @@ class _Verification:
         """
         if difference.kind == "batch":
             (loader,) = difference.names
-            return (Culprit("loader", loader, "its batches differ"),)
+            reason = "its batches differ: its dataset, sampler or workers have a state of their own"
+            return (Culprit("loader", loader, reason),)
         hooks = self._runs.hooks
         if hooks and not _differ(pair(hooks, False)):
 
