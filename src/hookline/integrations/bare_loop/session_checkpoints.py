@@ -126,6 +126,12 @@ class SessionCheckpoints:
         self._boundary.stop()
         if not failed:
             self.save_requested()
+        elif self._requests:
+            log.warning(
+                "The checkpoint %s was requested, but not saved: the loop ended with an exception, "
+                "which may have happened within a step.",
+                self._requests[0],
+            )
         try:
             self._saving.report(wait=True)
         except CheckpointError:
