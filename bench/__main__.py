@@ -25,6 +25,7 @@ from bench import (
     probe_monitor,
     probes,
     raw,
+    resume,
     trainer,
     updates,
 )
@@ -39,6 +40,7 @@ PARTS = {
     "probe_monitor": probe_monitor.run,
     "updates": updates.run,
     "checkpoints": checkpoints.run,
+    "resume": resume.run,
     "imports": imports.run,
 }
 PEERS = (

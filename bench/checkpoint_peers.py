@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.utils._pytree import tree_map_only
 
-from hookline.checkpoint import CheckpointSaver
+from hookline.checkpoint import CheckpointSaver, load_checkpoint
 
 __all__ = ["SAVERS", "HooklineSaver", "Saver", "State", "make_savers"]
 
@@ -43,6 +44,11 @@ class Saver:
 
     def finish(self) -> None:
         pass
+
+    def load(self, path: Path, like: State) -> State:
+        """Return a saved state; `like` is a state with the same names and shapes."""
+        state: State = torch.load(path, weights_only=True)
+        return state
 
     def watch(self) -> Callable[[], bool]:
         """Return a function that returns whether the save is complete."""
@@ -69,6 +75,10 @@ class HooklineSaver(Saver):
         self.saver.wait()
         self._is_finished()
 
+    def load(self, path: Path, like: State) -> State:
+        checkpoint = load_checkpoint(path)
+        return {"model": checkpoint.model, **checkpoint.state}
+
     def watch(self) -> Callable[[], bool]:
         return self._is_finished  # waiting for it would raise the priority of the write
 
@@ -89,8 +99,13 @@ class DcpSaver(Saver):
     def start(self, state: State, path: Path) -> None:
         dcp.save(state, checkpoint_id=path)
 
+    def load(self, path: Path, like: State) -> State:
+        state = _zeros(like)
+        dcp.load(state, checkpoint_id=path)
+        return state
 
-class DcpAsyncSaver(Saver):
+
+class DcpAsyncSaver(DcpSaver):
     kind = AsyncCheckpointerType.THREAD
 
     def __init__(self) -> None:
@@ -136,6 +151,11 @@ class TorchCheckpointingSaver(Saver):
     def finish(self) -> None:
         self._future.result()
 
+    def load(self, path: Path, like: State) -> State:
+        state = _zeros(like)
+        self._manager.load(str(path), into=state)
+        return state
+
     def close(self) -> None:
         self._manager.close()
 
@@ -153,6 +173,11 @@ class LightningSaver(Saver):
 
     def finish(self) -> None:
         self._io.teardown()
+
+
+def _zeros(state: State) -> State:
+    zeros: State = tree_map_only(torch.Tensor, torch.zeros_like, state)
+    return zeros
 
 
 SAVERS: dict[str, tuple[str, Callable[[], Saver]]] = {

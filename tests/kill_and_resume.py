@@ -29,6 +29,9 @@ from hookline.errors import CheckpointError
 
 PHASES = {STARTING: "starting", STEP: "step", VALIDATION: "validation", ENDING: "ending"}
 TARGETS = ("any", "starting", "step", "save", "save", "validation")
+_EDGES = ("starting", "ending")
+_EXTRA_SECONDS = {"save": 0.002, "validation": 0.002}  # they take a few milliseconds
+_MOST_BATCHES = 8  # of about 50, so that a run is killed several times
 _PART_TIMEOUT = 120.0
 
 
@@ -47,8 +50,9 @@ class Killer:
     def __init__(self, seed: int, folder: Path) -> None:
         self._random = random.Random(seed)
         self._folder = folder
-        self._phase = mmap.mmap(-1, 1)  # shared with the process that trains
-        self._seconds = 0.0  # of an uninterrupted run
+        # Shared with the process that trains: where it stands, and its batches so far.
+        self._shared = mmap.mmap(-1, 2)
+        self._start_seconds = 0.0
         self._unfinished_before: set[Path] = set()
         self.killed: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -58,9 +62,7 @@ class Killer:
         """Train without interruption, then with kills until there were as many as asked for."""
         whole = self._run_whole("whole")
         import_modules(whole / "modules.txt")
-        started = time.monotonic()
         differences = compare_ends(whole, self._run_whole("whole_again"))
-        self._seconds = time.monotonic() - started
         if differences:
             raise RuntimeError("Two uninterrupted runs differ:\n" + "\n".join(differences))
         while self.killed.total() < kills:
@@ -104,7 +106,7 @@ class Killer:
     def _run_part(self, folder: Path, target: str | None) -> int:
         """Train in a new process and kill it; return its exit code, negative after a signal."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._phase[0] = STARTING
+        self._shared[:2] = bytes((STARTING, 0))
         self._unfinished_before = _find_unfinished(folder)
         sys.stdout.flush()
         pid = os.fork()
@@ -133,7 +135,7 @@ class Killer:
             os.dup2(log, 1)
             os.dup2(log, 2)
             print(f"-- process {os.getpid()}", flush=True)
-            train(folder, tell=lambda phase: self._phase.__setitem__(0, phase))
+            train(folder, tell=self._tell, resume_from="auto")
             write_modules(folder / "modules.txt")
             code = 0
         except BaseException:
@@ -143,19 +145,20 @@ class Killer:
             sys.stderr.flush()
             os._exit(code)
 
+    def _tell(self, phase: int) -> None:
+        self._shared[0] = phase
+        if phase == STEP:
+            self._shared[1] = (self._shared[1] + 1) % 256
+
     def _wait_for(self, target: str, pid: int, folder: Path, deadline: float) -> bool:
         """Wait for a random instant of this kind; return False if the process ended before."""
-        delay = self._random.random() * self._seconds / 4
-        extra = self._random.random() * (0.002 if target in ("save", "validation") else 0.01)
+        batches = self._random.randrange(_MOST_BATCHES) if target not in _EDGES else 0
+        share = self._random.random()
         started = time.monotonic()
-        if target == "starting":
-            delay, extra = 0.0, delay / 2
-        elif target == "ending":
-            delay = 0.0
         while time.monotonic() < deadline:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return False
-            phase = self._phase[0]
+            phase = self._shared[0]
             if phase == DONE:
                 return False
             is_there = (
@@ -163,16 +166,19 @@ class Killer:
                 or PHASES.get(phase) == target
                 or (target == "save" and self._is_saving(folder))
             )
-            if is_there and time.monotonic() - started >= delay:
+            if is_there and self._shared[1] >= batches:
                 break
             time.sleep(0.0002)
-        time.sleep(extra)
+        if self._start_seconds == 0.0 and phase != STARTING:
+            self._start_seconds = time.monotonic() - started
+        longest = self._start_seconds if target == "starting" else _EXTRA_SECONDS.get(target, 0.01)
+        time.sleep(share * longest)
         return True
 
     def _what_was_killed(self, folder: Path) -> str:
         if self._is_saving(folder):
             return "save"
-        return PHASES.get(self._phase[0], "after training")
+        return PHASES.get(self._shared[0], "after training")
 
     def _is_saving(self, folder: Path) -> bool:
         """Return whether this part has a checkpoint that is unfinished or partly removed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import hookline
 from hookline import Trainer, TrainerConfig
@@ -84,34 +84,56 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def make_dataset(size: int, seed: int) -> TensorDataset:
-    """Return random samples of four classes."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 8, generator=generator)
-    return TensorDataset(x, (x[:, :4] + torch.randn(size, 4, generator=generator)).argmax(1))
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random samples of four classes.
+
+    Args:
+        size: their number.
+        seed: decides them.
+        augment: add random numbers to a sample each time it is loaded.
+    """
+
+    def __init__(self, size: int, seed: int, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(size, 8, generator=generator)
+        self.y = (self.x[:, :4] + torch.randn(size, 4, generator=generator)).argmax(1)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[index]
+        return x + 0.1 * torch.randn(8) if self.augment else x, self.y[index]
 
 
 def make_loaders() -> tuple[dict[str, DataLoader[Any]], DataLoader[Any]]:
     """Return two train loaders and a validation loader."""
     loaders = {
-        "workers": DataLoader(make_dataset(44, 1), batch_size=4, shuffle=True, num_workers=2),
-        "global": DataLoader(make_dataset(36, 2), batch_size=6, shuffle=True),
+        "workers": DataLoader(
+            Samples(20, 1, augment=True),
+            batch_size=4,
+            shuffle=True,
+            num_workers=2,
+            persistent_workers=True,
+        ),
+        "no workers": DataLoader(Samples(18, 2), batch_size=6, shuffle=True),
     }
-    return loaders, DataLoader(make_dataset(24, 3), batch_size=4)
+    return loaders, DataLoader(Samples(24, 3), batch_size=4)
 
 
 def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
     """Return the trainer; its runs are written to this folder."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     config: dict[str, Any] = {
-        "max_epochs": 5,
+        "max_epochs": 6,
         "seed": 5,
         "accumulate": 2,
         "clip_norm": 1.0,
-        "validate_every_steps": 5,
+        "validate_every_steps": 4,
         "loaders": {"order": "round_robin", "length": "longest"},
         "runs": runs,
         "progress": "off",
@@ -125,7 +147,7 @@ def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
         hooks=[
             *hooks,
             hookline.EMA(decay=0.9, every_n_steps=1),
-            hookline.EarlyStopping(monitor="val/loss", patience=3),
+            hookline.EarlyStopping(monitor="val/loss", patience=3, min_delta=0.03),
             hookline.LRMonitor(),
             hookline.ModelCheckpoint(save_top_k=2, monitor="val/loss", save_last=True),
             hookline.ModelCheckpoint(save_top_k=2, every_n_steps=2, filename="{step}"),
@@ -148,7 +170,11 @@ def find_resumable(runs: Path) -> Path | None:
 
 
 def train(
-    folder: Path, *hooks: hookline.Hook, tell: Callable[[int], None] = lambda _: None, **fields: Any
+    folder: Path,
+    *hooks: hookline.Hook,
+    tell: Callable[[int], None] = lambda _: None,
+    resume_from: str | None = None,
+    **fields: Any,
 ) -> Trainer:
     """Continue the run in a folder, or start one; when it ends write its state beside it.
 
@@ -156,11 +182,14 @@ def train(
         folder: for the run, and its state at the end.
         hooks: further hooks.
         tell: is told where training stands.
+        resume_from: for `fit`; None: the run in the folder, also if its hooks are others.
         fields: fields of the configuration.
     """
     trainer = make_trainer(folder / "runs", Progress(tell), *hooks, **fields)
     loaders, validation = make_loaders()
-    trainer.fit(loaders, validation, resume_from=find_resumable(folder / "runs"))
+    if resume_from is None:
+        resume_from = find_resumable(folder / "runs")
+    trainer.fit(loaders, validation, resume_from=resume_from, per_sample_seed=True)
     if trainer.status in ("completed", "stopped"):
         save_checkpoint(
             folder / "final",
@@ -197,8 +226,13 @@ _CONTAINERS = (dict, list, tuple, torch.Tensor)
 
 
 def _describe(path: str, value: Any, described: dict[str, Any]) -> None:
-    """Add the leaves of a state; checkpoints of a hook as their steps and scores."""
-    if path.rpartition("/")[2] in ("written", "pending"):
+    """Add the leaves of a state; checkpoints of a hook as their steps and scores.
+
+    Their names and numbers tell which were saved twice.
+    """
+    if path.endswith("/checkpoints/number"):
+        return
+    if path.endswith(("/checkpoints/kept", "/checkpoints/latest")):
         value = sorted((one["step"], one["score"] or 0.0) for one in value)
     if isinstance(value, torch.Tensor):
         data = value.detach().contiguous().view(-1).view(torch.uint8).tolist()

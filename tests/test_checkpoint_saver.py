@@ -151,6 +151,18 @@ def test_a_state_that_cannot_be_saved_raises_and_writes_nothing(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_too_little_memory_is_a_result_and_the_next_save_works(tmp_path: Path) -> None:
+    saver = CheckpointSaver()
+    huge = torch.ones(1).expand(10**14)  # 400 TB
+    saver.save([tmp_path / "a"], model={"w": huge}, state={}, info={"step": 1})
+    result = only(saver)
+    assert result.path is None
+    assert "could not be copied" in str(result.error)
+    saved(saver, tmp_path / "b", 2)
+    assert only(saver).path == tmp_path / "b"
+    assert load_checkpoint(tmp_path / "b").state == {"v": 2}
+
+
 # -- one save at a time ---------------------------------------------------------------------------
 
 

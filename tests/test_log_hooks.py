@@ -289,15 +289,17 @@ def test_json_writes_down_what_went_wrong(tmp_path):
     assert end["status"] == "error"
 
 
-def test_a_resumed_run_appends(tmp_path):
+def test_a_resumed_run_appends_to_the_lines_before_its_checkpoint(tmp_path):
     first = train(tmp_path, Saves(), JSONLogHook())
-    before = (first.run.path / "log.jsonl").read_text()
+    before = records(first.run.path / "log.jsonl")
     again = train(tmp_path, JSONLogHook(), resume_from=first.run.path, max_epochs=2)
     assert again.run.path == first.run.path
-    after = (first.run.path / "log.jsonl").read_text()
-    assert after.startswith(before)
-    more = records(first.run.path / "log.jsonl")[len(before.splitlines()) :]
-    assert (more[0]["event"], more[0]["step"]) == ("train_start", 4)
+    after = records(first.run.path / "log.jsonl")
+    moved = records(first.run.path / "log.repeated.jsonl")
+    assert [line["event"] for line in moved] == ["checkpoint_save", "train_end"]
+    kept = len(before) - len(moved)
+    assert after[:kept] + moved == before
+    assert (after[kept]["event"], after[kept]["step"]) == ("train_start", 4)
 
 
 def test_a_hook_that_is_added_while_training_writes_from_then_on(tmp_path):

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
 import torch
-from loops import Net, batches, same, weights
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from loops import batches, fit, same, weights
+from resume_checks import SaveAt, dataset, resume_equals, train
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
 import hookline
-from hookline import CheckpointError, Trainer, TrainerConfig
-
-
-class SaveAt(hookline.Hook):
-    """Save a checkpoint in one event of one step."""
-
-    def __init__(self, step, event="on_step_end"):
-        self.at, self.event = step, event
-
-    def on_step_end(self, trainer, step):
-        if step == self.at and self.event == "on_step_end":
-            trainer.save_checkpoint()
-
-    def on_epoch_end(self, trainer, step):
-        if step == self.at and self.event == "on_epoch_end":
-            trainer.save_checkpoint()
-
-    def on_before_optimizer_step(self, trainer, step):
-        if step == self.at - 1 and self.event == "on_before_optimizer_step":
-            trainer.save_checkpoint()
-
-
-def dataset(samples=24, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(samples, 8, generator=generator), torch.randn(samples, 4)
-    return TensorDataset(x, y * 0 + x[:, :4])
+from hookline import CheckpointError, TrainingError
+from hookline.config.trainer_config import MixConfig
+from hookline.trainer.data_position import DataPosition
+from hookline.trainer.data_stream import Stream
 
 
 class RandomTransform(TensorDataset):
@@ -52,35 +41,6 @@ class Endless(IterableDataset):
 
     def __iter__(self):
         return iter(batches(self.n))
-
-
-def train(tmp_path, loaders, fields, hooks=(), optimizers=1, resume_from=None):
-    torch.manual_seed(0)
-    model = Net()
-    parts = (
-        [model.parameters()]
-        if optimizers == 1
-        else [m.parameters() for m in (model.first, model.second)]
-    )
-    config = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 2, "seed": 7, **fields}
-    trainer = Trainer(
-        TrainerConfig(**config),
-        model,
-        [torch.optim.AdamW(p, lr=0.01) for p in parts],
-        hooks=list(hooks),
-    )
-    trainer.fit(loaders, resume_from=resume_from)
-    return trainer
-
-
-def resume_equals(tmp_path, make_loaders, at, event="on_step_end", optimizers=1, **fields):
-    """Whether a run that is resumed from step `at` ends with the weights of the whole run."""
-    whole = train(tmp_path, make_loaders(), fields, [SaveAt(at, event)], optimizers)
-    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
-    torch.manual_seed(99)  # whatever happened since
-    resumed = train(tmp_path, make_loaders(), fields, (), optimizers, saved)
-    assert resumed.step == whole.step
-    return same(weights(resumed.model), weights(whole.model))
 
 
 def shuffled(seed=1, **options):
@@ -193,3 +153,213 @@ def test_workers_with_random_transforms_are_exact_if_batches_are_loaded_again(tm
 
     assert resume_equals(tmp_path, loader, at, fast_forward=True)
     assert resume_equals(tmp_path / "two", lambda: [loader(), loader()], at, fast_forward=True)
+
+
+class Counting(TensorDataset):
+    """Counts the samples that were loaded."""
+
+    loaded = 0
+
+    def __getitem__(self, index):
+        type(self).loaded += 1
+        return super().__getitem__(index)
+
+
+def test_no_data_is_loaded_for_the_batches_before_the_checkpoint(tmp_path):
+    def loader():
+        return DataLoader(Counting(*dataset().tensors), batch_size=4, shuffle=True)
+
+    whole = train(tmp_path, loader(), {"max_epochs": 1}, [SaveAt(5)])
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    Counting.loaded = 0
+    resumed = train(tmp_path, loader(), {"max_epochs": 1}, resume_from=saved)
+    assert Counting.loaded == 4
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+class GlobalBatches(BatchSampler):
+    """Draws each batch from the global generator when it is asked for, as training does."""
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield torch.randint(24, (self.batch_size,)).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_draws_during_the_pass_is_warned_about(tmp_path, caplog, workers):
+    def loader():
+        data = dataset()
+        sampler = GlobalBatches(RandomSampler(data), 4, drop_last=False)
+        return DataLoader(data, batch_sampler=sampler, num_workers=workers)
+
+    # This sampler has no memory. What was drawn ahead for the workers is restored.
+    assert resume_equals(tmp_path, loader, 3)
+    assert "in the middle of a pass" in caplog.text
+
+
+class Numbered(BatchSampler):
+    """A batch sampler with generators of Python and numpy."""
+
+    def __init__(self, data):
+        super().__init__(range(len(data)), 4, drop_last=False)
+        self.first, self.second = random.Random(3), numpy.random.default_rng(4)
+
+    def __iter__(self):
+        order = self.second.permutation(len(self.sampler)).tolist()
+        for i in range(0, len(order), 4):
+            yield self.first.sample(order[i : i + 4], len(order[i : i + 4]))
+
+
+@pytest.mark.parametrize("at", [2, 6, 9])
+def test_generators_of_python_and_numpy(tmp_path, at):
+    def loader():
+        data = dataset()
+        return DataLoader(data, batch_sampler=Numbered(data))
+
+    assert resume_equals(tmp_path, loader, at)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+def test_another_number_of_workers(tmp_path, before, after):
+    def loader(workers):
+        data, generator = dataset(), torch.Generator().manual_seed(1)
+        sampler = RandomSampler(data, replacement=True, num_samples=100, generator=generator)
+        return DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers)
+
+    assert resume_equals(
+        tmp_path, lambda: loader(before), 3, make_other_loaders=lambda: loader(after)
+    )
+
+
+def test_an_iterator_is_refused_or_loaded_again_by_choice(tmp_path):
+    def run(resume_from=None, **fields):
+        generator = (batch for batch in batches(8))
+        fields |= {"max_epochs": 1}
+        return train(tmp_path, generator, fields, [SaveAt(5)], resume_from=resume_from)
+
+    whole = run()
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    with pytest.raises(CheckpointError, match=r"is an iterator .* map-style .* fast_forward=True"):
+        run(saved)
+    resumed = run(saved, fast_forward=True)
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+def test_another_number_of_samples_within_an_epoch_raises_an_error(tmp_path):
+    whole = train(tmp_path, shuffled(), {}, [SaveAt(3)])
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    other = DataLoader(dataset(28), batch_size=4, shuffle=True)
+    with pytest.raises(CheckpointError, match=r"had 24 samples .* has 28 now"):
+        train(tmp_path, other, {}, resume_from=saved)
+
+
+def test_a_checkpoint_before_the_first_batch_of_a_resumed_run(tmp_path):
+    class SaveAtOnce(hookline.Hook):
+        def on_train_start(self, trainer):
+            self.path = trainer.save_checkpoint(tmp_path / "again")
+
+    whole = train(tmp_path, shuffled(), {}, [SaveAt(9)])
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    hook = SaveAtOnce()
+    train(tmp_path, shuffled(), {}, [hook], resume_from=saved)
+    resumed = train(tmp_path, shuffled(), {}, resume_from=hook.path or tmp_path / "again")
+    assert same(weights(resumed.model), weights(whole.model))
+
+
+# -- random numbers of samples --------------------------------------------------------------------
+
+
+class AllRandom(TensorDataset):
+    """Draws random numbers from Python, numpy and torch for every sample."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + random.random() + numpy.random.rand() + torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("at", [3, 9])
+@pytest.mark.parametrize("subset", [False, True])
+def test_seeded_samples_are_exact_in_persistent_workers(tmp_path, at, subset, caplog):
+    def loader(workers=2):
+        data = AllRandom(*dataset().tensors)
+        data = Subset(data, range(20)) if subset else data  # has `__getitems__`
+        options = {"num_workers": workers, "persistent_workers": workers > 0}
+        return DataLoader(data, batch_size=4, shuffle=True, **options)
+
+    assert resume_equals(tmp_path, loader, at, seed=5)
+    assert not caplog.records
+    with_workers = train(tmp_path, loader(), {}, per_sample_seed=5)
+    without = train(tmp_path, loader(0), {"max_epochs": 1}, per_sample_seed=5)
+    first_epoch = train(tmp_path, loader(), {"max_epochs": 1}, per_sample_seed=5)
+    assert same(weights(without.model), weights(first_epoch.model))
+    assert not same(weights(without.model), weights(with_workers.model))
+
+
+def test_seeds_differ_by_epoch_pass_loader_and_index_and_leave_training_alone():
+    def batches_of(data, seed, epochs=2):
+        torch.manual_seed(0)
+        stream = Stream([DataLoader(data, 4), DataLoader(data, 4)], MixConfig(length=20))
+        position, found = DataPosition(), []
+        position.per_sample_seed = seed
+        for _ in range(epochs):
+            for batch, *_ in position.remaining_batches(stream, torch.device("cpu")):
+                position.batches += 1
+                found.append((batch[0], torch.rand(1)))
+            position.end_epoch()
+        return found
+
+    zeros = torch.zeros(24, 1), torch.zeros(24)
+    random_batches = batches_of(AllRandom(*zeros), seed=1)
+    samples = torch.cat([x for x, _ in random_batches]).flatten().tolist()
+    assert len(set(samples)) == len(samples) == 160
+    plain = batches_of(TensorDataset(*zeros), seed=1)
+    assert [a.item() for _, a in plain] == [a.item() for _, a in random_batches]
+    other = batches_of(AllRandom(*zeros), seed=2)
+    assert not torch.equal(other[0][0], random_batches[0][0])
+
+
+def test_seeded_samples_in_spawned_workers(tmp_path):
+    def first(workers):
+        options = {"num_workers": workers, "multiprocessing_context": "spawn" if workers else None}
+        loader = DataLoader(AllRandom(*dataset().tensors), batch_size=4, **options)
+        position = DataPosition()
+        position.per_sample_seed = 1
+        return next(position.remaining_batches(Stream(loader), torch.device("cpu")))[0][0]
+
+    assert torch.equal(first(0), first(1))
+
+
+def test_seeds_for_samples_without_an_index_raise_an_error(tmp_path):
+    loader = DataLoader(Endless(3), batch_size=None)
+    with pytest.raises(TrainingError, match="iterable-style: 'train'"):
+        train(tmp_path, loader, {}, per_sample_seed=1)
+
+
+def test_a_generator_of_a_validation_loader(tmp_path):
+    class Batches(hookline.Hook):
+        """Remembers the batches of the last validation."""
+
+        def on_validation_start(self):
+            self.batches = []
+
+        def on_validation_batch_start(self, batch):
+            self.batches.append(batch[0])
+
+    def run(*hooks, resume_from=None):
+        val = DataLoader(
+            dataset(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+        trainer = fit(
+            *hooks,
+            data=shuffled(),
+            val=val,
+            resume_from=resume_from,
+            runs=tmp_path,
+            max_epochs=3,
+        )
+        return trainer, hooks[0].batches
+
+    whole, expected = run(Batches(), SaveAt(9))
+    (saved,) = (whole.run.path / "checkpoints").glob("step_*")
+    _, found = run(Batches(), resume_from=saved)
+    assert same(found, expected)

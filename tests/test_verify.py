@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from commands import run_hookline
 from loops import Net, batches
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hookline
 from hookline import ConfigError, Hook, Trainer, UpdateHook
+from hookline.cli.app import app
 from hookline.verification import Culprit, Report
 
 
@@ -286,6 +288,11 @@ def test_an_observer_whose_state_forgets_something_is_named_with_what() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.total, self.started = 0.0, time.perf_counter()  # times are not compared
+            self.resumed = False
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.resumed = True
 
         def on_step_end(self, loss: float) -> None:
             super().on_step_end(loss)
@@ -311,7 +318,7 @@ def test_notes_say_what_was_not_checked() -> None:
     report = hookline.verify(maker(NoState, sent), steps=4)
     assert report.ok
     notes = "\n".join(report.notes)
-    assert "4 steps are less than an epoch (6 steps)" in notes
+    assert "4 steps do not go beyond the end of an epoch (6 steps)" in notes
     assert "no state_dict, and start anew when a run is resumed: 'no_state'" in notes
     assert "send messages or write to a place of their own: 'notification'" in notes
 
@@ -383,8 +390,23 @@ def test_the_command_exits_with_0_or_1(tmp_path: Path) -> None:
     assert not report["ok"]
     (culprit,) = report["checks"][-1]["culprits"]
     assert (culprit["kind"], culprit["name"]) == ("hook", "nudges")
-    assert run_hookline("verify", "train.yaml", "--steps", 1, cwd=project).returncode == 2
+    with pytest.raises(typer.BadParameter, match="it is 1; expected"):
+        app(["verify", "train.yaml", "--steps", "1"], standalone_mode=False)
     assert not (project / "runs").exists()
+
+
+def test_the_demo_passes() -> None:
+    from hookline.cli.demo_command import make_trainer
+
+    torch.set_num_threads(1)
+    report = hookline.verify(make_trainer, steps=3)
+    assert report.ok, report
+
+
+def test_a_new_project_passes(tmp_path: Path) -> None:
+    assert run_hookline("init", "made", cwd=tmp_path).returncode == 0
+    done = run_hookline("verify", "train.yaml", "--steps", 4, cwd=tmp_path / "made")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_streams_without_length_are_covered_too() -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -83,15 +83,23 @@ class CheckpointWriter:
         files: The contents of the checkpoint's files except `manifest.json`.
         info: The manifest's `info`, encoded.
         begin: When the save was requested, by `time.perf_counter`.
+        synced: Other files, which are flushed to the disk first.
     """
 
-    def __init__(self, files: Mapping[str, memoryview], info: Any, begin: float) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, memoryview],
+        info: Any,
+        begin: float,
+        synced: Sequence[Path] = (),
+    ) -> None:
         self.is_abandoned = False  # set by another thread
         self._files = files
         self._info = info
         self._hashes: dict[str, str] = {}
         self._linkable: Path | None = None
         self._begin = begin
+        self._synced = synced
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
         """Write a checkpoint that is durable afterwards; errors are part of the result.
@@ -105,6 +113,9 @@ class CheckpointWriter:
         replaced = False
         temporary: Path | None = None
         try:
+            for file in self._synced:
+                if file.exists() or folder.is_relative_to(file.parent):
+                    sync(file)  # fails if a run was deleted: its folder is not created again
             create_folder(folder.parent)
             remove_leftovers(folder.parent)
             self._check_space(folder.parent)
@@ -118,7 +129,8 @@ class CheckpointWriter:
         except _AbandonedError:
             replaced = True
         except CheckpointError as failure:  # from `set_pointer`
-            error = failure
+            error = CheckpointError(f"The checkpoint {path} is complete, but: {failure}")
+            error.__cause__ = failure
         except Exception as failure:
             error = CheckpointError(_describe_failure(failure, folder, path, temporary))
             error.__cause__ = failure

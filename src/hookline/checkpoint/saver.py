@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
+from hookline.checkpoint.state_tree import decode
+from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaver"]
 
@@ -48,8 +51,7 @@ class CheckpointSaver:
     def __init__(
         self, *, background: bool = True, when_busy: Literal["wait", "replace"] = "wait"
     ) -> None:
-        import filelock  # noqa: F401 - here: a fork while another thread imports could deadlock
-
+        import_module("filelock")  # not on the writing thread: a fork during it could deadlock
         self._background = background
         self._when_busy = when_busy
         self._buffers = SnapshotBuffers()
@@ -73,6 +75,7 @@ class CheckpointSaver:
         model: Mapping[str, Tensor],
         state: Mapping[str, Any],
         info: Mapping[str, Any],
+        sync: Sequence[Path] = (),
     ) -> None:
         """Copy a state now, and write it into each of the folders later.
 
@@ -86,16 +89,24 @@ class CheckpointSaver:
             model: The model's `state_dict`. Tied weights are written once.
             state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
             info: Numbers and strings for the manifest. Tensors with one element become numbers.
+            sync: Files that have to be on the disk before the checkpoint is there, such as a log
+                whose length is part of the state.
 
         Raises:
             CheckpointError: A value cannot be saved. Nothing is written then.
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
+        folders = [Path(folder) for folder in folders]
         replaces = self._finish_previous()
-        writer = CheckpointWriter(self._buffers.copy(encoded), encoded_info, begin)
+        try:
+            files = self._buffers.copy(encoded)
+        except (RuntimeError, MemoryError) as failure:  # there is not enough memory
+            self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
+            return
+        writer = CheckpointWriter(files, encoded_info, begin, sync)
         move_last = not info.get("emergency")
-        self._write = _Write(writer, [Path(f) for f in folders], move_last, self._results, replaces)
+        self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:
             self._write.start()
         else:
@@ -131,6 +142,14 @@ class CheckpointSaver:
         return replace
 
 
+def _not_copied(folder: Path, failure: Exception, info: Any) -> SaveResult:
+    error = CheckpointError(
+        f"The checkpoint {folder} was not written, because the state could not be copied: {failure}"
+    )
+    error.__cause__ = failure
+    return SaveResult(folder, None, decode(info, {}), error, replaced=False, seconds=0.0)
+
+
 class _Write:
     """One save that is being written, on a thread of its own.
 
@@ -154,6 +173,7 @@ class _Write:
         self._done = threading.Event()
         self._process = os.getpid()
         self._thread: int | None = None
+        self._is_awaited = False
 
     def start(self) -> None:
         thread = threading.Thread(target=self._run_in_thread, name="hookline-checkpoint")
@@ -180,12 +200,14 @@ class _Write:
     def wait(self) -> None:
         # Not `Thread.join`: in Python 3.11, Ctrl-C during it marks a running thread as ended.
         if self.is_running():
+            self._is_awaited = True
             self._set_niceness(0)  # not allowed everywhere
             self._done.wait()
 
     def _run_in_thread(self) -> None:
         self._thread = threading.get_native_id()
-        self._set_niceness(_NICENESS)
+        if not self._is_awaited:
+            self._set_niceness(_NICENESS)
         self.run()
 
     def _set_niceness(self, more: int) -> None:

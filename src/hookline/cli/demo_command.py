@@ -25,7 +25,7 @@ from hookline.context import Metrics
 from hookline.hook import Hook
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["run_demo"]
+__all__ = ["make_trainer", "run_demo"]
 
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 48, 32, 96, 4, 2
 PEAK_LR, WARM_UP, CLIP = 7e-3, 20, 1.0
@@ -78,15 +78,13 @@ class CheckpointAtEnd(Hook):
             self.path = trainer.save_checkpoint()
 
 
-def run_demo(*, steps: int, out: Path, seed: int) -> None:
-    """Train for a number of optimizer steps, and print the results."""
-    torch.set_num_threads(1)  # faster than two for a model this small, and the same everywhere
+def make_trainer(
+    steps: int = 400, out: Path = Path("runs"), seed: int = 0
+) -> tuple[Trainer, DataLoader[Any], DataLoader[Any]]:
+    """Return the demo's trainer with its data to train and to validate on."""
     torch.manual_seed(seed)
     text = _text()
     model = GPT(len(text.letters))
-    _introduce(model, text, steps, seed)
-    _show_text("Text generated before training", _generate(model, text, seed))
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, steps))
     config = TrainerConfig(
@@ -102,12 +100,19 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
     trainer = Trainer(
         config, model, optimizer, scheduler, loss_fn=_loss, tokens_fn=lambda batch: batch[0].numel()
     )
-    curve, gradients, checkpoint = ValidationCurve(), GradientNorms(), CheckpointAtEnd()
-    trainer.add_hook(curve)
-    trainer.add_hook(gradients, every=math.ceil(steps / GRADIENT_MEASUREMENTS))
-    trainer.add_hook(checkpoint)
+    trainer.add_hook(ValidationCurve())
+    trainer.add_hook(GradientNorms(), every=math.ceil(steps / GRADIENT_MEASUREMENTS))
+    trainer.add_hook(CheckpointAtEnd())
+    return trainer, *_loaders(text.data, seed)
 
-    train, val = _loaders(text.data, seed)
+
+def run_demo(*, steps: int, out: Path, seed: int) -> None:
+    """Train for a number of optimizer steps, and print the results."""
+    torch.set_num_threads(1)  # faster than two for a model this small, and the same everywhere
+    trainer, train, val = make_trainer(steps, out, seed)
+    model, text = trainer.model, _text()
+    _introduce(model, text, steps, seed)
+    _show_text("Text generated before training", _generate(model, text, seed))
     try:
         trainer.fit(train, val)
     except KeyboardInterrupt:
@@ -115,10 +120,11 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
             console.print(f"\nThe interrupted run is in {trainer.run.path}")
         raise
 
-    _show_curve(curve.points)
-    _show_gradients(gradients.norms)
+    hooks: dict[str, Any] = {name: trainer.hooks.get_hook(name) for name in trainer.hooks}
+    _show_curve(hooks["validation_curve"].points)
+    _show_gradients(hooks["gradient_norms"].norms)
     _show_text("Text generated after training", _generate(model, text, seed))
-    _show_files(trainer.run.path, checkpoint.path)
+    _show_files(trainer.run.path, hooks["checkpoint_at_end"].path)
 
 
 # -- output ---------------------------------------------------------------------------------------

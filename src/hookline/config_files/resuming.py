@@ -11,6 +11,7 @@ from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError, listed
 from hookline.runs.checkpoint_reader import read_checkpoints
+from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 from hookline.trainer.forking import describe_parent
@@ -45,7 +46,7 @@ def find_resume(
         checkpoint = find_checkpoint(path, verify=True)
         folder = find_run_of_checkpoint(checkpoint)
         if folder is not None and checkpoint.resolve() != path.resolve():
-            pass  # check_crash_loop(folder, checkpoint)
+            check_crash_loop(folder, checkpoint)
         return checkpoint, f"Resuming from {checkpoint}."
     if runs is None:
         return None, "There is nothing to resume, because `runs` is null. Starting a new run."

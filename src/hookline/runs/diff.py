@@ -19,9 +19,10 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     """Return the differences by section and name, each as the values of both runs.
 
     The sections are `config` (the configuration by dotted path, what the training run consists of,
-    its name and tags, and the seeds), `code` (the commit and uncommitted changes), `hooks` (each
-    hook by name, and their order), `versions` (Python, packages, platform and devices) and
-    `results` (the last and best value of each metric). A value that a run does not have is None.
+    its name and tags, the run that it was forked from, and the seeds), `code` (the commit and
+    uncommitted changes), `hooks` (each hook by name, and their order), `versions` (Python,
+    packages, platform and devices) and `results` (the last and best value of each metric). A value
+    that a run does not have is None.
     """
     first, second = a.manifest, b.manifest
     sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
@@ -70,6 +71,8 @@ def _section(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     labels = {name: manifest.get(name) for name in ("name", "tags", "seed", "torch_seed")}
+    parent = _section(manifest, "parent")
+    labels |= {f"parent.{name}": parent.get(name) for name in ("run_id", "step") if parent}
     config, training = _section(manifest, "config"), _section(manifest, "training")
     return {**labels, **dict(_flatten(config, "")), **dict(_flatten(_by_number(training), ""))}
 

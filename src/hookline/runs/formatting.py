@@ -114,6 +114,7 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("tags", ", ".join(map(str, manifest.get("tags") or ()))),
         ("folder", overview["path"]),
         ("status", overview["status"]),
+        ("forked from", _describe_parent(manifest.get("parent"))),
         ("last error", _first_line(overview["last_error"])),
         ("started", f"{format_time(overview['started'])} UTC"),
         ("trained", _describe_training(overview)),
@@ -125,6 +126,12 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
+
+
+def _describe_parent(parent: Any) -> str | None:
+    if not isinstance(parent, dict):
+        return None
+    return f"run {parent.get('run_id')} at step {parent.get('step')}"
 
 
 def _training_fields(training: Any) -> list[tuple[str, str]]:

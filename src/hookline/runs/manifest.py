@@ -107,9 +107,11 @@ def describe_part(
     config_hash: str | None = None,
     name: str | None = None,
     tags: Sequence[str] = (),
+    resumed_from: str | None = None,
 ) -> dict[str, Any]:
     """Return the fields of a part of a run that starts now; None means the same as before."""
-    fields: dict[str, Any] = {"started": utc_now(), "ended": None, "status": "training"}
+    fields: dict[str, Any] = {"number": 1, "started": utc_now(), "ended": None}
+    fields |= {"status": "training", "resumed_from": resumed_from, "error": None}
     if config is not None:
         fields |= {"config": to_jsonable(config), "config_hash": config_hash or hash_config(config)}
     labels = {"training": training, "name": name, "tags": list(tags) or None}
@@ -159,7 +161,7 @@ def continue_manifest(
         **manifest,
         **{"status": "training", "ended": None, "last_error": None},
         **_without(part, _PART_FIELDS),
-        "parts": [*parts, _without(part, _LONG_FIELDS)],
+        "parts": [*parts, {**_without(part, _LONG_FIELDS), "number": len(parts) + 1}],
     }
 
 

@@ -80,6 +80,7 @@ class Recorder:
         elif resumed_run is not None:
             if position is None and step is not None:
                 position = {"step": step}
+            fields["resumed_from"] = None if restored is None else restored.name
             self.run = Run.open(resumed_run, resume=True, position=position, **fields)
         elif self._root is not None:
             self.run = Run.create(self._root, parent=parent, **fields)
@@ -156,6 +157,10 @@ class Recorder:
         """Record an event."""
         if self.run is not None:
             self.run.event(kind, **fields)
+
+    def problem(self) -> str | None:
+        """Return what is missing in the run, in one line; None if it is complete."""
+        return None if self.run is None else self.run.problem
 
     def close(
         self, status: str, reason: str | None, summary: Summary, error: BaseException | None

@@ -25,7 +25,7 @@ from typing import Any
 
 from hookline.runs.jsonl_file import JsonlFile, JsonlReader
 
-__all__ = ["REPEATED", "finish_rewind", "plan_rewind"]
+__all__ = ["REPEATED", "finish_rewind", "move_end", "plan_rewind"]
 
 log = logging.getLogger("hookline")
 
@@ -122,6 +122,23 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
                 metrics.extend(_chunks(repeated, piece, count))
     finally:
         repeated.close()
+
+
+def move_end(file: JsonlFile, size: int, target: Path) -> None:
+    """Move what a file has behind a position to the end of another file."""
+    if file.size < size:
+        log.error(
+            "%s has %d bytes, but %d when the checkpoint was saved: lines before it are missing.",
+            *(file.path, file.size, size),
+        )
+    elif file.size > size:
+        moved = JsonlFile(target)
+        try:
+            moved.extend([b"\n" * (_size_of_lines(target) - moved.size)])
+            moved.extend(_chunks(file, size, file.size - size))
+        finally:
+            moved.close()
+        file.truncate(size)
 
 
 def _chunks(file: JsonlFile, start: int, count: int) -> Iterator[bytes]:

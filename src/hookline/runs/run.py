@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +19,14 @@ from hookline.checkpoint.atomic_files import remove_leftovers, sync
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
-from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
+from hookline.runs.jsonl_file import (
+    VERSION,
+    InvalidValue,
+    JsonlFile,
+    MetricsLog,
+    encode_line,
+    read_jsonl_backwards,
+)
 from hookline.runs.lease import Lease
 from hookline.runs.manifest import (
     continue_manifest,
@@ -105,7 +112,8 @@ class Run:
             parent: Where the run was forked from: `run_id`, `checkpoint` and `step`.
             **fields: Further fields of the manifest: `device`, where the model is trained;
                 `training`, what the run consists of; `config_hash`, if the hash covers more than
-                the configuration; `name` and `tags`.
+                the configuration; `name` and `tags`; `resumed_from`, the name of the checkpoint
+                that this part of the run begins from.
         """
         root = Path(root)
         try:
@@ -178,6 +186,11 @@ class Run:
         return run
 
     @property
+    def metrics_file(self) -> Path:
+        """The metrics log."""
+        return self.path / "metrics.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints; the first checkpoint creates it."""
         return self.path / "checkpoints"
@@ -248,6 +261,11 @@ class Run:
         """
         return None if self._lease is None else self._lease.lost
 
+    def call_when_lease_is_lost(self, callback: Callable[[], None]) -> None:
+        """Call a function once when `lease_lost` is set, possibly from another thread."""
+        if self._lease is not None:
+            self._lease.on_lost = callback
+
     @property
     def is_folder_missing(self) -> bool:
         """Whether the run's folder was deleted or moved. It is not created again."""
@@ -269,11 +287,12 @@ class Run:
                 self.metrics_log.file.sync()
 
     def position(self) -> dict[str, int]:
-        """Write everything to the disk, and return where the metrics log stands.
+        """Write the buffered metrics, and return where the metrics log stands.
 
-        A checkpoint keeps it, so that `rewind` can bring the log back to it.
+        A checkpoint keeps it, so that `rewind` can bring the log back to it. The log has to be on
+        the disk before the checkpoint is: the writer of the checkpoint syncs `metrics_file`.
         """
-        self.flush(durable=True)
+        self.flush()
         size = self._writable_log().file.size
         return {"metrics": size, "rewinds": len(self.manifest.get("rewinds", ()))}
 
@@ -319,12 +338,21 @@ class Run:
         self.flush()
         ended = utc_now()
         parts: list[dict[str, Any]] = [dict(part) for part in self.manifest["parts"]]
-        parts[-1].update(ended=ended, status=status)
+        parts[-1].update(ended=ended, status=status, error=self._describe_error(error))
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         self.update(status=status, ended=ended, last_error=text, parts=parts)
         assert self._lease is not None
         _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
         self.metrics_log = self._events = None
+
+    def _describe_error(self, error: BaseException | str | None) -> dict[str, Any] | None:
+        """Return an error with the last step that was recorded before it."""
+        if error is None:
+            return None
+        kind = type(error).__name__ if isinstance(error, BaseException) else None
+        steps = (r.get("step") for r in read_jsonl_backwards(self.path / "metrics.jsonl"))
+        step = next((step for step in steps if type(step) is int), None)
+        return {"type": kind, "message": to_jsonable(str(error)), "step": step}
 
     def _writable_log(self) -> MetricsLog:
         if self.metrics_log is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hookline.checkpoint.checkpoint_lookup import find_checkpoint
 from hookline.errors import CheckpointError
+from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import canonical_json
 from hookline.runs.run_lookup import list_run_folders
@@ -44,7 +45,7 @@ def find_unfinished_run(
         except CheckpointError:
             without_checkpoint += 1
             continue
-        pass  # check_crash_loop(folder, checkpoint)
+        check_crash_loop(folder, checkpoint)
         return checkpoint, f"Resuming the run {run.id} ({run.status}) from {checkpoint}."
     reason = "there is no unfinished run of this configuration"
     if without_checkpoint:

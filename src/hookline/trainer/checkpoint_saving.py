@@ -22,7 +22,7 @@ class CheckpointSaving:
 
     Args:
         settings: the settings of the trainer.
-        collect: returns what is saved: `model`, `state` and `info`, as for `CheckpointSaver.save`.
+        collect: returns the arguments of `CheckpointSaver.save`: `model`, `state`, `info`, `sync`.
         report: called for every checkpoint that is durable or could not be written.
     """
 

@@ -49,6 +49,7 @@ class DataPosition:
         validated: the metrics of the epoch's last validation.
         per_sample_seed: the run's seed, if each sample of a map-style dataset is loaded with random
             numbers from this seed, the epoch and its index; otherwise None.
+        val_loaders: loaders for validation, whose generators are saved and restored.
     """
 
     def __init__(self, *, fast_forward: bool = False) -> None:
@@ -56,6 +57,7 @@ class DataPosition:
         self.batches = 0
         self.validated: dict[str, Any] = {}
         self.per_sample_seed: int | None = None
+        self.val_loaders: Sequence[Any] = ()
         self._fast_forward = fast_forward
         self._device = torch.device("cpu")
         self._stream: Stream | None = None
@@ -279,6 +281,9 @@ class DataPosition:
             "batches": self.batches,
             "now": random_state(device),
             "generators": [generator_state(generator) for generator in self._generators],
+            "val_generators": [
+                generator_state(generator) for generator in generators_of(self.val_loaders)
+            ],
             "loaders": [
                 {
                     "pass": passes.state_dict(loads_ahead=ahead),
@@ -298,6 +303,10 @@ class DataPosition:
         self.epoch, self.batches = int(state["epoch"]), int(state["batches"])
         self.validated = dict(state["validated"])
         self._saved = dict(state)
+        val_generators = generators_of(self.val_loaders)
+        if len(val_generators) == len(state["val_generators"]):  # else it is another validation
+            for generator, saved in zip(val_generators, state["val_generators"], strict=True):
+                set_generator_state(generator, saved)
         restore_random_state(state["now"], device)
 
 

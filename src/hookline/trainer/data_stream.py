@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, Final, NamedTuple, Never
+from typing import Any, Final, NamedTuple
 
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import listed
@@ -277,7 +277,7 @@ class _LoaderEpoch:
         self._idx = idx
         self._name = stream.names[idx]
         self._count = 0
-        self._before = 0  # the count at the start of the pass
+        self._before: int | None = None  # the count at the start of the pass, until it ends
         self._pass: Iterator[Any] | None = None
         self._held: Any = _END
         self._is_ended = False
@@ -287,20 +287,23 @@ class _LoaderEpoch:
         batch, self._held = self._held, _END
         if self._pass is None:
             self._before = self._count
-            self._pass = chain(self._stream._one_pass(self._idx), self._end_pass())
+            self._pass = self._stream._one_pass(self._idx)
         if batch is _END:
-            batch = next(self._pass, _END)
+            batch = self._next_batch()
         if batch is _END:
             self._is_ended = True
             return None
         self._count += 1
         return batch, self._count - 1, self._idx, self._name
 
-    def _end_pass(self) -> Iterator[Never]:
-        """Report the end of the pass; gives no batch."""
-        if self._stream.on_pass_end is not None:
-            self._stream.on_pass_end(self._idx, self._count - self._before)
-        yield from ()
+    def _next_batch(self) -> Any:
+        assert self._pass is not None
+        batch = next(self._pass, _END)
+        if batch is _END and self._before is not None:
+            if self._stream.on_pass_end is not None:
+                self._stream.on_pass_end(self._idx, self._count - self._before)
+            self._before = None
+        return batch
 
     def load_cycling(self) -> _Tuple:
         """Return the next batch; after the last one, start again."""
@@ -314,7 +317,7 @@ class _LoaderEpoch:
     def is_exhausted(self) -> bool:
         """Return whether the loader's last batch was loaded; loads one batch ahead."""
         if self._pass is not None and not self._is_ended and self._held is _END:
-            self._held = next(self._pass, _END)
+            self._held = self._next_batch()
             self._is_ended = self._held is _END
         return self._is_ended
 

@@ -33,7 +33,8 @@ _CPU = torch.device("cpu")
 
 def make_passes(loader: Any, name: str, *, seeds_samples: bool) -> LoaderPasses:
     """Return the passes over a loader, by what can be done with it."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
+    if hasattr(inner, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulPasses(loader, name)
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return DataLoaderPasses(loader, name, seeds_samples=seeds_samples)
@@ -114,8 +115,9 @@ class LoaderPasses:
 
     def resume(self) -> Iterator[Any]:
         """Return the rest of the pass that `prepare` has prepared."""
-        assert self._iterator is not None
-        return self._iterator
+        iterator, self._iterator = self._iterator, None
+        assert iterator is not None
+        return iterator
 
     # Workers that the loader keeps for its next passes.
 
@@ -201,7 +203,7 @@ class DataLoaderPasses(LoaderPasses):
         if self._seeds_samples:
             batched = loader.batch_sampler is not None
             loader.__dict__["dataset"] = SeededDataset(loader.dataset, batched=batched)
-        iterator = iter(loader)
+        iterator: Iterator[Any] = iter(loader)
         if loader.persistent_workers:
             self.loader._iterator = loader._iterator
         return iterator
@@ -234,7 +236,7 @@ class DataLoaderPasses(LoaderPasses):
 
     def resume(self) -> Iterator[Any]:
         if self._iterator is not None:
-            return self._iterator
+            return super().resume()
         self.loader._iterator = None  # of another pass
         return self._iterate(_generator_with(self._sampler.worker_seed))
 

@@ -21,9 +21,10 @@ import torch
 
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import TrainingError, nearest
+from hookline.errors import RunError, TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
+from hookline.loop.random_state import generator_state, generators_of
 from hookline.loop.signals import SignalWatch
 from hookline.loop.training_loop import zero_grad
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
@@ -140,6 +141,8 @@ class Trainer(TrainerRun):
         # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
         within_epoch = self._position.batches > 0 and not self._epoch_over
         stop = not within_epoch and self._apply_requests()
+        if stop:  # also a resumed run in which EarlyStopping stops again
+            context.epoch = self._last_epoch
         while not stop and (max_epochs is None or self._position.epoch < max_epochs):
             context.epoch = self._position.epoch
             self._epoch_over = False
@@ -373,6 +376,8 @@ class Trainer(TrainerRun):
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
         requests = self._requests
+        if self.run is not None and self.run.lease_lost is not None:
+            raise RunError(f"{self.run.lease_lost} Training ends here.")
         stop, save, signaled = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
@@ -396,9 +401,11 @@ class Trainer(TrainerRun):
 
     def _validate_in_loop(self) -> None:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
+        assert self.val_data is not None
         states = encode_states(self.hooks.state_dict())
+        generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         if self._validate(self.val_data, until_signal=True) is None:
-            self._cancel_validation(states)
+            self._cancel_validation(states, generators)
             self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------

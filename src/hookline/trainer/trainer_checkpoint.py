@@ -18,6 +18,7 @@ from hookline.checkpoint.differences import (
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
+from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
 from hookline.runs.recorder import describe_loop
@@ -43,16 +44,18 @@ _COMPARED = ("hooks", "training")  # of a run's manifest, apart from the configu
 
 
 def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
-    """Return what a checkpoint of the trainer consists of: `model`, `state` and `info`."""
-    state = trainer.state_dict()
+    """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`."""
+    state, run = trainer.state_dict(), trainer.run
     info = {
         "step": trainer.step,
         "epoch": trainer.epoch,
         "tokens_seen": trainer.known_tokens,
-        "run_id": None if trainer.run is None else trainer.run.id,
+        "run_id": None if run is None else run.id,
         "metrics": state["position"]["validated"],
     }
-    return {"model": trainer.strategy.save(trainer.model), "state": state, "info": info}
+    model = trainer.strategy.save(trainer.model)
+    sync = [] if run is None else [run.metrics_file]
+    return {"model": model, "state": state, "info": info, "sync": sync}
 
 
 def encode_states(states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -88,7 +91,11 @@ def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
     if "://" in given:
         into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
         return fetch_checkpoint(given, into)
-    return find_checkpoint(Path(given), verify=True)
+    checkpoint = find_checkpoint(Path(given), verify=True)
+    folder = find_run_of_checkpoint(checkpoint)
+    if folder is not None and checkpoint.resolve() != Path(given).resolve():
+        check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
+    return checkpoint
 
 
 def _is_same(manifest: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

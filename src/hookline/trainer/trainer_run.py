@@ -13,7 +13,7 @@ from typing import Any
 from hookline.checkpoint import SaveResult
 from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Rank
-from hookline.loop.random_state import seed_everything
+from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.trainer.checkpoint_saving import CheckpointSaving
@@ -57,8 +57,10 @@ class TrainerRun(TrainerBase):
         context.step, context.step_in_progress = 0, 1
         context.counted_tokens, context.tokens_unknown = 0, False
         self._position = DataPosition(fast_forward=config.fast_forward)
+        self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._run_position = self._stop_signal = None
         self._epoch_over = self._validation_due = False
+        self._last_epoch = 0
         self._sanity_due = config.sanity
         self._optimizer_round = 0
         self._accumulated_losses.clear()
@@ -81,6 +83,7 @@ class TrainerRun(TrainerBase):
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
         )
         if self.run is not None:
+            self.run.call_when_lease_is_lost(self._requests.wake)
             self._progress.say(f"run {self.run.path}")
         self._phase = Phase.BETWEEN_STEPS
         self._watch_model()
@@ -236,8 +239,15 @@ class TrainerRun(TrainerBase):
         requests.stop(received.name)
         raise Preempted
 
-    def _cancel_validation(self, states: Any) -> None:
-        """Undo what hooks did for a validation that does not end: it is repeated after resuming."""
+    def _cancel_validation(self, states: Any, generators: list[tuple[Any, Any]]) -> None:
+        """Undo a validation that does not end: it is repeated after resuming.
+
+        Args:
+            states: the encoded states of the hooks before it.
+            generators: the generators of the validation loaders, with their states before it.
+        """
+        for generator, state in generators:
+            set_generator_state(generator, state)
         for name in self.hooks:
             cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
             if cancel is not None:
@@ -302,7 +312,8 @@ class TrainerRun(TrainerBase):
             self._sync_probes()
             self.hooks.run_ended()
             summary = self.hooks.summary()
-            self._progress.end(context.status, summary, self.stop_reason)
+            reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
+            self._progress.end(context.status, summary, "; ".join(reasons))
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )

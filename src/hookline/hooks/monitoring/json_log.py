@@ -14,6 +14,7 @@ from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
+from hookline.runs.rewind import move_end
 
 __all__ = ["JSONLogHook"]
 
@@ -27,7 +28,8 @@ class JSONLogHook(BuiltIn):
     the place of those of batches.
     Epochs and batches are counted from 0, as in hooks. Lines are written atomically: a killed
     process leaves no partial line. Values that JSON does not support are written as their `repr`,
-    NaN as the string "NaN".
+    NaN as the string "NaN". When a run is resumed, lines behind the checkpoint are moved to
+    `<name>.repeated.jsonl` beside the file, because their steps are trained again.
 
     Args:
         log_every_n_batches: write every N batches of a loader, starting with the first.
@@ -48,6 +50,18 @@ class JSONLogHook(BuiltIn):
         self._requested_path = None if path is None else Path(path)
         self._file: JsonlFile | None = None
         self._failed = self._has_batches = False
+        self._run_id: str | None = None
+        self._restored: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the file ends, and which run writes it."""
+        if self._file is None:
+            return {}
+        return {"path": str(self._file.path), "size": self._file.size, "run_id": self._run_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the file at this position, when it is opened."""
+        self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
         """Open the file, so that an error is raised before training."""
@@ -114,7 +128,11 @@ class JSONLogHook(BuiltIn):
             run = getattr(trainer, "run", None)
             path = self._requested_path or (run.path if run else Path()) / "log.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = JsonlFile(path)
+            self._file, self._run_id = JsonlFile(path), getattr(run, "id", None)
+            restored, self._restored = self._restored, {}
+            is_same_run = restored.get("run_id") == self._run_id  # it is another one in a fork
+            if restored.get("path") == str(path) and is_same_run:
+                move_end(self._file, restored["size"], path.with_suffix(".repeated.jsonl"))
             self._failed = False
         record = {"timestamp": utc_now(), "event": event}
         record.update((name, to_jsonable(value)) for name, value in fields.items())
