@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hookline.checkpoint import SaveResult, find_checkpoint
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.errors import CheckpointError, LoopError
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.processes import first_rank_decides, is_main_process
 from hookline.integrations.bare_loop.session_state import (
-    LoadedCheckpoint,
     collect_session,
     read_fitting,
     restore_session,
@@ -126,6 +126,12 @@ class SessionCheckpoints:
         self._boundary.stop()
         if not failed:
             self.save_requested()
+        elif self._requests:
+            log.warning(
+                "The checkpoint %s was requested, but not saved: the loop ended with an exception, "
+                "which may have happened within a step.",
+                self._requests[0],
+            )
         try:
             self._saving.report(wait=True)
         except CheckpointError:

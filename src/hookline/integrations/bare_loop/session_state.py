@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,47 +17,16 @@ from hookline.checkpoint.differences import (
     select_fitting,
 )
 from hookline.errors import CheckpointError
-from hookline.integrations.bare_loop.processes import is_main_process
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
-from hookline.loop.random_state import restore_random_state
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["LoadedCheckpoint", "collect_session", "read_fitting", "restore_session"]
+__all__ = ["collect_session", "read_fitting", "restore_session"]
 
 log = logging.getLogger("hookline")
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """A checkpoint that was loaded into a bare loop, which continues its data from here.
-
-    Attributes:
-        path: the checkpoint.
-        step: completed steps.
-        epoch: the epoch in progress, or the next one after the end of an epoch; None if the loop
-            did not provide epochs.
-        extra: what the loop gave to `save_checkpoint(extra=…)`.
-    """
-
-    path: Path
-    step: int
-    epoch: int | None
-    extra: dict[str, Any]
-    _random: Mapping[str, Any] | None = field(repr=False)
-    _device: torch.device = field(repr=False)
-
-    def restore_random_state(self) -> None:
-        """Restore the random states of Python, NumPy and torch once more.
-
-        Loading has restored them. Call this before the next step if the loop draws random numbers
-        to find its data again, such as by iterating over a shuffled loader. Ranks other than the
-        first keep their own states, which are not saved.
-        """
-        if self._random is not None and is_main_process():
-            restore_random_state(dict(self._random), self._device)
 
 
 def collect_session(
