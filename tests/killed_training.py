@@ -127,7 +127,7 @@ def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 14)
     config: dict[str, Any] = {
         "max_epochs": 6,
         "seed": 5,
@@ -147,7 +147,7 @@ def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
         hooks=[
             *hooks,
             hookline.EMA(decay=0.9, every_n_steps=1),
-            hookline.EarlyStopping(monitor="val/loss", patience=3, min_delta=0.03),
+            hookline.EarlyStopping(monitor="val/loss", patience=2),
             hookline.LRMonitor(),
             hookline.ModelCheckpoint(save_top_k=2, monitor="val/loss", save_last=True),
             hookline.ModelCheckpoint(save_top_k=2, every_n_steps=2, filename="{step}"),
