@@ -122,8 +122,17 @@ def make_loaders() -> tuple[dict[str, DataLoader[Any]], DataLoader[Any]]:
     return loaders, DataLoader(Samples(24, 3), batch_size=4)
 
 
-def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
-    """Return the trainer; its runs are written to this folder."""
+def make_trainer(
+    runs: Path, *hooks: hookline.Hook, stops_at: float | None = None, **fields: Any
+) -> Trainer:
+    """Return the trainer.
+
+    Args:
+        runs: the folder of its runs.
+        hooks: further hooks.
+        stops_at: the validation loss at which training stops.
+        fields: fields of the configuration.
+    """
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -147,7 +156,7 @@ def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
         hooks=[
             *hooks,
             hookline.EMA(decay=0.9, every_n_steps=1),
-            hookline.EarlyStopping(monitor="val/loss", patience=2),
+            hookline.EarlyStopping(monitor="val/loss", patience=2, stopping_threshold=stops_at),
             hookline.LRMonitor(),
             hookline.ModelCheckpoint(save_top_k=2, monitor="val/loss", save_last=True),
             hookline.ModelCheckpoint(save_top_k=2, every_n_steps=2, filename="{step}"),
@@ -183,7 +192,7 @@ def train(
         hooks: further hooks.
         tell: is told where training stands.
         resume_from: for `fit`; None: the run in the folder, also if its hooks are others.
-        fields: fields of the configuration.
+        fields: fields of the configuration, and arguments of `make_trainer`.
     """
     trainer = make_trainer(folder / "runs", Progress(tell), *hooks, **fields)
     loaders, validation = make_loaders()

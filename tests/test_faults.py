@@ -233,40 +233,62 @@ def test_a_kill_during_pruning_leaves_complete_checkpoints(
     assert compare_ends(whole, tmp_path) == []
 
 
-def train_and_die_at_the_end(folder: str, max_epochs: str) -> None:
-    """Train, and die in `on_train_end`."""
+def train_and_die_before_rename(folder: str, name: str) -> None:
+    """Die when a checkpoint of this name is about to get it."""
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.rename" and Path(str(arguments[1])).name == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    train(Path(folder))
+
+
+@pytest.mark.parametrize("name", ["epoch=4-step=24", "epoch_0004", "step=28"])
+def test_a_kill_between_two_checkpoints_of_one_step_loses_neither(
+    parent: WarmParent, whole: Path, tmp_path: Path, name: str
+) -> None:
+    process = parent.start(train_and_die_before_rename, tmp_path, name, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    finish(parent, tmp_path)
+    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
+    assert compare_ends(whole, tmp_path) == []
+
+
+ENDS = {
+    "early stopping within an epoch": {},
+    "early stopping at the end of an epoch": {"stops_at": 1.31},
+    "the last epoch": {"max_epochs": 2},
+    "the last step": {"max_steps": 13},
+}
+
+
+def train_to_end(folder: str, end: str) -> None:
+    """Continue the run in a folder, or start one, until one of the ends."""
+    train(Path(folder), **ENDS[end])
+
+
+def train_and_die_at_end(folder: str, end: str) -> None:
+    """Train until one of the ends, and die in `on_train_end`."""
 
     class Die(hookline.Hook):
         def on_train_end(self) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(Path(folder), Die(), max_epochs=int(max_epochs))
+    train(Path(folder), Die(), **ENDS[end])
 
 
-def train_epochs(folder: str, max_epochs: str) -> None:
-    """Continue the run in a folder, or start one."""
-    train(Path(folder), max_epochs=int(max_epochs))
-
-
-def test_a_kill_after_early_stopping_does_not_make_training_go_on(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    process = parent.start(train_and_die_at_the_end, tmp_path, 6, log=tmp_path / "log.txt")
-    assert process.wait() == -signal.SIGKILL, process.output
-    finish(parent, tmp_path)
-    assert compare_ends(whole, tmp_path) == []
-
-
-def test_a_kill_after_the_last_epoch_ends_like_the_run_itself(
-    parent: WarmParent, tmp_path: Path
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_is_killed_at_its_end_ends_in_the_same_way(
+    parent: WarmParent, tmp_path: Path, end: str
 ) -> None:
     killed, other = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
     other.mkdir()
-    process = parent.start(train_and_die_at_the_end, killed, 2, log=tmp_path / "log.txt")
+    process = parent.start(train_and_die_at_end, killed, end, log=tmp_path / "log.txt")
     assert process.wait() == -signal.SIGKILL, process.output
     for folder in (killed, other):
-        process = parent.start(train_epochs, folder, 2, log=tmp_path / "log.txt")
+        process = parent.start(train_to_end, folder, end, log=tmp_path / "log.txt")
         assert process.wait() == 0, process.output
     assert compare_ends(other, killed) == []
 
