@@ -22,7 +22,7 @@ import torch
 
 from bench.checkpoint_peers import SAVERS, Saver, State, make_savers
 
-_KILLS = 6
+_KILLS = 4
 _DAMAGES = 40
 
 

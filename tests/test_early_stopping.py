@@ -245,6 +245,7 @@ def test_a_run_killed_after_the_stop_was_requested_stops_again(tmp_path):
     last = hookline.open_run(whole.run.path).checkpoints()[-1]  # saved with the request
     again = fit(tmp_path, Scores(), EarlyStopping(patience=2), resume_from=last.path)
     assert (again.status, again.step, reason(again)) == ("stopped", whole.step, reason(whole))
+    assert again.epoch == whole.epoch
     more = fit(tmp_path, Scores(*[4.0] * 9), EarlyStopping(patience=3), resume_from=last.path)
     assert more.step > whole.step  # more patience than before: it goes on
 

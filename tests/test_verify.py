@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from commands import run_hookline
 from loops import Net, batches
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import hookline
 from hookline import ConfigError, Hook, Trainer, UpdateHook
+from hookline.cli.app import app
 from hookline.verification import Culprit, Report
 
 
@@ -286,6 +288,11 @@ def test_an_observer_whose_state_forgets_something_is_named_with_what() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.total, self.started = 0.0, time.perf_counter()  # times are not compared
+            self.resumed = False
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.resumed = True
 
         def on_step_end(self, loss: float) -> None:
             super().on_step_end(loss)
@@ -383,7 +390,8 @@ def test_the_command_exits_with_0_or_1(tmp_path: Path) -> None:
     assert not report["ok"]
     (culprit,) = report["checks"][-1]["culprits"]
     assert (culprit["kind"], culprit["name"]) == ("hook", "nudges")
-    assert run_hookline("verify", "train.yaml", "--steps", 1, cwd=project).returncode == 2
+    with pytest.raises(typer.BadParameter, match="it is 1; expected"):
+        app(["verify", "train.yaml", "--steps", "1"], standalone_mode=False)
     assert not (project / "runs").exists()
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
@@ -114,12 +113,12 @@ class CheckpointWriter:
         replaced = False
         temporary: Path | None = None
         try:
+            for file in self._synced:
+                if file.exists() or folder.is_relative_to(file.parent):
+                    sync(file)  # fails if a run was deleted: its folder is not created again
             create_folder(folder.parent)
             remove_leftovers(folder.parent)
             self._check_space(folder.parent)
-            for file in self._synced:
-                with suppress(FileNotFoundError):  # it was deleted, which is not a reason to fail
-                    sync(file)
             with temporary_folder(folder.parent, folder.name) as temporary:
                 self._write_files(temporary / folder.name)
                 path = _rename(temporary / folder.name, folder)

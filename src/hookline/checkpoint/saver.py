@@ -173,6 +173,7 @@ class _Write:
         self._done = threading.Event()
         self._process = os.getpid()
         self._thread: int | None = None
+        self._is_awaited = False
 
     def start(self) -> None:
         thread = threading.Thread(target=self._run_in_thread, name="hookline-checkpoint")
@@ -199,12 +200,14 @@ class _Write:
     def wait(self) -> None:
         # Not `Thread.join`: in Python 3.11, Ctrl-C during it marks a running thread as ended.
         if self.is_running():
+            self._is_awaited = True
             self._set_niceness(0)  # not allowed everywhere
             self._done.wait()
 
     def _run_in_thread(self) -> None:
         self._thread = threading.get_native_id()
-        self._set_niceness(_NICENESS)
+        if not self._is_awaited:
+            self._set_niceness(_NICENESS)
         self.run()
 
     def _set_niceness(self, more: int) -> None:

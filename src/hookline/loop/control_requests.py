@@ -34,6 +34,10 @@ class ControlRequests:
         self.signal = received
         self.pending = True
 
+    def wake(self) -> None:
+        """Make the loop apply requests at the next boundary."""
+        self.pending = True
+
     def settle(self, *, saving: bool) -> None:
         """Set `pending` again after requests were applied.
 

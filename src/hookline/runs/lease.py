@@ -22,7 +22,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,13 @@ class Lease:
     Attributes:
         lost: Why this process may not write the run any more; None while it may.
         is_folder_deleted: Whether the run's folder was found to be deleted.
+        on_lost: Called once when the lease is lost, also from the thread that renews it.
     """
 
     def __init__(self, folder: Path, number: int, handle: int, holder: dict[str, Any]) -> None:
         self.lost: str | None = None
         self.is_folder_deleted = False
+        self.on_lost: Callable[[], None] | None = None
         self._path = _lease_file(folder, number)
         self._number = number
         self._handle: int | None = handle
@@ -161,6 +163,8 @@ class Lease:
             elif find_lease(folder) != self._number:
                 self.lost = _describe_loss(folder)
                 log.error("%s It stops writing to %s.", self.lost, folder)
+                if self.on_lost is not None:
+                    self.on_lost()
             self._confirmed = time.monotonic()
 
     def _report_deleted(self) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -260,6 +260,11 @@ class Run:
         logs since then is lost, and it must stop training.
         """
         return None if self._lease is None else self._lease.lost
+
+    def call_when_lease_is_lost(self, callback: Callable[[], None]) -> None:
+        """Call a function once when `lease_lost` is set, possibly from another thread."""
+        if self._lease is not None:
+            self._lease.on_lost = callback
 
     @property
     def is_folder_missing(self) -> bool:

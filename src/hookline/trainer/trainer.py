@@ -21,7 +21,7 @@ import torch
 
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import TrainingError, nearest
+from hookline.errors import RunError, TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
 from hookline.loop.random_state import generator_state, generators_of
@@ -141,6 +141,8 @@ class Trainer(TrainerRun):
         # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
         within_epoch = self._position.batches > 0 and not self._epoch_over
         stop = not within_epoch and self._apply_requests()
+        if stop:  # also a resumed run in which EarlyStopping stops again
+            context.epoch = self._last_epoch
         while not stop and (max_epochs is None or self._position.epoch < max_epochs):
             context.epoch = self._position.epoch
             self._epoch_over = False
@@ -374,6 +376,8 @@ class Trainer(TrainerRun):
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
         requests = self._requests
+        if self.run is not None and self.run.lease_lost is not None:
+            raise RunError(f"{self.run.lease_lost} Training ends here.")
         stop, save, signaled = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),

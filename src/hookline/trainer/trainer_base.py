@@ -105,6 +105,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._seeds_samples = False
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
+        self._last_epoch = 0  # the epoch of the checkpoint that was loaded
         self._epoch_over = False  # whether on_epoch_end was fired for the current position
         self._stop_signal: str | None = None
         self._run_position: Any = None  # of the metrics log, in the checkpoint that was loaded
@@ -392,7 +393,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if self.train_data is not None:
             self._position.check_resumable(self.train_data)
         finished = self._position.epoch == self.max_epochs or context.step == self.config.max_steps
-        context.epoch = state["epoch"] if finished else self._position.epoch
+        self._last_epoch = state["epoch"]
+        context.epoch = self._last_epoch if finished else self._position.epoch
 
     def _pending_gradients(self) -> list[list[Any] | None]:
         """Return the gradients of each optimizer that does not step in every step, else None."""

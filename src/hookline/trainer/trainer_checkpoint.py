@@ -18,6 +18,7 @@ from hookline.checkpoint.differences import (
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
+from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
 from hookline.runs.recorder import describe_loop
@@ -90,7 +91,11 @@ def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
     if "://" in given:
         into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
         return fetch_checkpoint(given, into)
-    return find_checkpoint(Path(given), verify=True)
+    checkpoint = find_checkpoint(Path(given), verify=True)
+    folder = find_run_of_checkpoint(checkpoint)
+    if folder is not None and checkpoint.resolve() != Path(given).resolve():
+        check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
+    return checkpoint
 
 
 def _is_same(manifest: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

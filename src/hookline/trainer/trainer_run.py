@@ -60,6 +60,7 @@ class TrainerRun(TrainerBase):
         self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._run_position = self._stop_signal = None
         self._epoch_over = self._validation_due = False
+        self._last_epoch = 0
         self._sanity_due = config.sanity
         self._optimizer_round = 0
         self._accumulated_losses.clear()
@@ -82,6 +83,7 @@ class TrainerRun(TrainerBase):
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
         )
         if self.run is not None:
+            self.run.call_when_lease_is_lost(self._requests.wake)
             self._progress.say(f"run {self.run.path}")
         self._phase = Phase.BETWEEN_STEPS
         self._watch_model()

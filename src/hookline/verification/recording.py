@@ -54,7 +54,8 @@ class Recording:
     Attributes:
         first_step: The step after which it began; 0 unless it was resumed.
         final: The trainer's whole state at the end, and the model's, by dotted path.
-        attributes: The plain attributes of users' hooks at the end, by hook and dotted path.
+        attributes: The plain attributes of users' hooks at the end, by hook and dotted path,
+            without flags, which may say that the hook was resumed.
         stateful_hooks: The names of users' hooks that have a `state_dict`.
         gradients: If traced: by step and moment ("ready", "used"), each parameter's gradient.
         checkpoint: The checkpoint after which it was interrupted, if it was.
@@ -161,7 +162,8 @@ class RecordingHook(Hook):
         for name in trainer.hooks.list_hooks():
             hook = trainer.hooks.get_hook(name)
             if hook is not self and not type(hook).__module__.startswith("hookline."):
-                recording.attributes[name] = flatten_state(vars(hook), plain_only=True)
+                values = {k: v for k, v in vars(hook).items() if not isinstance(v, bool)}
+                recording.attributes[name] = flatten_state(values, plain_only=True)
         recording.stateful_hooks = set(state["hooks"]) & set(recording.attributes)
 
     def _watch(self, name: str) -> Callable[..., None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,18 @@ class TrainingRuns:
             and optionally its validation loaders.
         folder: A temporary folder for runs and checkpoints.
         watch: Called with what is being checked, the step, and the number of steps.
+        fit_options: Further arguments of `fit`.
     """
 
     def __init__(
-        self, make_trainer: Callable[[], Any], folder: Path, watch: Watch | None = None
+        self,
+        make_trainer: Callable[[], Any],
+        folder: Path,
+        watch: Watch | None = None,
+        fit_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._make_trainer = make_trainer
+        self._fit_options = dict(fit_options or {})
         self._folder = folder
         self._watch = watch
         self._seed = 0
@@ -99,7 +106,7 @@ class TrainingRuns:
                 trainer.remove_hook(name)
             trainer.add_hook(recorder, name=_RECORDING)
             try:
-                trainer.fit(resume_from=resume_from)
+                trainer.fit(resume_from=resume_from, **self._fit_options)
             except Interruption:
                 pass
             except Exception as error:  # it may be what is looked for
@@ -109,6 +116,7 @@ class TrainingRuns:
 
     def _make(self, steps: int, disabled: Collection[str]) -> Trainer:
         """Return a new trainer, which trains for so many steps and writes to the folder."""
+        gc.collect()  # ends the workers of earlier loaders before new ones are started
         seed_everything(self._seed)
         made = self._make_trainer()
         trainer, *data = made if isinstance(made, tuple) else (made,)

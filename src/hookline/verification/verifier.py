@@ -36,7 +36,11 @@ Pair = Callable[[Sequence[str], bool], tuple[Recording, Recording]]
 
 
 def verify(
-    make_trainer: Callable[[], Any], steps: int | None = None, *, watch: Watch | None = None
+    make_trainer: Callable[[], Any],
+    steps: int | None = None,
+    *,
+    watch: Watch | None = None,
+    **fit_options: Any,
 ) -> Report:
     """Check that a training is reproducible, resumes exactly, and that hooks only observe.
 
@@ -54,11 +58,12 @@ def verify(
         steps: How many steps to train; by default one and a half epochs if an epoch has at most 40
             steps, else 20.
         watch: Called with what is being checked, the step, and the number of steps.
+        fit_options: Further arguments of `trainer.fit`, such as `per_sample_seed=True`.
     """
     if steps is not None and steps < 2:
         raise ConfigError(f"steps is {steps}; expected 2 or more, to resume in between.")
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
-        runs = TrainingRuns(make_trainer, Path(folder), watch)
+        runs = TrainingRuns(make_trainer, Path(folder), watch, fit_options)
         return _Verification(runs, steps or _choose_steps(runs)).report()
 
 
@@ -195,7 +200,8 @@ class _Verification:
         """
         if difference.kind == "batch":
             (loader,) = difference.names
-            return (Culprit("loader", loader, "its batches differ"),)
+            reason = "its batches differ: its dataset, sampler or workers have a state of their own"
+            return (Culprit("loader", loader, reason),)
         hooks = self._runs.hooks
         if hooks and not _differ(pair(hooks, False)):
 
