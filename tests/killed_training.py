@@ -204,7 +204,7 @@ def train(
             folder / "final",
             model=trainer.model.state_dict(),
             state=trainer.state_dict(),
-            info={"run": newest_run(folder).name, "status": trainer.status},
+            info={"status": trainer.status},
         )
     tell(DONE)
     return trainer

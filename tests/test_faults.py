@@ -203,7 +203,7 @@ def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[
     return json.loads((folder / "calls.json").read_text())
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
     parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
 ) -> None:
@@ -218,12 +218,12 @@ def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
     assert compare_ends(whole, tmp_path) == []
 
 
-@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("call", range(2))
 def test_a_kill_during_pruning_leaves_complete_checkpoints(
     parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, call: int
 ) -> None:
     removals = [i + 1 for i, name in enumerate(calls) if name in ("os.remove", "shutil.rmtree")]
-    number = removals[len(removals) * (call + 1) // 4]
+    number = removals[len(removals) * (call + 1) // 3]
     arguments = (tmp_path, number, tmp_path / "calls.json")
     process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
     assert process.wait() == -signal.SIGKILL, process.output
@@ -400,21 +400,18 @@ def test_training_goes_on_when_the_run_is_removed_and_says_so(
     assert any("checkpoint" in line for line in lines), process.output
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
-    parent: WarmParent, whole: Path, tmp_path: Path, damage: str
+    parent: WarmParent, whole: Path, tmp_path: Path, name: str
 ) -> None:
     first = parent.start(train_until, tmp_path, 11, log=tmp_path / "log.txt")
     assert first.wait() == -signal.SIGKILL, first.output
     newest = find_resumable(tmp_path / "runs")
     assert newest is not None
-    file = newest / ("manifest.json" if damage == "manifest" else "model.safetensors")
+    file = newest / name
     data = bytearray(file.read_bytes())
-    if damage == "remove":
-        file.unlink()
-    else:
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data[:-3] if damage == "truncate" else data)
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
     output = finish(parent, tmp_path)
     assert file.name in output
     assert newest.name in output
