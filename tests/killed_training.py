@@ -122,12 +122,21 @@ def make_loaders() -> tuple[dict[str, DataLoader[Any]], DataLoader[Any]]:
     return loaders, DataLoader(Samples(24, 3), batch_size=4)
 
 
-def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
-    """Return the trainer; its runs are written to this folder."""
+def make_trainer(
+    runs: Path, *hooks: hookline.Hook, stops_at: float | None = None, **fields: Any
+) -> Trainer:
+    """Return the trainer.
+
+    Args:
+        runs: the folder of its runs.
+        hooks: further hooks.
+        stops_at: the validation loss at which training stops.
+        fields: fields of the configuration.
+    """
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 14)
     config: dict[str, Any] = {
         "max_epochs": 6,
         "seed": 5,
@@ -147,7 +156,7 @@ def make_trainer(runs: Path, *hooks: hookline.Hook, **fields: Any) -> Trainer:
         hooks=[
             *hooks,
             hookline.EMA(decay=0.9, every_n_steps=1),
-            hookline.EarlyStopping(monitor="val/loss", patience=3, min_delta=0.03),
+            hookline.EarlyStopping(monitor="val/loss", patience=2, stopping_threshold=stops_at),
             hookline.LRMonitor(),
             hookline.ModelCheckpoint(save_top_k=2, monitor="val/loss", save_last=True),
             hookline.ModelCheckpoint(save_top_k=2, every_n_steps=2, filename="{step}"),
@@ -183,7 +192,7 @@ def train(
         hooks: further hooks.
         tell: is told where training stands.
         resume_from: for `fit`; None: the run in the folder, also if its hooks are others.
-        fields: fields of the configuration.
+        fields: fields of the configuration, and arguments of `make_trainer`.
     """
     trainer = make_trainer(folder / "runs", Progress(tell), *hooks, **fields)
     loaders, validation = make_loaders()
@@ -195,7 +204,7 @@ def train(
             folder / "final",
             model=trainer.model.state_dict(),
             state=trainer.state_dict(),
-            info={"run": newest_run(folder).name, "status": trainer.status},
+            info={"status": trainer.status},
         )
     tell(DONE)
     return trainer
