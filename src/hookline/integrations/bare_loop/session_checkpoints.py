@@ -17,10 +17,11 @@ from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.processes import first_rank_decides, is_main_process
 from hookline.integrations.bare_loop.session_state import (
     collect_session,
-    read_fitting,
+    read_for_session,
     restore_session,
 )
 from hookline.integrations.bare_loop.step_boundary import StepBoundary
+from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.event_context import device_of
 from hookline.loop.random_state import random_state
 from hookline.runs.jsonable import canonical_json
@@ -28,7 +29,6 @@ from hookline.runs.recorder import describe_loop
 from hookline.runs.run import Run
 from hookline.runs.training_description import describe_training
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
-from hookline.trainer.checkpoint_saving import CheckpointSaving
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -196,7 +196,7 @@ class SessionCheckpoints:
             session.training_description is None
         ):  # as it started; the learning rate may have changed
             session.training_description = describe_training(session)
-        checkpoint = read_fitting(session, found, strict=strict)
+        checkpoint = read_for_session(session, found, strict=strict)
         loaded = restore_session(session, checkpoint)
         session._supplied.add("resumed")
         session._restored = found, checkpoint.state

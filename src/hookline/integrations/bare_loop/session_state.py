@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.checkpoint import load_checkpoint
 from hookline.checkpoint.checkpoint_folder import Checkpoint
-from hookline.checkpoint.differences import (
-    describe_differences,
-    describe_hook_differences,
-    select_fitting,
-)
-from hookline.errors import CheckpointError
+from hookline.checkpoint.differences import read_fitting
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
@@ -24,15 +17,13 @@ from hookline.loop.model_watch import ModelGroup
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["collect_session", "read_fitting", "restore_session"]
-
-log = logging.getLogger("hookline")
+__all__ = ["collect_session", "read_for_session", "restore_session"]
 
 
 def collect_session(
     session: AttachedLoop, random: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint consists of: `model`, `state` and `info`.
+    """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`.
 
     Args:
         session: the session.
@@ -70,7 +61,9 @@ def collect_session(
         "run_id": None if run is None else run.id,
         "metrics": dict(session._validated),
     }
-    return {"model": unwrapped(session.model).state_dict(), "state": state, "info": info}
+    sync = [] if run is None else [run.metrics_file]
+    model = unwrapped(session.model).state_dict()
+    return {"model": model, "state": state, "info": info, "sync": sync}
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -85,29 +78,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model if inner is model else unwrapped(inner)
 
 
-def read_fitting(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
-    """Read a checkpoint, and compare all of it with the session.
-
-    Raises:
-        CheckpointError: it is damaged, or it does not fit, and `strict` is set. Nothing was
-            changed.
-    """
-    checkpoint = load_checkpoint(found)
+def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
+    """Read a checkpoint, after comparing all of it with the session."""
     here = collect_session(session, {}, {})
-    model, state = here["model"], here["state"]
-    lines = describe_differences(checkpoint, model=model, state=state)
-    hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state["hooks"])
-    if len(lines) <= len(hooks):  # hooks may come and go: a warning names them
-        return checkpoint
-    text = f"The checkpoint {found} does not fit this {type(session.model).__name__}"
-    if strict:
-        raise CheckpointError(
-            f"{text}. Nothing was changed. Attach the model, the optimizers and the schedulers "
-            "that it was saved with, load what fits with load_checkpoint(…, strict=False), or "
-            "start anew.\n  " + "\n  ".join(lines)
-        )
-    log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
-    return select_fitting(checkpoint, model=model, state=state)
+    return read_fitting(
+        found,
+        model=here["model"],
+        state=here["state"],
+        what=f"this {type(session.model).__name__}",
+        advice="Attach the model, the optimizers and the schedulers that it was saved with, load "
+        "what fits with load_checkpoint(…, strict=False), or start anew.",
+        strict=strict,
+    )
 
 
 def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
