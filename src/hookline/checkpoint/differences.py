@@ -90,9 +90,8 @@ def read_fitting(
 
     checkpoint = load_checkpoint(path)
     lines = describe_differences(checkpoint, model=model, state=state)
-    if len(lines) == len(
-        describe_hook_differences(checkpoint.state.get("hooks", {}), state["hooks"])
-    ):
+    hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state.get("hooks", {}))
+    if len(lines) == len(hooks):
         return checkpoint
     lines += more()
     text = f"The checkpoint {path} does not fit {what}"
