@@ -22,6 +22,10 @@ class SignalWatch:
     of Python, are left alone. Outside of the main thread, Python cannot handle signals: then this
     does nothing.
 
+    A scheduler may signal all processes of a job. Then the workers of loaders end, too, and torch
+    would raise an error in the middle of a step: after a signal, the ends of child processes are
+    ignored until the block ends.
+
     Args:
         requests: the requests of the loop.
         names: the signals, apart from SIGINT (Ctrl-C), which is always among them. Names that this
@@ -51,7 +55,7 @@ class SignalWatch:
         traceback: TracebackType | None = None,
     ) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._receive:  # else somebody has replaced it
+            if signal.getsignal(number) in (self._receive, self._ignore):  # else it was replaced
                 signal.signal(number, previous)
         self._previous.clear()
 
@@ -61,9 +65,19 @@ class SignalWatch:
                 self._exit(number)
         elif self._requests.signal is None:
             self._requests.receive_signal(signal.Signals(number))
+            self._ignore_child_processes()
         else:
             self.__exit__()
             self._exit(number)
+
+    def _ignore_child_processes(self) -> None:
+        number = getattr(signal, "SIGCHLD", None)
+        if number is not None and callable(previous := signal.getsignal(number)):
+            self._previous[number] = previous  # torch's
+            signal.signal(number, self._ignore)
+
+    def _ignore(self, number: int, frame: FrameType | None) -> None:
+        pass
 
     @staticmethod
     def _exit(number: int) -> None:

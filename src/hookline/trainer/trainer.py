@@ -179,7 +179,12 @@ class Trainer(TrainerRun):
         self._progress.epoch(self._context.epoch, length, position.batches)
         if position.batches and self._boundary(validate=self._validation_due):
             return position.batches == length
-        complete = self._run_batches(batches, length)
+        try:
+            complete = self._run_batches(batches, length)
+        except RuntimeError as error:
+            if not self._ended_workers(error):
+                raise
+            self._leave(can_save=not self._accumulated_losses)
         if self._accumulated_losses:  # loaders without length ended within a step
             self._finish_step()
         if not position.batches:
@@ -404,7 +409,13 @@ class Trainer(TrainerRun):
         assert self.val_data is not None
         states = encode_states(self.hooks.state_dict())
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
-        if self._validate(self.val_data, until_signal=True) is None:
+        try:
+            metrics = self._validate(self.val_data, until_signal=True)
+        except RuntimeError as error:
+            if not self._ended_workers(error):
+                raise
+            metrics = None
+        if metrics is None:
             self._cancel_validation(states, generators)
             self._leave()
 

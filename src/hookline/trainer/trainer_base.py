@@ -372,6 +372,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context, scaler = self._context, self.strategy.scaler
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+            # Else a scheduler that steps before the next optimizer step warns about their order.
+            optimizer._opt_called = state["step"] > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         if scaler is not None and state["scaler"] is not None:

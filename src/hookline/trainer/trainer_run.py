@@ -8,7 +8,7 @@ import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from hookline.checkpoint import SaveResult
 from hookline.errors import HooklineError, TrainingError
@@ -216,12 +216,27 @@ class TrainerRun(TrainerBase):
 
     # -- signals ----------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        """Save because of a signal, and raise."""
+    def _ended_workers(self, error: RuntimeError) -> bool:
+        """Return whether a signal to all processes of the job has ended a loader's workers."""
+        return self._requests.signal is not None and "DataLoader worker" in str(error)
+
+    def _leave(self, *, can_save: bool = True) -> Never:
+        """Save because of a signal, and raise.
+
+        Args:
+            can_save: whether all batches of a step were trained on; otherwise nothing is saved.
+        """
         requests = self._requests
         received = requests.signal or signal.SIGTERM  # another rank received it
         paths, requests.checkpoints = requests.checkpoints, []
-        if self.run is None:
+        if not can_save:
+            paths = []
+            log.warning(
+                "%s has also ended the workers of a loader, in the middle of a step with several "
+                "batches. Nothing is saved: a resumed run continues from an earlier checkpoint.",
+                received.name,
+            )
+        elif self.run is None:
             log.warning(
                 "%s: training ends, and nothing is saved, because there is no run folder (`runs` "
                 "is None).",
