@@ -21,9 +21,7 @@ from hookline.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
     load_checkpoint,
-    set_pointer,
 )
-from hookline.checkpoint import save_checkpoint as write_checkpoint
 from hookline.hooks.checkpointing import step_trigger
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -446,36 +444,65 @@ def test_without_a_run_folder_the_error_says_what_to_do(tmp_path, kind):
         fit(tmp_path, kind(), runs=None)
 
 
-def test_in_a_bare_loop_the_error_says_what_to_do():
+def test_in_a_bare_loop_what_is_missing_is_refused_all_at_once(tmp_path):
     model, optimizer = make()
-    hook = ModelCheckpoint()
     with (
-        pytest.raises(HookFailedError, match=r"session\.checkpoint\(path\)"),
-        hookline.attach(model, optimizer, hooks=[hook]),
+        pytest.raises(hookline.NotSuppliedError, match=r"(?s)checkpoint.*session\.epoch\(\)"),
+        hookline.attach(
+            model, optimizer, hooks=[ModelCheckpoint(), CheckpointHook()], runs=tmp_path
+        ),
     ):
-        pass
+        train(model, optimizer, batches(1))
 
 
-def test_by_steps_it_needs_only_what_a_bare_loop_offers(tmp_path, monkeypatch):
-    def save_checkpoint(session, path):  # a loop that saves, without epochs and configuration
-        hooks = {"hooks": session.hooks.state_dict()}
-        info = {"step": session.step, "run_id": None}
-        saved = write_checkpoint(path, model=session.model.state_dict(), state=hooks, info=info)
-        set_pointer(saved.parent, "last", saved)
-        session.checkpoint(saved)
-
-    monkeypatch.setattr(hookline.Session, "save_checkpoint", save_checkpoint, raising=False)
+def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
     model, optimizer = make()
     options = {"monitor": "train/loss", "every_n_steps": 2, "keep_last": 1, "filename": "{step}"}
     hook = ModelCheckpoint(2, folder=tmp_path, **options)
     newest = ModelCheckpoint(every_n_steps=3, folder=tmp_path / "newest", save_last=True)
-    with hookline.attach(model, optimizer, hooks=[hook, newest]):
+    with hookline.attach(model, optimizer, hooks=[hook, newest], runs=None):
         train(model, optimizer, batches(8))
     assert len(complete_checkpoints(tmp_path)) in (2, 3)
     assert (tmp_path / "step=8").is_dir()
     assert [load_checkpoint(p).info["step"] for p in complete_checkpoints(tmp_path / "newest")] == [
         8
     ]
+    assert caplog.text == ""
+
+
+def test_by_epochs_and_validations_they_work_in_a_bare_loop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = make()
+    best, every = ModelCheckpoint(monitor="val/loss"), CheckpointHook(keep=2)
+    with hookline.attach(model, optimizer, hooks=[best, every]) as session:
+        for loss in (2.0, 1.0, 3.0):
+            with session.epoch():
+                train(model, optimizer, batches(2))
+                with session.validation():
+                    session.log("loss", loss)
+    assert best.best_model_score == 1.0
+    assert Path(best.best_model_path).name == "epoch=1-step=4"
+    saved = complete_checkpoints(session.run.checkpoints)
+    assert sorted(p.name for p in saved) == ["epoch=1-step=4", "epoch_0001", "epoch_0002"]
+
+
+def test_in_a_resumed_bare_loop_it_knows_its_checkpoints(tmp_path):
+    def attach():
+        model, optimizer = make()
+        hook = ModelCheckpoint(every_n_steps=2, monitor="train/loss", save_top_k=2)
+        return model, optimizer, hook, hookline.attach(model, optimizer, [hook], runs=tmp_path)
+
+    model, optimizer, hook, session = attach()
+    with pytest.raises(KeyboardInterrupt), session:
+        train(model, optimizer, batches(7))
+        raise KeyboardInterrupt
+    model, optimizer, again, session = attach()
+    start = session.load_checkpoint()
+    assert start.step == 6 or start.path == again.last_model_path
+    with session:
+        train(model, optimizer, batches(8)[start.step :])
+    assert len(complete_checkpoints(session.run.checkpoints)) <= 3
+    assert again.best_model_score <= hook.best_model_score
 
 
 # -- failures -------------------------------------------------------------------------------------

@@ -352,6 +352,21 @@ def test_a_checkpoint_that_the_last_step_asks_for_is_saved_at_the_end(tmp_path: 
     assert hook.saved == tmp_path / "end"
 
 
+def test_a_checkpoint_that_is_asked_for_after_an_exception_is_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Emergency(hookline.Hook):
+        def on_exception(self, trainer: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "emergency")
+
+    model, optimizer = make()
+    with pytest.raises(KeyError), hookline.attach(model, optimizer, hooks=[Emergency()]):
+        train(model, optimizer, batches(1))
+        raise KeyError("within a step, perhaps")
+    assert names(tmp_path) == []
+    assert "emergency was requested, but not saved" in caplog.text
+
+
 def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
     model, optimizer = make()
     compiled = torch.compile(model, backend="eager")
@@ -456,6 +471,15 @@ def test_numbers_in_the_manifest_are_those_of_the_checkpoint(tmp_path: Path) -> 
     manifest = json.loads((Path(event["path"]) / "manifest.json").read_text())
     info = {name: manifest["info"][name] for name in ("step", "epoch", "run_id")}
     assert info == {"step": 3, "epoch": 4, "run_id": run.id}
+
+
+def test_auto_needs_a_process_group_where_there_are_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model, optimizer = make()
+    with pytest.raises(LoopError, match="init_process_group"):
+        hookline.attach(model, optimizer, runs=tmp_path).load_checkpoint()
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -186,12 +186,98 @@ def test_resuming_with_other_parts_or_data_is_a_clear_error(tmp_path):
     trainer = Trainer(settings(tmp_path), model, optimizer, scheduler, hooks=[SaveAt(3)])
     trainer.fit(batches(4))
     where = trainer.run.path / "checkpoints" / "step_000003"
-    with pytest.raises(TrainingError, match="1 schedulers, this trainer 0"):
+    with pytest.raises(CheckpointError, match="the checkpoint has 1 scheduler, and here are 0"):
         Trainer(settings(tmp_path), *parts()[:2]).fit(batches(4), resume_from=where)
     with pytest.raises(CheckpointError, match=r"after 3 batches .* it has only 1"):
         Trainer(settings(tmp_path), *parts()).fit(batches(1), resume_from=where)
     with pytest.raises(hookline.HooklineError, match="nowhere"):
         Trainer(settings(tmp_path), *parts()).fit(batches(4), resume_from=tmp_path / "nowhere")
+
+
+def test_all_differences_are_listed_and_nothing_is_changed(tmp_path):
+    model, optimizer, scheduler = parts()
+    first = Trainer(settings(tmp_path), model, optimizer, scheduler, hooks=[SaveAt(3)])
+    first.fit(batches(4))
+    manifest = (first.run.path / "manifest.json").read_bytes()
+
+    torch.manual_seed(1)
+    other = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    before = weights(other)
+    trainer = Trainer(settings(tmp_path), other, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError) as error:
+        trainer.fit(batches(4), resume_from=first.run.path)
+    for line in ("the checkpoint lacks", "the model lacks", "AdamW in the checkpoint and SGD here"):
+        assert line in str(error.value)
+    assert same(weights(other), before)
+    assert (first.run.path / "manifest.json").read_bytes() == manifest
+
+
+def test_without_strict_what_fits_is_loaded_and_the_rest_listed(tmp_path, caplog):
+    model, optimizer = make()
+    first = Trainer(settings(tmp_path), model, optimizer, hooks=[SaveAt(3)])
+    first.fit(batches(3))
+    wider, _ = make()
+    wider.second = torch.nn.Linear(16, 4)
+    wider.third = torch.nn.Linear(2, 2)
+    trainer = Trainer(
+        settings(tmp_path, max_steps=3), wider, torch.optim.SGD(wider.parameters(), lr=0.1)
+    )
+    trainer.fit(batches(3), resume_from=first.run.path, strict=False)
+    assert torch.equal(wider.first.weight, model.first.weight)
+    assert torch.equal(wider.second.weight, model.second.weight)
+    assert trainer.step == 3
+    assert "the checkpoint lacks 'third.weight'" in caplog.text
+
+
+def test_attributes_that_hooks_register_are_restored(tmp_path):
+    class Best(hookline.Hook):
+        def on_train_start(self, trainer):
+            trainer.best_step = 0
+            trainer.register_for_checkpoint("best_step")
+
+        def on_step_end(self, trainer, step):
+            if step <= 3:
+                trainer.best_step = step
+            if step == 3:
+                trainer.save_checkpoint()
+
+    first = Trainer(settings(tmp_path), *make(), hooks=[Best()])
+    first.fit(batches(4))
+    second = Trainer(settings(tmp_path), *make(), hooks=[Best()])
+    second.fit(batches(4), resume_from=first.run.path)
+    assert (first.best_step, second.best_step) == (3, 3)
+    with pytest.raises(AttributeError, match="no attribute 'worst'"):
+        second.register_for_checkpoint("worst")
+
+
+def test_resuming_automatically_continues_the_same_training_or_starts(tmp_path):
+    armed = True
+
+    class Interrupt(hookline.Hook):
+        def on_step_end(self, step):
+            if armed and step == 4:
+                raise KeyboardInterrupt
+
+    def make_trainer(*hooks, lr=0.1):
+        model, optimizer = make()
+        optimizer.param_groups[0]["lr"] = lr
+        return Trainer(settings(tmp_path), model, optimizer, hooks=[SaveAt(3), Interrupt(), *hooks])
+
+    first = make_trainer()
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(batches(6), resume_from="auto")
+    armed = False
+    others = [make_trainer(Counter()), make_trainer(lr=0.2)]
+    for trainer in others:
+        trainer.fit(batches(6), resume_from="auto")
+        assert trainer.run.path != first.run.path
+    again = make_trainer()
+    again.fit(batches(6), resume_from="auto")
+    assert again.run.path == first.run.path
+    assert [part["resumed_from"] for part in again.run.manifest["parts"]] == [None, "step_000003"]
+    after = make_trainer()
+    after.fit(batches(6), resume_from="auto")  # it is finished now
+    assert after.run.path != first.run.path
 
 
 def test_what_was_recorded_before_a_checkpoint_is_there_when_it_is(tmp_path):
@@ -211,4 +297,4 @@ def test_what_was_recorded_before_a_checkpoint_is_there_when_it_is(tmp_path):
     model, optimizer = make()
     config = TrainerConfig(runs=tmp_path, progress="off")
     Trainer(config, model, optimizer, hooks=[looks]).fit(batches(5))
-    assert looks.recorded == [1, 2, 3]
+    assert looks.recorded[:3] == [1, 2, 3]

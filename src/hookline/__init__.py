@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping
     from hookline.hooks.optimization.ema import EMA as EMA
     from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
+    from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
     from hookline.integrations.bare_loop import Session as Session
     from hookline.integrations.bare_loop import attach as attach
     from hookline.probes.probe_context import probe as probe
@@ -138,7 +139,7 @@ _MODULES = {
     "hooks.optimization.early_stopping": ("EarlyStopping",),
     "hooks.optimization.ema": ("EMA",),
     "hooks.optimization.time_limit": ("TimeLimit",),
-    "integrations.bare_loop": ("Session", "attach"),
+    "integrations.bare_loop": ("LoadedCheckpoint", "Session", "attach"),
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),

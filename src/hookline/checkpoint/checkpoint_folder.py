@@ -11,7 +11,9 @@ step_000120/
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +29,7 @@ from hookline.checkpoint.state_tree import decode
 from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 
-__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 @dataclass
@@ -67,6 +69,36 @@ def save_checkpoint(
     begin = perf_counter()
     files = SnapshotBuffers().copy(encode_state(model, state))
     result = CheckpointWriter(files, encode_info(info), begin).write(Path(folder), move_last=False)
+    if result.error is not None:
+        raise result.error
+    assert result.path is not None
+    return result.path
+
+
+def duplicate_checkpoint(path: Path, folder: Path) -> Path:
+    """Save a checkpoint in a second folder, with hard links where the file system has them.
+
+    Args:
+        path: The checkpoint; it is verified first.
+        folder: The second folder; if it exists, `_2`, `_3` … is added to its name.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the disk fails.
+    """
+    begin = perf_counter()
+    manifest = read_manifest(path, verify_files=True)
+    with ExitStack() as opened:
+        files: dict[str, memoryview] = {}
+        for name, facts in manifest["files"].items():
+            file = opened.enter_context((path / name).open("rb"))
+            if facts["size"]:  # an empty file cannot be mapped
+                mapped = opened.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                files[name] = opened.enter_context(memoryview(mapped))
+            else:
+                files[name] = memoryview(b"")
+        writer = CheckpointWriter(files, manifest["info"], begin)
+        writer.link_to(path, {name: facts["xxh3_64"] for name, facts in manifest["files"].items()})
+        result = writer.write(folder, move_last=False)
     if result.error is not None:
         raise result.error
     assert result.path is not None

@@ -7,11 +7,13 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import listed
+from hookline.errors import CheckpointError, listed
 
 if TYPE_CHECKING:
     from hookline.checkpoint.checkpoint_folder import Checkpoint
@@ -21,8 +23,11 @@ __all__ = [
     "describe_hook_differences",
     "describe_mismatches",
     "fitting_weights",
+    "read_fitting",
     "select_fitting",
 ]
+
+log = logging.getLogger("hookline")
 
 _MAX_SHOWN = 5  # of one kind; the others are counted
 
@@ -53,6 +58,47 @@ def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) 
             if kind == "optimizer":
                 lines += _describe_optimizer(f"optimizer {index}", *both)
     return lines + describe_hook_differences(saved.get("hooks", {}), state.get("hooks", {}))
+
+
+def read_fitting(
+    path: Path,
+    *,
+    model: State,
+    state: State,
+    what: str,
+    advice: str,
+    strict: bool,
+    more: Callable[[], list[str]] = list,
+) -> Checkpoint:
+    """Read a checkpoint that fits a training; all of it is compared before anything is changed.
+
+    Hooks may come and go: if only their states differ, the checkpoint fits.
+
+    Args:
+        path: The checkpoint.
+        model: The `state_dict` of the model.
+        state: The state that a checkpoint of this training would have now.
+        what: What it is loaded into, for the message.
+        advice: What to do if it does not fit, for the message.
+        strict: Raise if something does not fit; otherwise list it, and return what fits.
+        more: Returns further lines for the message.
+
+    Raises:
+        CheckpointError: It is damaged, or it does not fit and `strict` is set.
+    """
+    from hookline.checkpoint.checkpoint_folder import load_checkpoint  # imports torch
+
+    checkpoint = load_checkpoint(path)
+    lines = describe_differences(checkpoint, model=model, state=state)
+    hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state.get("hooks", {}))
+    if len(lines) == len(hooks):
+        return checkpoint
+    lines += more()
+    text = f"The checkpoint {path} does not fit {what}"
+    if strict:
+        raise CheckpointError(f"{text}. Nothing was changed. {advice}\n  " + "\n  ".join(lines))
+    log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
+    return select_fitting(checkpoint, model=model, state=state)
 
 
 def describe_hook_differences(saved: State, here: State) -> list[str]:

@@ -304,8 +304,9 @@ class Retention:
     def reconcile(self, path: Path, *, writer: str, run_id: str | None) -> None:
         """Find the writer's checkpoints in the folder, and apply the rules to them.
 
-        A checkpoint that was requested but never became durable is forgotten. One that the restored
-        state does not know, because it was saved later or is about to be removed, is found again.
+        A checkpoint that was requested but never became durable is forgotten, unless it was to be
+        saved with the one that was resumed from: it is made from that. One that the restored state
+        does not know, because it was saved later or is about to be removed, is found again.
 
         Args:
             path: The checkpoint that was resumed from.
@@ -316,6 +317,7 @@ class Retention:
         Raises:
             CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
+        self._complete_save(path, run_id)
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
             own = _find_own(found, writer, is_resumed_from=found.resolve() == path.resolve())
@@ -335,6 +337,22 @@ class Retention:
         self._restored = []
         self._resumed_from = path.name
         self._apply_rules()
+
+    def _complete_save(self, path: Path, run_id: str | None) -> None:
+        """Make the checkpoints that were requested at the same boundary and are not there.
+
+        Several requests at one boundary are one save into several folders. The process may have
+        died between two of them.
+        """
+        from hookline.checkpoint.checkpoint_folder import duplicate_checkpoint  # imports torch
+
+        info = read_manifest(path)["info"]
+        if run_id is None or info.get("run_id") != run_id:
+            return
+        for checkpoint in self._latest:
+            folder = self.folder / checkpoint.name
+            if checkpoint.step == info.get("step") and not os.path.lexists(folder):
+                duplicate_checkpoint(path, folder)
 
 
 def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedCheckpoint | None:

@@ -168,7 +168,8 @@ class Run:
         lease: Lease | None = None
         try:
             lease = Lease.acquire(path)
-            remove_leftovers(path)
+            for folder in (path, path / "checkpoints"):
+                remove_leftovers(folder)
             part = describe_part(config, seed, hooks, **fields)
             # Read again: another process may have written the run while this one waited.
             manifest = continue_manifest(path, read_run_manifest(path), part)

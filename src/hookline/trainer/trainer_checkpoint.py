@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import find_checkpoint, load_checkpoint
-from hookline.checkpoint.differences import (
-    describe_differences,
-    describe_hook_differences,
-    select_fitting,
-)
+from hookline.checkpoint import find_checkpoint
+from hookline.checkpoint.differences import read_fitting
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
-from hookline.errors import CheckpointError
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
@@ -36,8 +30,6 @@ __all__ = [
     "find_start",
     "load_trainer_checkpoint",
 ]
-
-log = logging.getLogger("hookline")
 
 _SHOWN = 5
 _COMPARED = ("hooks", "training")  # of a run's manifest, apart from the configuration
@@ -116,22 +108,16 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         found: the checkpoint.
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
-    checkpoint = load_checkpoint(found)
-    model, state = trainer.strategy.save(trainer.model), trainer.state_dict()
-    lines = describe_differences(checkpoint, model=model, state=state)
-    hooks = describe_hook_differences(checkpoint.state["hooks"], state["hooks"])
-    if len(lines) > len(hooks):  # hooks may come and go: a warning names them
-        lines += _other_settings(trainer, find_run_of_checkpoint(found))
-        model_name = type(trainer.model).__name__
-        text = f"The checkpoint {found} does not fit this trainer and its {model_name}"
-        if strict:
-            raise CheckpointError(
-                f"{text}. Nothing was changed. Resume with the model and the optimizers of the "
-                "run, load what fits with fit(…, strict=False), or start a new run.\n  "
-                + "\n  ".join(lines)
-            )
-        log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
-        checkpoint = select_fitting(checkpoint, model=model, state=state)
+    checkpoint = read_fitting(
+        found,
+        model=trainer.strategy.save(trainer.model),
+        state=trainer.state_dict(),
+        what=f"this trainer and its {type(trainer.model).__name__}",
+        advice="Resume with the model and the optimizers of the run, load what fits with "
+        "fit(…, strict=False), or start a new run.",
+        strict=strict,
+        more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
+    )
     trainer.strategy.load(trainer.model, checkpoint.model)
     trainer.load_state_dict(checkpoint.state)
 

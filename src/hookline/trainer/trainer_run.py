@@ -13,10 +13,10 @@ from typing import Any
 from hookline.checkpoint import SaveResult
 from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Rank
+from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint
-from hookline.trainer.checkpoint_saving import CheckpointSaving
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forking import load_fork

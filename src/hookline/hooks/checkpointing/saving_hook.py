@@ -92,8 +92,8 @@ class SavingHook(BuiltIn):
         hook = type(self).__name__
         if not hasattr(trainer, "save_checkpoint"):
             raise TrainingError(
-                f"{hook} saves through a Trainer, which this loop does not have. Save in the loop, "
-                "and call session.checkpoint(path) afterwards."
+                f"{hook} saves through a Trainer or a Session, which this loop does not have. "
+                "Attach it: hookline.attach(model, optimizer, hooks=[…])."
             )
         if self._folder is not None:
             return self._folder

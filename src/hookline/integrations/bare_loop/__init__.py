@@ -7,6 +7,7 @@ unchanged loop does not provide, with the call on the session that does.
 """
 
 from hookline.integrations.bare_loop.attach import attach
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.session import Session
 
-__all__ = ["Session", "attach"]
+__all__ = ["LoadedCheckpoint", "Session", "attach"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hookline.errors import LoopError
+
 __all__ = ["first_rank_decides", "is_main_process"]
 
 
@@ -18,8 +20,18 @@ def is_main_process() -> bool:
 
 
 def first_rank_decides(value: Any) -> Any:
-    """Return the first process's value in all processes. All of them have to call this."""
-    if not _has_group() or torch.distributed.get_world_size() == 1:
+    """Return the first process's value in all processes. All of them have to call this.
+
+    Raises:
+        LoopError: there are several processes, which cannot talk to each other yet.
+    """
+    if not _has_group():
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise LoopError(
+                "The processes of this job cannot agree on a checkpoint, because there is no "
+                "process group yet. Call `torch.distributed.init_process_group` first, or give the "
+                "checkpoint's path."
+            )
         return value
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)

@@ -17,11 +17,11 @@ from hookline.context import LazyFloat, Metrics
 from hookline.dispatch.compiler import DISPATCHER_FILE
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.means import Means
 
 if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.session_state import LoadedCheckpoint
     from hookline.runs.run import Kind
 
 __all__ = ["Session"]

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from hookline.checkpoint import SaveResult, find_checkpoint
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.errors import CheckpointError, LoopError
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.processes import first_rank_decides, is_main_process
 from hookline.integrations.bare_loop.session_state import (
-    LoadedCheckpoint,
     collect_session,
-    read_fitting,
+    read_for_session,
     restore_session,
 )
 from hookline.integrations.bare_loop.step_boundary import StepBoundary
+from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.event_context import device_of
 from hookline.loop.random_state import random_state
 from hookline.runs.jsonable import canonical_json
@@ -28,7 +29,6 @@ from hookline.runs.recorder import describe_loop
 from hookline.runs.run import Run
 from hookline.runs.training_description import describe_training
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
-from hookline.trainer.checkpoint_saving import CheckpointSaving
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -126,6 +126,12 @@ class SessionCheckpoints:
         self._boundary.stop()
         if not failed:
             self.save_requested()
+        elif self._requests:
+            log.warning(
+                "The checkpoint %s was requested, but not saved: the loop ended with an exception, "
+                "which may have happened within a step.",
+                self._requests[0],
+            )
         try:
             self._saving.report(wait=True)
         except CheckpointError:
@@ -190,7 +196,7 @@ class SessionCheckpoints:
             session.training_description is None
         ):  # as it started; the learning rate may have changed
             session.training_description = describe_training(session)
-        checkpoint = read_fitting(session, found, strict=strict)
+        checkpoint = read_for_session(session, found, strict=strict)
         loaded = restore_session(session, checkpoint)
         session._supplied.add("resumed")
         session._restored = found, checkpoint.state

@@ -2,69 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.checkpoint import load_checkpoint
 from hookline.checkpoint.checkpoint_folder import Checkpoint
-from hookline.checkpoint.differences import (
-    describe_differences,
-    describe_hook_differences,
-    select_fitting,
-)
-from hookline.errors import CheckpointError
-from hookline.integrations.bare_loop.processes import is_main_process
+from hookline.checkpoint.differences import read_fitting
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
-from hookline.loop.random_state import restore_random_state
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["LoadedCheckpoint", "collect_session", "read_fitting", "restore_session"]
-
-log = logging.getLogger("hookline")
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """A checkpoint that was loaded into a bare loop, which continues its data from here.
-
-    Attributes:
-        path: the checkpoint.
-        step: completed steps.
-        epoch: the epoch in progress, or the next one after the end of an epoch; None if the loop
-            did not provide epochs.
-        extra: what the loop gave to `save_checkpoint(extra=…)`.
-    """
-
-    path: Path
-    step: int
-    epoch: int | None
-    extra: dict[str, Any]
-    _random: Mapping[str, Any] | None = field(repr=False)
-    _device: torch.device = field(repr=False)
-
-    def restore_random_state(self) -> None:
-        """Restore the random states of Python, NumPy and torch once more.
-
-        Loading has restored them. Call this before the next step if the loop draws random numbers
-        to find its data again, such as by iterating over a shuffled loader. Ranks other than the
-        first keep their own states, which are not saved.
-        """
-        if self._random is not None and is_main_process():
-            restore_random_state(dict(self._random), self._device)
+__all__ = ["collect_session", "read_for_session", "restore_session"]
 
 
 def collect_session(
     session: AttachedLoop, random: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint consists of: `model`, `state` and `info`.
+    """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`.
 
     Args:
         session: the session.
@@ -102,7 +61,9 @@ def collect_session(
         "run_id": None if run is None else run.id,
         "metrics": dict(session._validated),
     }
-    return {"model": unwrapped(session.model).state_dict(), "state": state, "info": info}
+    sync = [] if run is None else [run.metrics_file]
+    model = unwrapped(session.model).state_dict()
+    return {"model": model, "state": state, "info": info, "sync": sync}
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -117,29 +78,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model if inner is model else unwrapped(inner)
 
 
-def read_fitting(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
-    """Read a checkpoint, and compare all of it with the session.
-
-    Raises:
-        CheckpointError: it is damaged, or it does not fit, and `strict` is set. Nothing was
-            changed.
-    """
-    checkpoint = load_checkpoint(found)
+def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
+    """Read a checkpoint, after comparing all of it with the session."""
     here = collect_session(session, {}, {})
-    model, state = here["model"], here["state"]
-    lines = describe_differences(checkpoint, model=model, state=state)
-    hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state["hooks"])
-    if len(lines) <= len(hooks):  # hooks may come and go: a warning names them
-        return checkpoint
-    text = f"The checkpoint {found} does not fit this {type(session.model).__name__}"
-    if strict:
-        raise CheckpointError(
-            f"{text}. Nothing was changed. Attach the model, the optimizers and the schedulers "
-            "that it was saved with, load what fits with load_checkpoint(…, strict=False), or "
-            "start anew.\n  " + "\n  ".join(lines)
-        )
-    log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
-    return select_fitting(checkpoint, model=model, state=state)
+    return read_fitting(
+        found,
+        model=here["model"],
+        state=here["state"],
+        what=f"this {type(session.model).__name__}",
+        advice="Attach the model, the optimizers and the schedulers that it was saved with, load "
+        "what fits with load_checkpoint(…, strict=False), or start anew.",
+        strict=strict,
+    )
 
 
 def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
