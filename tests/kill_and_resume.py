@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from killed_training import DONE, ENDING, STARTING, STEP, VALIDATION, compare_ends, train
-from warm_processes import import_modules, write_modules
+from warm_processes import end_workers, import_modules, write_modules
 
 from hookline.checkpoint import load_checkpoint
 from hookline.errors import CheckpointError
@@ -53,6 +53,7 @@ class Killer:
         # Shared with the process that trains: where it stands, and its batches so far.
         self._shared = mmap.mmap(-1, 2)
         self._start_seconds = 0.0
+        self._sessions: set[int] = set()
         self._unfinished_before: set[Path] = set()
         self.killed: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -67,6 +68,8 @@ class Killer:
             raise RuntimeError("Two uninterrupted runs differ:\n" + "\n".join(differences))
         while self.killed.total() < kills:
             self._run_killed(whole, self._folder / f"run_{self.counts['runs']:03d}", kills)
+            end_workers(self._sessions)
+            self._sessions.clear()
             self.counts["runs"] += 1
 
     def _run_whole(self, name: str) -> Path:
@@ -112,6 +115,7 @@ class Killer:
         pid = os.fork()
         if pid == 0:
             self._train_in_child(folder)
+        self._sessions.add(pid)
         deadline = time.monotonic() + _PART_TIMEOUT
         if target is not None:
             # Half of the time the workers survive their parent, as after an out-of-memory kill.

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,41 @@ def test_sigterm_saves_and_ends_and_the_run_can_be_resumed_exactly(
     assert run.status == "preempted"
     found = find_resumable(tmp_path / "runs")
     assert found is not None
+    check_resumed(parent, whole, tmp_path)
+
+
+def train_and_signal_all(folder: str, name: str) -> None:
+    """Train, send a signal to this process and the loader's workers, and print the end."""
+    batches = 0
+
+    def send() -> None:
+        nonlocal batches
+        batches += 1
+        if batches == 15:  # the first of a step with two
+            # From another process, as a scheduler does: workers treat their parent's otherwise.
+            command = ["kill", "-s", name.removeprefix("SIG"), "--", f"-{os.getpid()}"]
+            subprocess.Popen(command, start_new_session=True)
+
+    hook = hookline.Hook()
+    hook.on_train_batch_end = send
+    try:
+        trainer = train(Path(folder), hook)
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt")
+        return
+    print_end(trainer)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_to_all_processes_of_a_job_saves_too(
+    parent: WarmParent, whole: Path, tmp_path: Path, name: str
+) -> None:
+    process = parent.start(train_and_signal_all, tmp_path, name, log=tmp_path / "log.txt")
+    assert process.wait() == 0, process.output
+    if name == "SIGINT":
+        assert "KeyboardInterrupt" in process.output
+    else:
+        assert read_end(process.output)["status"] == "preempted"
     check_resumed(parent, whole, tmp_path)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leftovers import leave_unfinished_folder
 
 from hookline.checkpoint import atomic_files
 from hookline.checkpoint.atomic_files import remove_leftovers, temporary_folder, write_atomic
+from hookline.runs import Run
 
 
 def test_who_removes_a_folder_holds_its_lock_until_it_is_gone(
@@ -54,3 +56,14 @@ def test_a_folder_that_is_removed_while_it_is_being_locked_is_not_used(
         assert folder.is_dir()
     write_atomic(tmp_path / "best", "1")
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_a_resumed_run_starts_without_the_unfinished_checkpoint_of_its_last_process(
+    tmp_path: Path,
+) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    run.close("interrupted")
+    run.checkpoints.mkdir()
+    leave_unfinished_folder(run.checkpoints, "step_000002")
+    Run.open(run.path, resume=True).close()
+    assert list(run.checkpoints.iterdir()) == []

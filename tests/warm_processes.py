@@ -31,6 +31,7 @@ class WarmParent:
     """A process that has imported torch and Hookline, and forks the processes of tests."""
 
     def __init__(self) -> None:
+        self._sessions: set[int] = set()
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -44,6 +45,7 @@ class WarmParent:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._server.communicate(timeout=60)
+        end_workers(self._sessions)
 
     def start(self, function: Callable[..., Any], *arguments: Any, log: Path) -> WarmProcess:
         """Start a process that calls a function; what it prints is added to a file."""
@@ -52,6 +54,7 @@ class WarmParent:
             arguments=[str(argument) for argument in arguments],
             log=str(log),
         )
+        self._sessions.add(pid)
         return WarmProcess(self, pid, log)
 
     def request(self, **request: Any) -> int:
@@ -92,6 +95,18 @@ def _serve() -> None:
         request = json.loads(line)
         answer = _wait(**request) if "wait" in request else _fork(**request)
         print(answer, flush=True)
+
+
+def end_workers(sessions: set[int]) -> None:
+    """End the workers of loaders whose process was killed.
+
+    They notice it within seconds, but not if it died before they had started completely.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            name, _, rest = stat.read_text().rpartition(")")
+            if name.endswith("(pt_data_worker") and int(rest.split()[3]) in sessions:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def write_modules(file: Path) -> None:
