@@ -238,3 +238,40 @@ def test_a_crash_saves_a_checkpoint_that_only_its_folder_names(tmp_path):
     folder = trainer.run.path / "checkpoints"
     assert (folder / "crash_000004" / "manifest.json").is_file()
     assert hookline.checkpoint.find_checkpoint(trainer.run.path) == folder / "step_000002"
+
+
+class SaveIn(hookline.Hook):
+    """Asks for a checkpoint in the n-th call of an event."""
+
+    def __init__(self, event: str, at: int) -> None:
+        self.at, self.count = at, 0
+        setattr(self, event, self.save)
+
+    def save(self, trainer: Any) -> None:
+        self.count += 1
+        if self.count == self.at:
+            trainer.save_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        ("on_epoch_start", 1),
+        ("on_epoch_start", 2),
+        ("on_validation_start", 1),  # of the validation before the first step
+        ("on_validation_batch_end", 2),
+        ("on_validation_end", 1),
+        ("on_validation_end", 2),
+        ("on_epoch_end", 1),
+    ],
+)
+def test_a_checkpoint_that_a_hook_asks_for_in_any_event_resumes_exactly(tmp_path, event, at):
+    expected = make(tmp_path / "whole", sanity=True)
+    expected.fit(DATA, VAL)
+    saving = make(tmp_path / "runs", sanity=True)
+    saving.add_hook(SaveIn(event, at))  # after the hooks whose state is compared
+    saving.fit(DATA, VAL)
+    resumed = make(tmp_path / "runs", sanity=True)
+    resumed.fit(DATA, VAL, resume_from=saving.run.path)
+    assert outcome(resumed) == outcome(expected)
+    assert same(weights(resumed.model), weights(expected.model))

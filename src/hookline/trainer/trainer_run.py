@@ -59,7 +59,7 @@ class TrainerRun(TrainerBase):
         self._position = DataPosition(fast_forward=config.fast_forward)
         self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._run_position = self._stop_signal = None
-        self._epoch_over = self._validation_due = False
+        self._epoch_started = self._epoch_over = self._validation_due = False
         self._last_epoch = 0
         self._sanity_due = config.sanity
         self._optimizer_round = 0
