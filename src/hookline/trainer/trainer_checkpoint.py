@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
+
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.checkpoint.differences import (
     describe_differences,
@@ -117,6 +119,9 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
     checkpoint = load_checkpoint(found)
+    for name, value in trainer.model.state_dict(keep_vars=True).items():
+        if is_lazy(value) and name in checkpoint.model:  # of a lazy module before its first call
+            value.materialize(checkpoint.model[name].shape)
     model, state = trainer.strategy.save(trainer.model), trainer.state_dict()
     lines = describe_differences(checkpoint, model=model, state=state)
     hooks = describe_hook_differences(checkpoint.state["hooks"], state["hooks"])
