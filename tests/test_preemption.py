@@ -275,3 +275,39 @@ def test_a_checkpoint_that_a_hook_asks_for_in_any_event_resumes_exactly(tmp_path
     resumed.fit(DATA, VAL, resume_from=saving.run.path)
     assert outcome(resumed) == outcome(expected)
     assert same(weights(resumed.model), weights(expected.model))
+
+
+def test_a_signal_reaches_a_training_within_which_another_one_runs(tmp_path):
+    class Inner(hookline.Hook):
+        def on_epoch_end(self) -> None:
+            inner = make(tmp_path / "inner", SignalAt("on_step_end", 2))
+            inner.fit(DATA, VAL)
+            self.status = inner.status
+
+    outer = make(tmp_path / "outer", hook := Inner())
+    outer.fit(DATA, VAL)
+    assert (hook.status, outer.status, outer.stop_signal) == ("preempted", "preempted", "SIGTERM")
+
+
+def test_a_signal_at_the_end_of_training_is_not_lost(tmp_path, caplog):
+    trainer = make(tmp_path, SignalAt("on_train_end"))
+    trainer.fit(DATA, VAL)
+    assert (trainer.status, trainer.stop_signal) == ("completed", "SIGTERM")
+    assert "SIGTERM came when training was ending with the status 'completed'" in caplog.text
+    trainer = make(tmp_path, SignalAt("on_train_end", number=signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(DATA, VAL)
+    assert trainer.status == "completed"
+
+
+def test_a_checkpoint_that_is_asked_for_after_an_exception_is_not_dropped_silently(
+    tmp_path, caplog
+):
+    class Save(hookline.Hook):
+        def on_exception(self, trainer: Any) -> None:
+            assert trainer.save_checkpoint() is None
+
+    trainer = make(tmp_path, Save())
+    with pytest.raises(Exception, match="mat1"):
+        trainer.fit([(torch.ones(4, 3), torch.ones(4, 4))])
+    assert "asked for at step 0 was not saved" in caplog.text

@@ -18,9 +18,10 @@ class SignalWatch:
     """While the block runs, a signal is only noted in the loop's requests.
 
     The handler does nothing else: the loop looks at the requests where it can save. A second signal
-    acts at once, as if nobody had handled it. Signals that are ignored, and those handled outside
-    of Python, are left alone. Outside of the main thread, Python cannot handle signals: then this
-    does nothing.
+    acts at once, as if nobody had handled it. If the block is within another one, as a training
+    that a hook of a training starts, that loop gets the signal, too. Signals that are ignored, and
+    those handled outside of Python, are left alone. Outside of the main thread, Python cannot
+    handle signals: then this does nothing.
 
     Args:
         requests: the requests of the loop.
@@ -53,6 +54,10 @@ class SignalWatch:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._receive:  # else somebody has replaced it
                 signal.signal(number, previous)
+        received = self._requests.signal
+        outer = getattr(self._previous.get(received or 0), "__self__", None)
+        if received is not None and isinstance(outer, SignalWatch):
+            outer._requests.receive_signal(received)
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -122,6 +122,7 @@ class Trainer(TrainerRun):
                 raise
             finally:
                 self._end()
+        self._check_late_signal()
         self._requeue()
         return self
 

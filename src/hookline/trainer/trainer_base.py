@@ -274,7 +274,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that ended the last run, such as "SIGTERM"; None if none did."""
+        """The signal that asked the last run to end, such as "SIGTERM"; None if none did."""
         return self._stop_signal
 
     @property
