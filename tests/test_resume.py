@@ -239,3 +239,24 @@ def test_lazy_modules_are_resumed_before_their_first_call(tmp_path):
 
     first = train(2)
     assert same(weights(train(0, first.run.path).model), weights(first.model))
+
+
+def test_a_checkpoint_in_the_folder_of_another_run_does_not_change_that_run(tmp_path):
+    def train(*hooks, resume_from=None):
+        trainer = Trainer(settings(tmp_path), *parts(), hooks=hooks)
+        return trainer.fit(batches(6), resume_from=resume_from)
+
+    other = train()
+    before = (other.run.path / "metrics.jsonl").read_bytes()
+
+    class SaveElsewhere(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("longer records", step)
+            if step == 4:
+                trainer.save_checkpoint(other.run.checkpoints / "foreign")
+
+    first = train(SaveElsewhere())
+    resumed = train(resume_from=other.run.checkpoints / "foreign")
+    assert (other.run.path / "metrics.jsonl").read_bytes() == before
+    assert resumed.run.id not in (other.run.id, first.run.id)
+    assert same(weights(resumed.model), weights(first.model))

@@ -126,13 +126,19 @@ class TrainerRun(TrainerBase):
         self._recorder = Recorder(config.runs)
         if self.strategy.is_main:
             resumed = restored is not None and parent is None and config.runs is not None
+            run = find_run_of_checkpoint(restored) if restored and resumed else None
+            if resumed and run is None:
+                self.announce(
+                    f"The checkpoint {restored} is not in the folder of its run: a new run is "
+                    f"written, whose records begin after step {self.step}."
+                )
             self._recorder.begin(
                 config=config.model_dump(mode="json"),
                 seed=config.seed,
                 hooks=self.hooks.describe(),
                 device=self.device,
                 step=self.step,
-                resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
+                resumed_run=run,
                 restored=restored,
                 position=self._run_position,
                 parent=parent,
