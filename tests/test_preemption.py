@@ -311,3 +311,25 @@ def test_a_checkpoint_that_is_asked_for_after_an_exception_is_not_dropped_silent
     with pytest.raises(Exception, match="mat1"):
         trainer.fit([(torch.ones(4, 3), torch.ones(4, 4))])
     assert "asked for at step 0 was not saved" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="no SIGCHLD here")
+def test_workers_that_the_signal_ends_too_do_not_stop_the_save(tmp_path):
+    def fail(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")  # as torch's handler does
+
+    class EndWorker(hookline.Hook):
+        def on_before_backward(self) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGCHLD)
+
+    previous = signal.signal(signal.SIGCHLD, fail)
+    try:
+        trainer = make(tmp_path, EndWorker())
+        trainer.fit(DATA, VAL)
+        assert signal.getsignal(signal.SIGCHLD) is fail
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+    info = next(i for i in trainer.hooks.describe() if i.name == "end_worker")
+    assert (trainer.status, trainer.step, info.failures) == ("preempted", 1, 0)
+    assert (trainer.run.checkpoints / "step_000001").is_dir()
