@@ -238,3 +238,98 @@ def test_a_crash_saves_a_checkpoint_that_only_its_folder_names(tmp_path):
     folder = trainer.run.path / "checkpoints"
     assert (folder / "crash_000004" / "manifest.json").is_file()
     assert hookline.checkpoint.find_checkpoint(trainer.run.path) == folder / "step_000002"
+
+
+class SaveIn(hookline.Hook):
+    """Asks for a checkpoint in the n-th call of an event."""
+
+    def __init__(self, event: str, at: int) -> None:
+        self.at, self.count = at, 0
+        setattr(self, event, self.save)
+
+    def save(self, trainer: Any) -> None:
+        self.count += 1
+        if self.count == self.at:
+            trainer.save_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("event", "at"),
+    [
+        ("on_epoch_start", 1),
+        ("on_epoch_start", 2),
+        ("on_validation_start", 1),  # of the validation before the first step
+        ("on_validation_batch_end", 2),
+        ("on_validation_end", 1),
+        ("on_validation_end", 2),
+        ("on_epoch_end", 1),
+    ],
+)
+def test_a_checkpoint_that_a_hook_asks_for_in_any_event_resumes_exactly(tmp_path, event, at):
+    expected = make(tmp_path / "whole", sanity=True)
+    expected.fit(DATA, VAL)
+    saving = make(tmp_path / "runs", sanity=True)
+    saving.add_hook(SaveIn(event, at))  # after the hooks whose state is compared
+    saving.fit(DATA, VAL)
+    resumed = make(tmp_path / "runs", sanity=True)
+    resumed.fit(DATA, VAL, resume_from=saving.run.path)
+    assert outcome(resumed) == outcome(expected)
+    assert same(weights(resumed.model), weights(expected.model))
+
+
+def test_a_signal_reaches_a_training_within_which_another_one_runs(tmp_path):
+    class Inner(hookline.Hook):
+        def on_epoch_end(self) -> None:
+            inner = make(tmp_path / "inner", SignalAt("on_step_end", 2))
+            inner.fit(DATA, VAL)
+            self.status = inner.status
+
+    outer = make(tmp_path / "outer", hook := Inner())
+    outer.fit(DATA, VAL)
+    assert (hook.status, outer.status, outer.stop_signal) == ("preempted", "preempted", "SIGTERM")
+
+
+def test_a_signal_at_the_end_of_training_is_not_lost(tmp_path, caplog):
+    trainer = make(tmp_path, SignalAt("on_train_end"))
+    trainer.fit(DATA, VAL)
+    assert (trainer.status, trainer.stop_signal) == ("completed", "SIGTERM")
+    assert "SIGTERM came when training was ending with the status 'completed'" in caplog.text
+    trainer = make(tmp_path, SignalAt("on_train_end", number=signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(DATA, VAL)
+    assert trainer.status == "completed"
+
+
+def test_a_checkpoint_that_is_asked_for_after_an_exception_is_not_dropped_silently(
+    tmp_path, caplog
+):
+    class Save(hookline.Hook):
+        def on_exception(self, trainer: Any) -> None:
+            assert trainer.save_checkpoint() is None
+
+    trainer = make(tmp_path, Save())
+    with pytest.raises(Exception, match="mat1"):
+        trainer.fit([(torch.ones(4, 3), torch.ones(4, 4))])
+    assert "asked for at step 0 was not saved" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="no SIGCHLD here")
+def test_workers_that_the_signal_ends_too_do_not_stop_the_save(tmp_path):
+    def fail(number: int, frame: Any) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal")  # as torch's handler does
+
+    class EndWorker(hookline.Hook):
+        def on_before_backward(self) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGCHLD)
+
+    previous = signal.signal(signal.SIGCHLD, fail)
+    try:
+        trainer = make(tmp_path, EndWorker())
+        trainer.fit(DATA, VAL)
+        assert signal.getsignal(signal.SIGCHLD) is fail
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+    info = next(i for i in trainer.hooks.describe() if i.name == "end_worker")
+    assert (trainer.status, trainer.step, info.failures) == ("preempted", 1, 0)
+    assert (trainer.run.checkpoints / "step_000001").is_dir()

@@ -298,3 +298,53 @@ def test_what_was_recorded_before_a_checkpoint_is_there_when_it_is(tmp_path):
     config = TrainerConfig(runs=tmp_path, progress="off")
     Trainer(config, model, optimizer, hooks=[looks]).fit(batches(5))
     assert looks.recorded[:3] == [1, 2, 3]
+
+    assert looks.recorded == [1, 2, 3]
+
+
+def test_settings_that_end_before_the_checkpoint_are_warned_about(tmp_path, caplog):
+    first = Trainer(settings(tmp_path, max_epochs=2), *parts(), hooks=[SaveAt(7)])
+    first.fit(batches(4))
+    for fields, text in (
+        ({"max_epochs": 1}, "max_epochs is 1"),
+        ({"max_steps": 5}, "max_steps is 5"),
+        ({"max_epochs": 2}, ""),
+    ):
+        caplog.clear()
+        trainer = Trainer(settings(tmp_path, **fields), *parts(), hooks=[SaveAt(0)])
+        trainer.fit(batches(4), resume_from=first.run.path)
+        assert ("Nothing is left to train" in caplog.text) == bool(text)
+        assert text in caplog.text
+
+
+def test_lazy_modules_are_resumed_before_their_first_call(tmp_path):
+    def train(at, resume_from=None):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.LazyLinear(16), torch.nn.LazyLinear(4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        trainer = Trainer(settings(tmp_path, seed=1), model, optimizer, hooks=[SaveAt(at)])
+        return trainer.fit(batches(4), resume_from=resume_from)
+
+    first = train(2)
+    assert same(weights(train(0, first.run.path).model), weights(first.model))
+
+
+def test_a_checkpoint_in_the_folder_of_another_run_does_not_change_that_run(tmp_path):
+    def train(*hooks, resume_from=None):
+        trainer = Trainer(settings(tmp_path), *parts(), hooks=hooks)
+        return trainer.fit(batches(6), resume_from=resume_from)
+
+    other = train()
+    before = (other.run.path / "metrics.jsonl").read_bytes()
+
+    class SaveElsewhere(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("longer records", step)
+            if step == 4:
+                trainer.save_checkpoint(other.run.checkpoints / "foreign")
+
+    first = train(SaveElsewhere())
+    resumed = train(resume_from=other.run.checkpoints / "foreign")
+    assert (other.run.path / "metrics.jsonl").read_bytes() == before
+    assert resumed.run.id not in (other.run.id, first.run.id)
+    assert same(weights(resumed.model), weights(first.model))

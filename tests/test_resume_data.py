@@ -363,3 +363,16 @@ def test_a_generator_of_a_validation_loader(tmp_path):
     (saved,) = (whole.run.path / "checkpoints").glob("step_*")
     _, found = run(Batches(), resume_from=saved)
     assert same(found, expected)
+
+
+@pytest.mark.parametrize("sampler", [False, True], ids=["batch_size", "batch_sampler"])
+def test_another_batch_size_in_the_middle_of_an_epoch_raises(tmp_path, sampler):
+    def loader(size):
+        if not sampler:
+            return DataLoader(dataset(), batch_size=size, shuffle=True)
+        indices = RandomSampler(range(len(dataset())))
+        return DataLoader(dataset(), batch_sampler=BatchSampler(indices, size, drop_last=False))
+
+    first = train(tmp_path, loader(4), {}, [SaveAt(2)])
+    with pytest.raises(CheckpointError, match=r"had the batch size 4 .* and has 5 now"):
+        train(tmp_path, loader(5), {}, [SaveAt(0)], resume_from=first.run.path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import CheckpointError, listed
@@ -22,8 +21,8 @@ __all__ = [
     "describe_differences",
     "describe_hook_differences",
     "describe_mismatches",
+    "fit_checkpoint",
     "fitting_weights",
-    "read_fitting",
     "select_fitting",
 ]
 
@@ -60,8 +59,8 @@ def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) 
     return lines + describe_hook_differences(saved.get("hooks", {}), state.get("hooks", {}))
 
 
-def read_fitting(
-    path: Path,
+def fit_checkpoint(
+    checkpoint: Checkpoint,
     *,
     model: State,
     state: State,
@@ -70,12 +69,12 @@ def read_fitting(
     strict: bool,
     more: Callable[[], list[str]] = list,
 ) -> Checkpoint:
-    """Read a checkpoint that fits a training; all of it is compared before anything is changed.
+    """Return a checkpoint as a training can load it, after comparing all of it.
 
     Hooks may come and go: if only their states differ, the checkpoint fits.
 
     Args:
-        path: The checkpoint.
+        checkpoint: What `load_checkpoint` returned. It is not changed.
         model: The `state_dict` of the model.
         state: The state that a checkpoint of this training would have now.
         what: What it is loaded into, for the message.
@@ -84,17 +83,14 @@ def read_fitting(
         more: Returns further lines for the message.
 
     Raises:
-        CheckpointError: It is damaged, or it does not fit and `strict` is set.
+        CheckpointError: It does not fit, and `strict` is set.
     """
-    from hookline.checkpoint.checkpoint_folder import load_checkpoint  # imports torch
-
-    checkpoint = load_checkpoint(path)
     lines = describe_differences(checkpoint, model=model, state=state)
     hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state.get("hooks", {}))
     if len(lines) == len(hooks):
         return checkpoint
     lines += more()
-    text = f"The checkpoint {path} does not fit {what}"
+    text = f"The checkpoint {checkpoint.path} does not fit {what}"
     if strict:
         raise CheckpointError(f"{text}. Nothing was changed. {advice}\n  " + "\n  ".join(lines))
     log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))

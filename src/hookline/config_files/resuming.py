@@ -90,9 +90,9 @@ def find_fork(training: Training, given: str) -> Path:
 
 
 def describe_resume_command(training: Training, overrides: Sequence[str]) -> str:
-    """Return the command that continues a run that has ended too early; "" if there is no run."""
+    """Return the command that continues a run that has ended too early; "" if there is none."""
     run = training.trainer.run
-    if run is None:
+    if run is None or training.trainer.status in ("completed", "stopped"):
         return ""
     command = ["hookline", "train", training.source, *overrides]
     try:

@@ -18,9 +18,10 @@ class SignalWatch:
     """While the block runs, a signal is only noted in the loop's requests.
 
     The handler does nothing else: the loop looks at the requests where it can save. A second signal
-    acts at once, as if nobody had handled it. Signals that are ignored, and those handled outside
-    of Python, are left alone. Outside of the main thread, Python cannot handle signals: then this
-    does nothing.
+    acts at once, as if nobody had handled it. If the block is within another one, as a training
+    that a hook of a training starts, that loop gets the signal, too. Signals that are ignored, and
+    those handled outside of Python, are left alone. Outside of the main thread, Python cannot
+    handle signals: then this does nothing.
 
     A scheduler may signal all processes of a job. Then the workers of loaders end, too, and torch
     would raise an error in the middle of a step: after a signal, the ends of child processes are
@@ -37,6 +38,7 @@ class SignalWatch:
         numbers = (getattr(signal, name, None) for name in ("SIGINT", *names))
         self._numbers = [number for number in numbers if number is not None]
         self._previous: dict[int, Any] = {}
+        self._worker_handler: Any = None  # what SIGCHLD did before a signal came
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
@@ -55,29 +57,40 @@ class SignalWatch:
         traceback: TracebackType | None = None,
     ) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) in (self._receive, self._ignore):  # else it was replaced
+            if signal.getsignal(number) == self._receive:  # else somebody has replaced it
                 signal.signal(number, previous)
+        if self._worker_handler is not None:
+            if signal.getsignal(signal.SIGCHLD) is _do_nothing:
+                signal.signal(signal.SIGCHLD, self._worker_handler)
+            self._worker_handler = None
+        received = self._requests.signal
+        outer = getattr(self._previous.get(received or 0), "__self__", None)
+        if received is not None and isinstance(outer, SignalWatch):
+            outer._requests.receive_signal(received)
         self._previous.clear()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # in a forked process, such as a worker of a loader
-            if number != signal.SIGINT:  # the terminal sends it to all; the parent decides
+            if (
+                number == signal.SIGTERM
+            ):  # others may be sent to the whole group: the parent decides
                 self._exit(number)
         elif self._requests.signal is None:
             self._requests.receive_signal(signal.Signals(number))
-            self._ignore_child_processes()
+            self._ignore_ended_workers()
         else:
             self.__exit__()
             self._exit(number)
 
-    def _ignore_child_processes(self) -> None:
+    def _ignore_ended_workers(self) -> None:
+        """Keep torch from raising in the middle of a step, or of a save, when a worker has ended.
+
+        A signal to the process group, as a cluster sends it, ends the workers of loaders, too.
+        """
         number = getattr(signal, "SIGCHLD", None)
         if number is not None and callable(previous := signal.getsignal(number)):
-            self._previous[number] = previous  # torch's
-            signal.signal(number, self._ignore)
-
-    def _ignore(self, number: int, frame: FrameType | None) -> None:
-        pass
+            self._worker_handler = previous
+            signal.signal(number, _do_nothing)
 
     @staticmethod
     def _exit(number: int) -> None:
@@ -86,3 +99,7 @@ class SignalWatch:
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""

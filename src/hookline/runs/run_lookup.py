@@ -7,7 +7,8 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from hookline.errors import RunError, listed
+from hookline.checkpoint.checkpoint_lookup import read_manifest
+from hookline.errors import CheckpointError, RunError, listed
 from hookline.runs.manifest import read_run_manifest
 
 __all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders"]
@@ -57,9 +58,20 @@ def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs
 
 
 def find_run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that saved `<run>/checkpoints/<checkpoint>`, or None."""
+    """Return the folder of the run that saved `<run>/checkpoints/<checkpoint>`, or None.
+
+    A run that contains the checkpoint of another run does not count: its log is not continued.
+    """
     folders = checkpoint.parents[1:2]
-    return next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
+    folder = next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
+    if folder is None:
+        return None
+    try:
+        saved_by = read_manifest(checkpoint)["info"].get("run_id")
+        found = read_run_manifest(folder).get("run_id")
+    except (CheckpointError, RunError):  # reported by whoever opens it
+        return folder
+    return folder if saved_by in (None, found) else None
 
 
 def _find_by_id(wanted: str, root: Path) -> Path:

@@ -122,6 +122,14 @@ class DataPosition:
 
     def _check_continuable(self, name: str, loader: Any, before: Mapping[str, Any]) -> None:
         """Raise if the pass that the checkpoint was made in cannot be continued."""
+        batch_size, batch_size_before = _batch_size(loader), before.get("batch_size")
+        if batch_size_before is not None and batch_size != batch_size_before:
+            raise CheckpointError(
+                f"The train loader '{name}' had the batch size {batch_size_before} when the "
+                f"checkpoint was made in the middle of an epoch, and has {batch_size} now; samples "
+                "would be skipped or trained on twice. Resume with the batch size of the run, or "
+                "from a checkpoint at the end of an epoch."
+            )
         samples = _number_of_samples(loader)
         if samples != before["samples"]:
             raise CheckpointError(
@@ -292,6 +300,7 @@ class DataPosition:
                     "has_workers": passes.has_workers,
                     "worker_seed": passes.worker_seed(),
                     "samples": _number_of_samples(passes.loader),
+                    "batch_size": _batch_size(passes.loader),
                 }
                 for passes, ended in zip(self._passes, self._ended, strict=True)
             ],
@@ -322,3 +331,11 @@ def _number_of_samples(loader: Any) -> int | None:
     """Return the size of a map-style dataset in a DataLoader, None for other loaders."""
     dataset = loader.dataset if isinstance(loader, DataLoader) else None
     return None if dataset is None or isinstance(dataset, IterableDataset) else length_of(dataset)
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Return the batch size of a DataLoader or its batch sampler, None where it is not known."""
+    if not isinstance(loader, DataLoader):
+        return None
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None

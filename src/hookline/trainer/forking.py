@@ -192,7 +192,8 @@ class _Fork:
         new_position.epoch = position["epoch"]
         fresh = new_position.state_dict(self._trainer.device)
         self.state["position"] = {**fresh, "now": position["now"]}
-        self.state |= dict.fromkeys(self.state.keys() & {"validation_due", "epoch_over"}, False)
+        flags = {"validation_due", "epoch_started", "epoch_over"}
+        self.state |= dict.fromkeys(self.state.keys() & flags, False)
 
     def _apply_hooks(self) -> None:
         """Leave hooks enabled that the parent began without, and report options that differ."""

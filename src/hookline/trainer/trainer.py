@@ -122,6 +122,7 @@ class Trainer(TrainerRun):
                 raise
             finally:
                 self._end()
+        self._check_late_signal()
         self._requeue()
         return self
 
@@ -151,8 +152,13 @@ class Trainer(TrainerRun):
                 context.means = Means()
                 self._position.validated = {}
             if fire.on_epoch_start is not None:
-                with self._recorder.paused(resumed):  # its values were recorded before
+                self._phase = Phase.IN_STEP  # checkpoints wait until all hooks were called
+                with self._recorder.paused(resumed or self._epoch_started):  # recorded before
                     fire.on_epoch_start(context)
+                self._phase = Phase.BETWEEN_STEPS
+            self._epoch_started = True
+            if self._requests.checkpoints:
+                self._save_requested()
             complete = self._run_epoch()
             self._phase = Phase.IN_STEP  # checkpoints that are requested now wait
             self._loss_check.finish()
@@ -164,7 +170,7 @@ class Trainer(TrainerRun):
             if fire.on_epoch_end is not None:
                 fire.on_epoch_end(context)
             self._recorder.epoch(context.step, context.epoch, context.means.means())
-            self._epoch_over = True
+            self._epoch_over, self._epoch_started = True, False
             if complete:
                 self._end_epoch(context.made_metrics)
             self._phase = Phase.BETWEEN_STEPS
@@ -394,8 +400,7 @@ class Trainer(TrainerRun):
         if signaled and not stop:  # training that stops here ends in any case
             self._leave()
         if save:
-            paths, requests.checkpoints = requests.checkpoints, []
-            self._save(paths or [None])  # none: another rank requested it
+            self._save_requested()
         elif self._saving is not None and self._saving.busy:
             self._saving.report()
         if self._probes is not None and self._probes.waiting:
@@ -404,17 +409,23 @@ class Trainer(TrainerRun):
         requests.settle(saving=busy or self._prepares_saving)
         return stop
 
+    def _save_requested(self) -> None:
+        paths, self._requests.checkpoints = self._requests.checkpoints, []
+        self._save(paths or [None])  # none: another rank requested it
+
     def _validate_in_loop(self) -> None:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
         assert self.val_data is not None
         states = encode_states(self.hooks.state_dict())
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
+        phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end
         try:
             metrics = self._validate(self.val_data, until_signal=True)
         except RuntimeError as error:
             if not self._ended_workers(error):
                 raise
             metrics = None
+        self._phase = phase
         if metrics is None:
             self._cancel_validation(states, generators)
             self._leave()

@@ -106,6 +106,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
         self._last_epoch = 0  # the epoch of the checkpoint that was loaded
+        self._epoch_started = False  # whether on_epoch_start was fired for the current position
         self._epoch_over = False  # whether on_epoch_end was fired for the current position
         self._stop_signal: str | None = None
         self._run_position: Any = None  # of the metrics log, in the checkpoint that was loaded
@@ -273,7 +274,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that ended the last run, such as "SIGTERM"; None if none did."""
+        """The signal that asked the last run to end, such as "SIGTERM"; None if none did."""
         return self._stop_signal
 
     @property
@@ -359,6 +360,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "best_accuracy": self.best_accuracy,
             "sanity_due": self._sanity_due,
             "validation_due": self._validation_due,
+            "epoch_started": self._epoch_started,
             "epoch_over": self._epoch_over,
             "run": self._recorder.position(),
         }
@@ -390,6 +392,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context.means.load_state_dict(state["means"])
         self.best_accuracy = state["best_accuracy"]
         self._sanity_due, self._validation_due = state["sanity_due"], state["validation_due"]
+        self._epoch_started = state.get("epoch_started", False)
         self._epoch_over, self._run_position = state["epoch_over"], state.get("run")
         self._position.load_state_dict(state["position"], self.device)
         if self.train_data is not None:

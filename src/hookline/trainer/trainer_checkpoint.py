@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import find_checkpoint
-from hookline.checkpoint.differences import read_fitting
+from torch.nn.parameter import is_lazy
+
+from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.runs.crash_loop import check_crash_loop
@@ -108,8 +110,12 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         found: the checkpoint.
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
-    checkpoint = read_fitting(
-        found,
+    checkpoint = load_checkpoint(found)
+    for name, value in trainer.model.state_dict(keep_vars=True).items():
+        if is_lazy(value) and name in checkpoint.model:  # of a lazy module before its first call
+            value.materialize(checkpoint.model[name].shape)
+    checkpoint = fit_checkpoint(
+        checkpoint,
         model=trainer.strategy.save(trainer.model),
         state=trainer.state_dict(),
         what=f"this trainer and its {type(trainer.model).__name__}",

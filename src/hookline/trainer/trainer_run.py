@@ -59,7 +59,7 @@ class TrainerRun(TrainerBase):
         self._position = DataPosition(fast_forward=config.fast_forward)
         self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._run_position = self._stop_signal = None
-        self._epoch_over = self._validation_due = False
+        self._epoch_started = self._epoch_over = self._validation_due = False
         self._last_epoch = 0
         self._sanity_due = config.sanity
         self._optimizer_round = 0
@@ -102,7 +102,23 @@ class TrainerRun(TrainerBase):
         start = None if resume_from is None else find_start(self, resume_from)
         if start is not None:
             load_trainer_checkpoint(self, start, strict=strict)
+            self._check_end(start)
         return start, None
+
+    def _check_end(self, checkpoint: Path) -> None:
+        """Warn if training has gone further than these settings say."""
+        config, position, epochs = self.config, self._position, self.max_epochs
+        ends = []
+        if epochs is not None and (position.epoch, position.batches) > (epochs, 0):
+            ends.append(f"max_epochs is {epochs}")
+        if config.max_steps is not None and self.step > config.max_steps:
+            ends.append(f"max_steps is {config.max_steps}")
+        if ends:
+            log.warning(
+                "Nothing is left to train: the checkpoint %s was saved after step %d and %d "
+                "epochs, and %s.",
+                *(checkpoint, self.step, position.epoch, " and ".join(ends)),
+            )
 
     def _start_run(self, restored: Path | None, parent: Any) -> None:
         """Start a run, or continue the folder of a resumed one if it still exists."""
@@ -110,13 +126,19 @@ class TrainerRun(TrainerBase):
         self._recorder = Recorder(config.runs)
         if self.strategy.is_main:
             resumed = restored is not None and parent is None and config.runs is not None
+            run = find_run_of_checkpoint(restored) if restored and resumed else None
+            if resumed and run is None:
+                self.announce(
+                    f"The checkpoint {restored} is not in the folder of its run: a new run is "
+                    f"written, whose records begin after step {self.step}."
+                )
             self._recorder.begin(
                 config=config.model_dump(mode="json"),
                 seed=config.seed,
                 hooks=self.hooks.describe(),
                 device=self.device,
                 step=self.step,
-                resumed_run=find_run_of_checkpoint(restored) if restored and resumed else None,
+                resumed_run=run,
                 restored=restored,
                 position=self._run_position,
                 parent=parent,
@@ -254,6 +276,21 @@ class TrainerRun(TrainerBase):
         requests.stop(received.name)
         raise Preempted
 
+    def _check_late_signal(self) -> None:
+        """Pass on a signal that came when training was ending in any case."""
+        received = self._requests.signal
+        if received is None or self._stop_signal is not None:
+            return
+        self._stop_signal = received.name
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
+        log.warning(
+            "%s came when training was ending with the status '%s'. `trainer.stop_signal` has its "
+            "name: a script that continues should end soon.",
+            received.name,
+            self.status,
+        )
+
     def _cancel_validation(self, states: Any, generators: list[tuple[Any, Any]]) -> None:
         """Undo a validation that does not end: it is repeated after resuming.
 
@@ -304,6 +341,13 @@ class TrainerRun(TrainerBase):
         failed = context.status in ("error", "interrupted")
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
+        if self._requests.checkpoints:
+            log.warning(
+                "A checkpoint that was asked for at step %d was not saved, because training ended "
+                "in the middle of a step. To save the state after an exception, set "
+                "checkpoints.on_crash in the TrainerConfig.",
+                self.step,
+            )
         try:
             self._finish_saving(failed)
             self._phase = Phase.IDLE

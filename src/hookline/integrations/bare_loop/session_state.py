@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.checkpoint.checkpoint_folder import Checkpoint
-from hookline.checkpoint.differences import read_fitting
+from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
+from hookline.checkpoint.differences import fit_checkpoint
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
@@ -81,8 +81,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
     """Read a checkpoint, after comparing all of it with the session."""
     here = collect_session(session, {}, {})
-    return read_fitting(
-        found,
+    return fit_checkpoint(
+        load_checkpoint(found),
         model=here["model"],
         state=here["state"],
         what=f"this {type(session.model).__name__}",
