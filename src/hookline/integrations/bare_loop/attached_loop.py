@@ -18,6 +18,7 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, NotSuppliedError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
+from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
 from hookline.integrations.bare_loop.processes import is_main_process
 from hookline.integrations.bare_loop.requirements import (
@@ -110,6 +111,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._on_stop, self._stop_grace = on_stop, stop_grace
         self._has_read_stop = self._ignores_stop = False
         self.started = self._ended = False
+        self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._warned_late_log = self._warned_no_run = False
         self.hooks = HookManager(source=self._context, settings=settings)
         self.hooks.raise_on_missing_args = True  # until the first step
@@ -225,6 +227,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if not self.started:
             self._start_recorder()
             self.started = True
+            self._cancel_detach_at_exit = detach_at_exit(self)
             self._start_saving()
             self.hooks.run_started()
             context = self._context
@@ -241,6 +244,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if self._ended:
             return
         self._ended = True
+        if self._cancel_detach_at_exit is not None:
+            self._cancel_detach_at_exit()
         try:
             if self._context.status == "training":
                 ends_early = self._is_stopping and not self._ignores_stop
