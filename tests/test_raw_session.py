@@ -200,13 +200,26 @@ def test_checkpoints_are_told():
 @pytest.mark.parametrize("how", ["input_ids", "function"])
 def test_tokens_are_counted(how):
     hook, model, optimizer = tell(on_step_end=("tokens_seen", "ctx"), on_train_end=("tokens_seen",))
-    count = None if how == "input_ids" else lambda batch: batch["x"].shape[0] * 3
+    count = "auto" if how == "input_ids" else lambda batch: batch["x"].shape[0] * 3
     data = [{"input_ids": torch.zeros(2, 6), "x": x, "y": y} for x, y in batches(2)]
     with hookline.attach(model, optimizer, hooks=[hook], tokens=count) as session:
         for batch in session.batches(data):
             train(model, optimizer, [(batch["x"], batch["y"])])
     assert [a["tokens_seen"] for _, a in hook.told] == [12, 24, 24]
     assert hook.told[1][1]["ctx"].tokens_seen == 24
+
+
+def test_integer_inputs_are_counted_as_tokens_unless_tokens_is_none():
+    data = [(torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6)) for _ in range(2)]
+    hook, model, optimizer = tell(on_step_end=("tokens_seen",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for _ in session.batches(data):
+            train(model, optimizer, batches(1))
+    assert [a["tokens_seen"] for _, a in hook.told] == [12, 24]
+    session = hookline.attach(model, optimizer, hooks=[hook], tokens=None)
+    with pytest.raises(NotSuppliedError, match="tokens"), session:
+        for _ in session.batches(data):
+            train(model, optimizer, batches(1))
 
 
 def test_the_step_context_is_the_step():

@@ -17,7 +17,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import evaluation, samples_in
+from hookline.loop.evaluation import count_tokens, evaluation, samples_in
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
@@ -35,7 +35,7 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.losses import LossComputer, count_tokens
+from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import SingleProcess, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext

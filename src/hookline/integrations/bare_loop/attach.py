@@ -30,7 +30,7 @@ def attach(
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
     config: Any = None,
-    tokens: Callable[[Any], int] | None = None,
+    tokens: Callable[[Any], int] | Literal["auto"] | None = "auto",
     settings: HookSettings | None = None,
     loss_divided: bool | None = None,
     on_stop: Literal["warn", "raise"] = "warn",
@@ -60,7 +60,8 @@ def attach(
             loop steps them.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
         config: the configuration, for hooks that ask for `config`.
-        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
+        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`, or
+            of integer inputs with two or more dimensions; None if batches have no tokens.
         settings: how failing and costly hooks are treated.
         loss_divided: whether a loop with gradient accumulation divides its loss by the number of
             batches in a step. By default, this is read from the loss's graph; a loss that comes out

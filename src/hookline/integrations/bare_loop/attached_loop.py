@@ -28,7 +28,7 @@ from hookline.integrations.bare_loop.requirements import (
 )
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_watch import StepWatch
-from hookline.loop.evaluation import tokens_in
+from hookline.loop.evaluation import count_tokens
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
 
@@ -65,7 +65,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
         config: Any,
-        tokens: Callable[[Any], int] | None,
+        tokens: Callable[[Any], int] | Literal["auto"] | None,
         settings: HookSettings | None,
         loss_divided: bool | None,
         on_stop: Literal["warn", "raise"],
@@ -99,7 +99,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._checkpoints: SessionCheckpoints | None = None  # made when it is needed
         self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._context = BareLoopEventContext(self, model, optimizers, config, runs is not None)
-        self._tokens_fn = tokens
+        self._tokens_fn = count_tokens if tokens == "auto" else tokens
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
         self._validation: Means | None = None
@@ -395,10 +395,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
         return not self._ended, self.started and not self._ended
 
     def _count_tokens(self, batch: Any) -> int | None:
-        tokens = int(self._tokens_fn(batch)) if self._tokens_fn else tokens_in(batch) or None
-        if tokens is not None:
-            self._supplied.add("tokens")
-        return tokens
+        tokens = None if self._tokens_fn is None else self._tokens_fn(batch)
+        if tokens is None:
+            return None
+        self._supplied.add("tokens")
+        return int(tokens)
 
     def _end_batch(self, tokens: int | None = None) -> None:
         """End the batch in progress, if there is one."""
