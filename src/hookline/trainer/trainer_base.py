@@ -11,7 +11,7 @@ import torch
 
 from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
-from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager
 from hookline.errors import RunError, TrainingError, listed
@@ -27,7 +27,6 @@ from hookline.trainer.checks import (
     check_arguments,
     check_gradient,
     checked_config,
-    checked_hparams,
     checked_model,
     checked_optimizers,
     device_for,
@@ -74,7 +73,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         tags: Iterable[str] = (),
         **unknown: Never,
     ) -> None:
-        check_arguments(config, model, optimizers, loss_fn, step_fn, unknown)
+        count = None if tokens_fn == "auto" else tokens_fn
+        functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
+        check_arguments(config, model, optimizers, unknown, **functions)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         self.device = device_for(self.config.device, checked_model(model))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hookline.config.trainer_config import CheckpointConfig
+from hookline.config.trainer_config import CheckpointConfig, checked_hparams
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
@@ -82,6 +82,8 @@ def attach(
     """
     if on_stop not in ("warn", "raise"):
         raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')
+    if tokens is not None and tokens != "auto" and not callable(tokens):
+        raise TypeError(f"attach(…, tokens=…) takes a function or None, not {describe(tokens)}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
@@ -100,11 +102,15 @@ def attach(
         on_stop=on_stop,
         stop_grace=stop_grace,
         runs=runs,
-        checkpoints=CheckpointConfig.model_validate(checkpoints or {}),
-        hparams=hparams,
+        checkpoints=_checkpoint_settings(checkpoints),
+        hparams=checked_hparams(hparams),
         name=name,
         tags=tags,
     )
+
+
+def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
+    return given if isinstance(given, CheckpointConfig) else CheckpointConfig(**(given or {}))
 
 
 def _schedulers(given: Any) -> list[Any]:

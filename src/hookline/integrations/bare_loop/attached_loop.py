@@ -72,21 +72,24 @@ class AttachedLoop(TrainingLoop[HookManager]):
         stop_grace: int,
         runs: str | os.PathLike[str] | Run | DefaultRuns | None,
         checkpoints: CheckpointConfig,
-        hparams: Mapping[str, Any] | None,
+        hparams: dict[str, Any],
         name: str | None,
         tags: Iterable[str],
     ) -> None:
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
         else:
-            given_hooks = hooks = list(hooks)
+            hooks = (
+                hooks if isinstance(hooks, Hook) else list(hooks or ())
+            )  # one alone is refused below
+            given_hooks = [] if isinstance(hooks, Hook) else hooks
         if isinstance(runs, DefaultRuns):
             records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
             runs = runs.value if records or any(map(saves_checkpoints, given_hooks)) else None
         self.model = model
         self.optimizers = optimizers
         self.schedulers = schedulers
-        self.hparams, self.name = dict(hparams or {}), name
+        self.hparams, self.name = hparams, name
         self.tags = [tags] if isinstance(tags, str) else list(tags)
         self.training_description: dict[str, Any] | None = None  # of before a checkpoint was loaded
         self.scaler = scaler
