@@ -576,6 +576,15 @@ def test_a_loop_that_does_not_look_ends_by_an_exception_where_asked_for(grace):
     assert hook.told == [("on_train_end", {"status": "stopped"})]
 
 
+def test_a_loop_that_ended_by_an_exception_has_stopped_also_without_with():
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer, hooks=[Stops()], on_stop="raise", stop_grace=2)
+    with pytest.raises(hookline.StopTraining):
+        train(model, optimizer, batches(5))
+    session.detach()
+    assert session.status == "stopped"
+
+
 def test_a_hook_may_set_should_stop():
     class Sets(hookline.Hook):
         def on_step_end(self, trainer, step):

@@ -178,6 +178,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             return
         why = f" ({self._stop_reason})" if self._stop_reason else ""
         if self._on_stop == "raise" and steps >= self._stop_grace:
+            self._ignores_stop = False  # it ends now
             raise StopTraining(f"Training was asked to stop in step {self._stop_step}{why}.")
         if steps >= 1 and not self._ignores_stop:
             self._ignores_stop = True
