@@ -383,3 +383,14 @@ def test_a_training_metric_that_is_read_after_validation_names_the_option():
     trainer = Trainer(config(), *make(), hooks=[hookline.EarlyStopping(monitor="train/loss")])
     with pytest.raises(TrainingError, match=r"reads after validation.*check_on_train_epoch_end"):
         trainer.fit(batches(1))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), "text", None, [1, 2]])
+def test_a_metric_that_is_not_a_number_is_refused_at_the_first_batch(value):
+    def step(model, batch):
+        return {"loss": F.mse_loss(model(batch[0]), batch[1]), "logits": value}
+
+    trainer = Trainer(config(), *make(), step_fn=step)
+    with pytest.raises(TrainingError, match=r"step_fn returned .* as the metric 'logits'"):
+        trainer.fit(batches(3))
+    assert trainer.step == 0

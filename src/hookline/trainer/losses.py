@@ -174,12 +174,24 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
             for name, value in result.items()
             if name != "loss"
         }
+        for name, value in metrics.items():
+            if not _is_number(value):
+                raise TrainingError(
+                    f"{where} returned {describe_structure(value)} as the metric '{name}'. "
+                    "Expected a number or a tensor with one element: return the loss and numbers."
+                )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainingError(
             f"{where} returned {describe_structure(loss)} as the loss. "
             "Expected a tensor with one element."
         )
     return loss, metrics
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return hasattr(type(value), "__float__")
 
 
 class BatchPlace(NamedTuple):
