@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -234,6 +235,7 @@ def test_the_step_context_is_the_step():
         _ = ctx.tokens_seen
     assert f"loss={losses[0]!r}" in repr(ctx)
     assert "tokens_seen=<not provided>" in repr(ctx)
+    assert ctx == copy.copy(ctx)
 
 
 def test_a_step_context_that_is_kept_has_the_norm_of_its_step():
