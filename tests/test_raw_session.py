@@ -587,6 +587,14 @@ def test_a_loop_that_ended_by_an_exception_has_stopped_also_without_with():
     assert session.status == "stopped"
 
 
+def test_a_session_that_has_ended_cannot_be_entered_again():
+    session = hookline.attach(*make())
+    with session:
+        pass
+    with pytest.raises(hookline.LoopError, match=r"has ended.*Attach again"), session:
+        pass
+
+
 def test_a_hook_may_set_should_stop():
     class Sets(hookline.Hook):
         def on_step_end(self, trainer, step):

@@ -15,7 +15,7 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import HooklineError, NotSuppliedError, StopTraining
+from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
@@ -193,6 +193,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
     # -- start and end ----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self._ended:
+            raise LoopError(
+                "This session has ended, so its hooks would not be called. Attach again: "
+                "`with hookline.attach(…) as session:`."
+            )
         try:
             self.begin()
         except BaseException as error:
