@@ -494,3 +494,32 @@ def test_the_last_value_is_kept_in_a_loop_whose_calls_are_not_seen(tmp_path: Pat
             optimizer.step()
             session.log("after", i)
     assert [value for _, _, value in rows(only(tmp_path), "train/after")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "error"),
+    [
+        ("", "completed", None),
+        ("raise RuntimeError('boom')", "error", "RuntimeError: boom"),
+        ("session.detach(); raise RuntimeError('boom')", "completed", None),
+    ],
+)
+def test_a_session_that_is_never_detached_ends_with_the_interpreter(
+    tmp_path: Path, ending: str, status: str, error: str | None
+) -> None:
+    script = (
+        "import torch, hookline\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "hooks = [hookline.ModelCheckpoint(every_n_steps=3)]\n"
+        f"session = hookline.attach(model, optimizer, hooks=hooks, runs={str(tmp_path)!r})\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(4, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        f"{ending}\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=False, capture_output=True)
+    run = only(tmp_path)
+    assert (run.status, run.manifest["last_error"]) == (status, error)
+    saved = sorted(p.name for p in (run.path / "checkpoints").glob("*step=3"))
+    assert saved == ([] if status == "error" else ["epoch=0-step=3"])  # the last step's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 from loops import batches, make, recorder, same, train, weights
@@ -317,3 +319,22 @@ def test_a_hook_is_not_refused_for_events_that_it_can_do_without(caplog):
     with hookline.attach(model, optimizer, hooks=[Writes(), hookline.LoggingHook()]):
         train(model, optimizer, batches(2))
     assert "waits for" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": hookline.EMA()}, r"Write hooks=\[EMA\(…\)\]"),
+        ({"tokens": 5}, "takes a function or None, not 5"),
+        ({"checkpoints": {"backgroud": True}}, "Did you mean 'background'"),
+        ({"hparams": 5}, "hparams is 5; expected a mapping"),
+    ],
+)
+def test_a_mistake_in_the_arguments_of_attach_is_explained(options, message):
+    with pytest.raises((TypeError, hookline.ConfigError), match=message):
+        hookline.attach(*make(), **options)
+
+
+def test_parsed_command_line_arguments_are_hyperparameters():
+    session = hookline.attach(*make(), hooks=None, hparams=argparse.Namespace(width=3))
+    assert session.hparams == {"width": 3}

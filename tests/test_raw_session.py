@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -200,13 +201,26 @@ def test_checkpoints_are_told():
 @pytest.mark.parametrize("how", ["input_ids", "function"])
 def test_tokens_are_counted(how):
     hook, model, optimizer = tell(on_step_end=("tokens_seen", "ctx"), on_train_end=("tokens_seen",))
-    count = None if how == "input_ids" else lambda batch: batch["x"].shape[0] * 3
+    count = "auto" if how == "input_ids" else lambda batch: batch["x"].shape[0] * 3
     data = [{"input_ids": torch.zeros(2, 6), "x": x, "y": y} for x, y in batches(2)]
     with hookline.attach(model, optimizer, hooks=[hook], tokens=count) as session:
         for batch in session.batches(data):
             train(model, optimizer, [(batch["x"], batch["y"])])
     assert [a["tokens_seen"] for _, a in hook.told] == [12, 24, 24]
     assert hook.told[1][1]["ctx"].tokens_seen == 24
+
+
+def test_integer_inputs_are_counted_as_tokens_unless_tokens_is_none():
+    data = [(torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 6)) for _ in range(2)]
+    hook, model, optimizer = tell(on_step_end=("tokens_seen",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for _ in session.batches(data):
+            train(model, optimizer, batches(1))
+    assert [a["tokens_seen"] for _, a in hook.told] == [12, 24]
+    session = hookline.attach(model, optimizer, hooks=[hook], tokens=None)
+    with pytest.raises(NotSuppliedError, match="tokens"), session:
+        for _ in session.batches(data):
+            train(model, optimizer, batches(1))
 
 
 def test_the_step_context_is_the_step():
@@ -221,6 +235,7 @@ def test_the_step_context_is_the_step():
         _ = ctx.tokens_seen
     assert f"loss={losses[0]!r}" in repr(ctx)
     assert "tokens_seen=<not provided>" in repr(ctx)
+    assert ctx == copy.copy(ctx)
 
 
 def test_a_step_context_that_is_kept_has_the_norm_of_its_step():
@@ -561,6 +576,23 @@ def test_a_loop_that_does_not_look_ends_by_an_exception_where_asked_for(grace):
         train(model, optimizer, batches(5))
     assert session.step == 1 + grace
     assert hook.told == [("on_train_end", {"status": "stopped"})]
+
+
+def test_a_loop_that_ended_by_an_exception_has_stopped_also_without_with():
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer, hooks=[Stops()], on_stop="raise", stop_grace=2)
+    with pytest.raises(hookline.StopTraining):
+        train(model, optimizer, batches(5))
+    session.detach()
+    assert session.status == "stopped"
+
+
+def test_a_session_that_has_ended_cannot_be_entered_again():
+    session = hookline.attach(*make())
+    with session:
+        pass
+    with pytest.raises(hookline.LoopError, match=r"has ended.*Attach again"), session:
+        pass
 
 
 def test_a_hook_may_set_should_stop():

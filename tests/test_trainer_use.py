@@ -357,6 +357,12 @@ def test_the_loss_of_a_training_step_is_a_float():
         (lambda m, o: ((None, m, o), {"loss_fn": nn.MSELoss}), r"loss_fn is the class MSELoss"),
         (lambda m, o: ((None, m, o), {"val_loader": []}), r"'val_loader'.*fit\(loader, val_loade"),
         (lambda m, o: ((None, m, o), {"max_epochs": 3}), r"TrainerConfig\(max_epochs=…\)"),
+        (lambda m, o: ((None, m, o), {"loss_fn": "mse"}), r"loss_fn is 'mse'; expected a function"),
+        (lambda m, o: ((None, m, o), {"tokens_fn": 3}), r"tokens_fn is 3; expected a function"),
+        (
+            lambda m, o: ((None, m, o), {"schedulers": "cosine"}),
+            r"schedulers is 'cosine'.*StepLR\(",
+        ),
         (lambda m, o: ((None, m, o), {"los_fn": 3}), r"'los_fn'. Did you mean 'loss_fn'"),
     ],
 )
@@ -369,3 +375,22 @@ def test_a_mistake_in_the_arguments_is_explained(arguments, message):
 def test_an_unknown_argument_of_fit_is_explained():
     with pytest.raises(TypeError, match=r"fit\(\) has no argument 'val_loader'.*'val_loaders'"):
         Trainer(config(), *make()).fit(batches(1), val_loader=batches(1))
+    with pytest.raises(TypeError, match=r"'train_loader'. The training data comes first: fit\("):
+        Trainer(config(), *make()).fit(train_loader=batches(1))
+
+
+def test_a_training_metric_that_is_read_after_validation_names_the_option():
+    trainer = Trainer(config(), *make(), hooks=[hookline.EarlyStopping(monitor="train/loss")])
+    with pytest.raises(TrainingError, match=r"reads after validation.*check_on_train_epoch_end"):
+        trainer.fit(batches(1))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), "text", None, [1, 2]])
+def test_a_metric_that_is_not_a_number_is_refused_at_the_first_batch(value):
+    def step(model, batch):
+        return {"loss": F.mse_loss(model(batch[0]), batch[1]), "logits": value}
+
+    trainer = Trainer(config(), *make(), step_fn=step)
+    with pytest.raises(TrainingError, match=r"step_fn returned .* as the metric 'logits'"):
+        trainer.fit(batches(3))
+    assert trainer.step == 0

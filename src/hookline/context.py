@@ -334,6 +334,13 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     skipped: bool = False
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StepContext):
+            return NotImplemented
+        return self.__getstate__() == other.__getstate__()  # without what is not provided
+
+    __hash__ = None  # type: ignore[assignment]
+
     def __repr__(self) -> str:
         values = self.__getstate__()
         shown = ", ".join(f"{field.name}={values[field.name]!r}" for field in fields(self))

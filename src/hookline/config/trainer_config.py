@@ -30,6 +30,7 @@ __all__ = [
     "HooksConfig",
     "MixConfig",
     "TrainerConfig",
+    "checked_hparams",
     "describe_fields",
 ]
 
@@ -366,3 +367,13 @@ class TrainerConfig(Config):
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)
+
+
+def checked_hparams(hparams: Any) -> dict[str, Any]:
+    """Return the hyperparameters as a dict; an `argparse.Namespace` counts as a mapping."""
+    if hparams is None:
+        return {}
+    values = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
+    if values is None or not all(isinstance(name, str) for name in values):
+        raise TypeError(f"hparams is {hparams!r}; expected a mapping from names to values.")
+    return dict(values)

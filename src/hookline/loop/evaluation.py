@@ -11,7 +11,9 @@ import torch
 from hookline.loop.random_state import random_state, restore_random_state
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["evaluation", "samples_in", "tokens_in"]
+__all__ = ["count_tokens", "evaluation", "samples_in"]
+
+_TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
 
 
 @contextmanager
@@ -35,12 +37,18 @@ def samples_in(batch: Any) -> int:
     return first.shape[0] if first is not None and first.ndim else 1
 
 
-def tokens_in(batch: Any) -> int:
-    """Return the number of tokens: the size of the batch's `input_ids`, or 0."""
-    if type(batch) is tuple or type(batch) is list:
-        return 0  # the usual case, without the cost of an abstract class
-    if isinstance(batch, Mapping):
+def count_tokens(batch: Any) -> int | None:
+    """Return the number of tokens: the size of `input_ids`, or of integer inputs with 2 dimensions.
+
+    None if the batch has neither. Bytes are not tokens: they are pixels more often.
+    """
+    if isinstance(batch, tuple | list):  # first: an abstract class costs more
+        inputs = batch[0] if batch else None
+    elif isinstance(batch, Mapping):
         ids = batch.get("input_ids")
-        if isinstance(ids, torch.Tensor):
-            return ids.numel()
-    return 0
+        return ids.numel() if isinstance(ids, torch.Tensor) else None
+    else:
+        inputs = batch
+    if isinstance(inputs, torch.Tensor) and inputs.dtype in _TOKEN_TYPES and inputs.ndim > 1:
+        return inputs.numel()
+    return None

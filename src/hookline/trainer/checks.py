@@ -20,7 +20,6 @@ __all__ = [
     "check_gradient",
     "check_metrics",
     "checked_config",
-    "checked_hparams",
     "checked_model",
     "checked_optimizers",
     "device_for",
@@ -34,7 +33,11 @@ _ARGUMENTS = ("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "ho
 
 
 def check_arguments(
-    config: Any, model: Any, optimizers: Any, loss_fn: Any, step_fn: Any, unknown: Iterable[str]
+    config: Any,
+    model: Any,
+    optimizers: Any,
+    unknown: Iterable[str],
+    **functions: Any,
 ) -> None:
     """Raise for arguments in the wrong places, and for classes where instances are expected."""
     for name in unknown:
@@ -52,7 +55,7 @@ def check_arguments(
             "configuration."
         )
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    given = [("config", config), ("model", model), ("loss_fn", loss_fn), ("step_fn", step_fn)]
+    given = [("config", config), ("model", model), *functions.items()]
     for name, value in [*given, *(("optimizers", optimizer) for optimizer in several)]:
         if isinstance(value, type):
             arguments = "model.parameters(), …" if name == "optimizers" else ""
@@ -60,16 +63,9 @@ def check_arguments(
                 f"{name} is the class {value.__name__}; expected an instance of it: "
                 f"{value.__name__}({arguments})."
             )
-
-
-def checked_hparams(hparams: Any) -> dict[str, Any]:
-    """Return the hyperparameters as a dict; an `argparse.Namespace` counts as a mapping."""
-    if hparams is None:
-        return {}
-    values = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
-    if values is None or not all(isinstance(name, str) for name in values):
-        raise TypeError(f"hparams is {hparams!r}; expected a mapping from names to values.")
-    return dict(values)
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is {function!r}; expected a function.")
 
 
 def validates_in_fit(trainer: Any) -> bool:
@@ -95,9 +91,14 @@ def check_metrics(trainer: Any) -> None:
             elif users_add_metrics(trainer.hooks):
                 continue
             if needed:
+                why, instead = "which is not measured, because", ""
+                if needed[0].startswith("train/"):
+                    why = "which it reads after validation, but"
+                    instead = " Or let it read the metric at the end of epochs, with its option "
+                    instead += "check_on_train_epoch_end or save_on_train_epoch_end."
                 raise TrainingError(
                     f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}', "
-                    f"which is not measured, because {missing}."
+                    f"{why} {missing}.{instead}"
                 )
     for scheduler in trainer.schedulers:
         if needs_metric(scheduler):
@@ -236,6 +237,11 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
         return []
     schedulers = list(given) if isinstance(given, list | tuple) else [given]
     for scheduler in schedulers:
+        if isinstance(scheduler, type | str):
+            raise TypeError(
+                f"schedulers is {scheduler!r}; expected a scheduler, such as "
+                "torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)."
+            )
         if scheduler is not None and not any(
             getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers
         ):

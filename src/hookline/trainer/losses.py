@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from hookline.errors import TrainingError
 from hookline.tensors.nested import describe_structure
 
-__all__ = ["BatchPlace", "LossCheck", "LossComputer", "count_tokens"]
+__all__ = ["BatchPlace", "LossCheck", "LossComputer"]
 
 log = logging.getLogger("hookline")
 _NO_METRICS: Mapping[str, Any] = MappingProxyType({})
-_TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
 _TARGETS = ("labels", "targets", "target", "label", "y")
 
 
@@ -175,6 +174,12 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
             for name, value in result.items()
             if name != "loss"
         }
+        for name, value in metrics.items():
+            if not _is_number(value):
+                raise TrainingError(
+                    f"{where} returned {describe_structure(value)} as the metric '{name}'. "
+                    "Expected a number or a tensor with one element: return the loss and numbers."
+                )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainingError(
             f"{where} returned {describe_structure(loss)} as the loss. "
@@ -183,18 +188,10 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
     return loss, metrics
 
 
-def count_tokens(batch: Any) -> int | None:
-    """Return the number of tokens: the size of `input_ids`, or of integer inputs with 2 dimensions.
-
-    None if the batch has neither. Bytes are not tokens: they are pixels more often.
-    """
-    if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        return ids.numel() if isinstance(ids, torch.Tensor) else None
-    inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if isinstance(inputs, torch.Tensor) and inputs.dtype in _TOKEN_TYPES and inputs.ndim > 1:
-        return inputs.numel()
-    return None
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return hasattr(type(value), "__float__")
 
 
 class BatchPlace(NamedTuple):

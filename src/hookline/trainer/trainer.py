@@ -96,6 +96,8 @@ class Trainer(TrainerRun):
         """
         for name in unknown:
             hint = nearest(name, inspect.signature(Trainer.fit).parameters)
+            if name.startswith("train"):
+                hint = " The training data comes first: fit(loader, val_loaders=…)."
             raise TypeError(f"fit() has no argument '{name}'.{hint}")
         if resume_from is not None and fork_from is not None:
             raise TypeError(

@@ -11,13 +11,13 @@ import torch
 
 from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
-from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager
 from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import evaluation, samples_in
+from hookline.loop.evaluation import count_tokens, evaluation, samples_in
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.training_loop import TrainingLoop
@@ -27,7 +27,6 @@ from hookline.trainer.checks import (
     check_arguments,
     check_gradient,
     checked_config,
-    checked_hparams,
     checked_model,
     checked_optimizers,
     device_for,
@@ -35,7 +34,7 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.losses import LossComputer, count_tokens
+from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import SingleProcess, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
@@ -74,7 +73,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         tags: Iterable[str] = (),
         **unknown: Never,
     ) -> None:
-        check_arguments(config, model, optimizers, loss_fn, step_fn, unknown)
+        count = None if tokens_fn == "auto" else tokens_fn
+        functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
+        check_arguments(config, model, optimizers, unknown, **functions)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         self.device = device_for(self.config.device, checked_model(model))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hookline.config.trainer_config import CheckpointConfig
+from hookline.config.trainer_config import CheckpointConfig, checked_hparams
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import LoopError
 from hookline.hook import Hook
@@ -30,7 +30,7 @@ def attach(
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
     config: Any = None,
-    tokens: Callable[[Any], int] | None = None,
+    tokens: Callable[[Any], int] | Literal["auto"] | None = "auto",
     settings: HookSettings | None = None,
     loss_divided: bool | None = None,
     on_stop: Literal["warn", "raise"] = "warn",
@@ -60,7 +60,8 @@ def attach(
             loop steps them.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
         config: the configuration, for hooks that ask for `config`.
-        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`.
+        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`, or
+            of integer inputs with two or more dimensions; None if batches have no tokens.
         settings: how failing and costly hooks are treated.
         loss_divided: whether a loop with gradient accumulation divides its loss by the number of
             batches in a step. By default, this is read from the loss's graph; a loss that comes out
@@ -81,6 +82,8 @@ def attach(
     """
     if on_stop not in ("warn", "raise"):
         raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')
+    if tokens is not None and tokens != "auto" and not callable(tokens):
+        raise TypeError(f"attach(…, tokens=…) takes a function or None, not {describe(tokens)}.")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
@@ -99,11 +102,15 @@ def attach(
         on_stop=on_stop,
         stop_grace=stop_grace,
         runs=runs,
-        checkpoints=CheckpointConfig.model_validate(checkpoints or {}),
-        hparams=hparams,
+        checkpoints=_checkpoint_settings(checkpoints),
+        hparams=checked_hparams(hparams),
         name=name,
         tags=tags,
     )
+
+
+def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
+    return given if isinstance(given, CheckpointConfig) else CheckpointConfig(**(given or {}))
 
 
 def _schedulers(given: Any) -> list[Any]:

@@ -15,9 +15,10 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import HooklineError, NotSuppliedError, StopTraining
+from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
+from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
 from hookline.integrations.bare_loop.processes import is_main_process
 from hookline.integrations.bare_loop.requirements import (
@@ -27,7 +28,7 @@ from hookline.integrations.bare_loop.requirements import (
 )
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_watch import StepWatch
-from hookline.loop.evaluation import tokens_in
+from hookline.loop.evaluation import count_tokens
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
 
@@ -64,28 +65,31 @@ class AttachedLoop(TrainingLoop[HookManager]):
         schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
         config: Any,
-        tokens: Callable[[Any], int] | None,
+        tokens: Callable[[Any], int] | Literal["auto"] | None,
         settings: HookSettings | None,
         loss_divided: bool | None,
         on_stop: Literal["warn", "raise"],
         stop_grace: int,
         runs: str | os.PathLike[str] | Run | DefaultRuns | None,
         checkpoints: CheckpointConfig,
-        hparams: Mapping[str, Any] | None,
+        hparams: dict[str, Any],
         name: str | None,
         tags: Iterable[str],
     ) -> None:
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
         else:
-            given_hooks = hooks = list(hooks)
+            hooks = (
+                hooks if isinstance(hooks, Hook) else list(hooks or ())
+            )  # one alone is refused below
+            given_hooks = [] if isinstance(hooks, Hook) else hooks
         if isinstance(runs, DefaultRuns):
             records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
             runs = runs.value if records or any(map(saves_checkpoints, given_hooks)) else None
         self.model = model
         self.optimizers = optimizers
         self.schedulers = schedulers
-        self.hparams, self.name = dict(hparams or {}), name
+        self.hparams, self.name = hparams, name
         self.tags = [tags] if isinstance(tags, str) else list(tags)
         self.training_description: dict[str, Any] | None = None  # of before a checkpoint was loaded
         self.scaler = scaler
@@ -98,7 +102,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._checkpoints: SessionCheckpoints | None = None  # made when it is needed
         self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._context = BareLoopEventContext(self, model, optimizers, config, runs is not None)
-        self._tokens_fn = tokens
+        self._tokens_fn = count_tokens if tokens == "auto" else tokens
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
         self._validation: Means | None = None
@@ -110,6 +114,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._on_stop, self._stop_grace = on_stop, stop_grace
         self._has_read_stop = self._ignores_stop = False
         self.started = self._ended = False
+        self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._warned_late_log = self._warned_no_run = False
         self.hooks = HookManager(source=self._context, settings=settings)
         self.hooks.raise_on_missing_args = True  # until the first step
@@ -173,6 +178,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             return
         why = f" ({self._stop_reason})" if self._stop_reason else ""
         if self._on_stop == "raise" and steps >= self._stop_grace:
+            self._ignores_stop = False  # it ends now
             raise StopTraining(f"Training was asked to stop in step {self._stop_step}{why}.")
         if steps >= 1 and not self._ignores_stop:
             self._ignores_stop = True
@@ -187,6 +193,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
     # -- start and end ----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        if self._ended:
+            raise LoopError(
+                "This session has ended, so its hooks would not be called. Attach again: "
+                "`with hookline.attach(…) as session:`."
+            )
         try:
             self.begin()
         except BaseException as error:
@@ -225,6 +236,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if not self.started:
             self._start_recorder()
             self.started = True
+            self._cancel_detach_at_exit = detach_at_exit(self)
             self._start_saving()
             self.hooks.run_started()
             context = self._context
@@ -241,6 +253,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if self._ended:
             return
         self._ended = True
+        if self._cancel_detach_at_exit is not None:
+            self._cancel_detach_at_exit()
         try:
             if self._context.status == "training":
                 ends_early = self._is_stopping and not self._ignores_stop
@@ -390,10 +404,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
         return not self._ended, self.started and not self._ended
 
     def _count_tokens(self, batch: Any) -> int | None:
-        tokens = int(self._tokens_fn(batch)) if self._tokens_fn else tokens_in(batch) or None
-        if tokens is not None:
-            self._supplied.add("tokens")
-        return tokens
+        tokens = None if self._tokens_fn is None else self._tokens_fn(batch)
+        if tokens is None:
+            return None
+        self._supplied.add("tokens")
+        return int(tokens)
 
     def _end_batch(self, tokens: int | None = None) -> None:
         """End the batch in progress, if there is one."""

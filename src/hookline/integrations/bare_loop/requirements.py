@@ -21,8 +21,8 @@ CALLS: Mapping[str, str] = {
     "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
     "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
     "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
-    "tokens": "Load batches with `input_ids` through `session.batches(loader)`, or say how to "
-    "count: `attach(…, tokens=lambda batch: …)`.",
+    "tokens": "Load batches with `input_ids`, or with integer inputs of two or more dimensions, "
+    "through `session.batches(loader)`, or say how to count: `attach(…, tokens=lambda batch: …)`.",
     "config": "Give it to attach: `attach(…, config=…)`.",
     "log": "Report it: `session.log('loss', value)` before the batch ends.",
     "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
