@@ -25,7 +25,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leftovers import UnfinishedWriter, leave_unfinished_folder
-from loops import make
+from loops import batches, make, make_trainer
 from torch import nn
 
 import hookline
@@ -39,6 +39,7 @@ from hookline.checkpoint import (
 )
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.context import LazyFloat, Metrics
+from hookline.runs.checkpoint_reader import read_checkpoints
 
 FILES = ("manifest.json", "model.safetensors", "state.safetensors", "state.json")
 
@@ -809,3 +810,42 @@ def test_others_may_read_a_checkpoint_as_far_as_the_umask_lets_them(tmp_path: Pa
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in saved.iterdir()}
     assert set(modes.values()) == {0o640}
+
+
+class Versioned(torch.nn.Linear):
+    """A module that converts the weights of its older versions, which had another scale."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] / 10
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_get_the_version_that_their_weights_were_saved_with(tmp_path, wrapped):
+    model = torch.nn.Sequential(Versioned(2, 2))
+    path = save_checkpoint(tmp_path / "one", model=model.state_dict(), state={}, info={})
+    copy = torch.nn.Sequential(Versioned(2, 2))
+    copy.load_state_dict(load_checkpoint(path).model)
+    assert torch.equal(copy[0].weight, model[0].weight)
+    other = torch.nn.Sequential(Versioned(2, 2))
+    target = torch.nn.ModuleDict({"module": other}) if wrapped else other
+    (saved,), _ = read_checkpoints(tmp_path)
+    saved.load_into(target)
+    assert torch.equal(other[0].weight, model[0].weight)
+    saved.load_into(target, strict=False)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_resumed_trainer_loads_weights_with_their_version(tmp_path, strict):
+    def trained(epochs, resume_from=None):
+        torch.manual_seed(0)
+        trainer = make_trainer(model=nn.Sequential(Versioned(8, 4)), max_epochs=epochs)
+        return trainer.fit(batches(3), resume_from=resume_from, strict=strict)
+
+    path = trained(1).save_checkpoint(tmp_path / "saved")
+    resumed, straight = trained(2, path), trained(2)
+    assert torch.equal(resumed.model[0].weight, straight.model[0].weight)

@@ -35,6 +35,9 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
     encoder = Encoder("state")
     extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
     tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
+    metadata = getattr(model, "_metadata", None)  # the versions of modules
+    if metadata is not None:
+        tree["metadata"] = encoder.encode(dict(metadata), "['_metadata']")
     return EncodedState(weights, encoder.tensors, json.dumps(tree, allow_nan=False).encode())
 
 
