@@ -37,6 +37,7 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
+from hookline.checkpoint.checkpoint_lookup import hash_manifest
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.context import LazyFloat, Metrics
 from hookline.runs.checkpoint_reader import read_checkpoints
@@ -849,3 +850,27 @@ def test_a_resumed_trainer_loads_weights_with_their_version(tmp_path, strict):
     path = trained(1).save_checkpoint(tmp_path / "saved")
     resumed, straight = trained(2, path), trained(2)
     assert torch.equal(resumed.model[0].weight, straight.model[0].weight)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "weight\ud800"])
+def test_a_weight_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(CheckpointError, match="Rename"):
+        save_checkpoint(tmp_path / "one", model={name: torch.ones(1)}, state={}, info={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_pointers_name_checkpoints_whose_names_end_with_a_space(tmp_path):
+    path = save_checkpoint(tmp_path / " step 1 ", model={}, state={}, info={})
+    set_pointer(tmp_path, "last", path)
+    assert find_checkpoint(tmp_path / "last") == path
+
+
+def test_an_impossible_file_name_in_one_manifest_does_not_stop_others(tmp_path):
+    path = save_checkpoint(tmp_path / "one", model={}, state={}, info={})
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["check"]
+    manifest["files"]["\0"] = {"size": 1, "xxh3_64": ""}
+    manifest["check"] = hash_manifest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    second = save_checkpoint(tmp_path / "two", model={}, state={}, info={})
+    assert find_checkpoint(tmp_path) == second
