@@ -97,7 +97,7 @@ class CheckpointSaver:
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
-        folders = [Path(folder) for folder in folders]
+        folders = [Path(folder).absolute() for folder in folders]  # the process may change its own
         replaces = self._finish_previous()
         try:
             files = self._buffers.copy(encoded)
