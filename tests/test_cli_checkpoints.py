@@ -430,6 +430,19 @@ def test_a_file_is_replaced_only_when_asked(saved: SavedRun, tmp_path: Path) -> 
     assert load_file(file)
 
 
+def test_an_export_changes_no_checkpoint_and_no_other_file(saved: SavedRun, tmp_path: Path) -> None:
+    path = saved.folder / "step_000100"
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    for name in ("model.safetensors", "model.pt"):
+        with pytest.raises(CheckpointError, match="is a checkpoint"):
+            export_weights(path, path / name, replace=True)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    (tmp_path / "w.sha256").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"w\.sha256 exists"):
+        export_weights(path, tmp_path / "w")
+    assert [(p.name, p.read_text()) for p in tmp_path.glob("w*")] == [("w.sha256", "mine")]
+
+
 def test_the_average_is_exported_in_the_weights_dtypes(saved: SavedRun, tmp_path: Path) -> None:
     done = export_weights(saved.folder / "step_000100", tmp_path / "ema", averaged=True)
     loaded, expected = load_file(done.path), averages(saved.model)
