@@ -32,6 +32,7 @@ import hookline
 import hookline.checkpoint
 from hookline.checkpoint import (
     CheckpointError,
+    CheckpointSaver,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -874,3 +875,15 @@ def test_an_impossible_file_name_in_one_manifest_does_not_stop_others(tmp_path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     second = save_checkpoint(tmp_path / "two", model={}, state={}, info={})
     assert find_checkpoint(tmp_path) == second
+
+
+@pytest.mark.parametrize("name", [".hidden", "last", "best"])
+def test_a_checkpoint_is_found_whatever_name_was_asked_for(tmp_path, name, caplog):
+    saver = CheckpointSaver(background=False)
+    for _ in range(2):
+        saver.save([tmp_path / name], model={}, state={}, info={})
+    results = saver.finished()
+    assert [(r.requested, r.error) for r in results] == [(tmp_path / name, None)] * 2
+    assert [r.path.name for r in results] == [f"_{name}", f"_{name}_2"]
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "last") == results[1].path
+    assert f"'_{name}'" in caplog.text
