@@ -83,9 +83,9 @@ def prune(
             f"Metrics of these checkpoints: {listed(sorted(known))}."
         )
     reasons = choose_kept(complete, KeepRules(keep_last, keep_best, metric, mode, keep_every))
-    for one, kept in zip(complete, reasons, strict=True):
+    for one, why in zip(complete, reasons, strict=True):
         if one.path.resolve() in linked:
-            kept.append("link")
+            why.append("link")
     unneeded = [one for one, kept in zip(complete, reasons, strict=True) if not kept]
     if yes and unneeded:
         _check_not_training(folder.path)
