@@ -25,20 +25,23 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from leftovers import UnfinishedWriter, leave_unfinished_folder
-from loops import make
+from loops import batches, make, make_trainer
 from torch import nn
 
 import hookline
 import hookline.checkpoint
 from hookline.checkpoint import (
     CheckpointError,
+    CheckpointSaver,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
     set_pointer,
 )
+from hookline.checkpoint.checkpoint_lookup import hash_manifest
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.context import LazyFloat, Metrics
+from hookline.runs.checkpoint_reader import read_checkpoints
 
 FILES = ("manifest.json", "model.safetensors", "state.safetensors", "state.json")
 
@@ -809,3 +812,78 @@ def test_others_may_read_a_checkpoint_as_far_as_the_umask_lets_them(tmp_path: Pa
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in saved.iterdir()}
     assert set(modes.values()) == {0o640}
+
+
+class Versioned(torch.nn.Linear):
+    """A module that converts the weights of its older versions, which had another scale."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] / 10
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_modules_get_the_version_that_their_weights_were_saved_with(tmp_path, wrapped):
+    model = torch.nn.Sequential(Versioned(2, 2))
+    path = save_checkpoint(tmp_path / "one", model=model.state_dict(), state={}, info={})
+    copy = torch.nn.Sequential(Versioned(2, 2))
+    copy.load_state_dict(load_checkpoint(path).model)
+    assert torch.equal(copy[0].weight, model[0].weight)
+    other = torch.nn.Sequential(Versioned(2, 2))
+    target = torch.nn.ModuleDict({"module": other}) if wrapped else other
+    (saved,), _ = read_checkpoints(tmp_path)
+    saved.load_into(target)
+    assert torch.equal(other[0].weight, model[0].weight)
+    saved.load_into(target, strict=False)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_resumed_trainer_loads_weights_with_their_version(tmp_path, strict):
+    def trained(epochs, resume_from=None):
+        torch.manual_seed(0)
+        trainer = make_trainer(model=nn.Sequential(Versioned(8, 4)), max_epochs=epochs)
+        return trainer.fit(batches(3), resume_from=resume_from, strict=strict)
+
+    path = trained(1).save_checkpoint(tmp_path / "saved")
+    resumed, straight = trained(2, path), trained(2)
+    assert torch.equal(resumed.model[0].weight, straight.model[0].weight)
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "weight\ud800"])
+def test_a_weight_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(CheckpointError, match="Rename"):
+        save_checkpoint(tmp_path / "one", model={name: torch.ones(1)}, state={}, info={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_pointers_name_checkpoints_whose_names_end_with_a_space(tmp_path):
+    path = save_checkpoint(tmp_path / " step 1 ", model={}, state={}, info={})
+    set_pointer(tmp_path, "last", path)
+    assert find_checkpoint(tmp_path / "last") == path
+
+
+def test_an_impossible_file_name_in_one_manifest_does_not_stop_others(tmp_path):
+    path = save_checkpoint(tmp_path / "one", model={}, state={}, info={})
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["check"]
+    manifest["files"]["\0"] = {"size": 1, "xxh3_64": ""}
+    manifest["check"] = hash_manifest(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    second = save_checkpoint(tmp_path / "two", model={}, state={}, info={})
+    assert find_checkpoint(tmp_path) == second
+
+
+@pytest.mark.parametrize("name", [".hidden", "last", "best"])
+def test_a_checkpoint_is_found_whatever_name_was_asked_for(tmp_path, name, caplog):
+    saver = CheckpointSaver(background=False)
+    for _ in range(2):
+        saver.save([tmp_path / name], model={}, state={}, info={})
+    results = saver.finished()
+    assert [(r.requested, r.error) for r in results] == [(tmp_path / name, None)] * 2
+    assert [r.path.name for r in results] == [f"_{name}", f"_{name}_2"]
+    assert find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "last") == results[1].path
+    assert f"'_{name}'" in caplog.text

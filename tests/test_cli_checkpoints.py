@@ -430,6 +430,19 @@ def test_a_file_is_replaced_only_when_asked(saved: SavedRun, tmp_path: Path) -> 
     assert load_file(file)
 
 
+def test_an_export_changes_no_checkpoint_and_no_other_file(saved: SavedRun, tmp_path: Path) -> None:
+    path = saved.folder / "step_000100"
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    for name in ("model.safetensors", "model.pt"):
+        with pytest.raises(CheckpointError, match="is a checkpoint"):
+            export_weights(path, path / name, replace=True)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    (tmp_path / "w.sha256").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"w\.sha256 exists"):
+        export_weights(path, tmp_path / "w")
+    assert [(p.name, p.read_text()) for p in tmp_path.glob("w*")] == [("w.sha256", "mine")]
+
+
 def test_the_average_is_exported_in_the_weights_dtypes(saved: SavedRun, tmp_path: Path) -> None:
     done = export_weights(saved.folder / "step_000100", tmp_path / "ema", averaged=True)
     loaded, expected = load_file(done.path), averages(saved.model)
@@ -553,3 +566,30 @@ def test_a_kill_during_pruning_leaves_complete_checkpoints_only(
     save_checkpoint(run / "checkpoints" / "next", model={}, state={}, info={"step": 600})
     assert not list((run / "checkpoints").glob(".tmp-*"))
     assert load_checkpoint(run / "checkpoints" / "step_000500").info["step"] == 500
+
+
+def save_steps(folder: Path, *steps: int, **info) -> None:
+    for step in steps:
+        name = "crash" if info else "step"
+        save_checkpoint(
+            folder / f"{name}_{step}",
+            model={},
+            state={},
+            info={"step": step, "metrics": {}, **info},
+        )
+
+
+def test_a_link_neither_replaces_the_checkpoint_that_it_names_nor_counts(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "z_newest").symlink_to(tmp_path / "step_4")
+    (tmp_path / "z_good").symlink_to(tmp_path / "step_1")
+    printed("prune", tmp_path, "--keep-last", "2", "--yes")
+    left = sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink())
+    assert left == ["step_1", "step_3", "step_4"]
+
+
+def test_a_step_means_the_checkpoint_that_was_not_saved_after_a_crash(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    save_steps(tmp_path, 2, 3, emergency=True)
+    for step, name in (("1", "step_1"), ("2", "step_2"), ("3", "crash_3")):
+        assert json.loads(printed("show", tmp_path, "-c", step, "--json"))["path"].endswith(name)

@@ -11,7 +11,9 @@ import typer
 from commands import ENVIRONMENT, HOOKLINE, run_hookline
 
 import hookline
+from hookline.checkpoint import save_checkpoint
 from hookline.cli.app import app
+from hookline.config_files.resuming import find_fork
 
 PROJECT = """
 import os, torch
@@ -137,3 +139,9 @@ def test_a_preempted_run_exits_as_the_signal_would(project: Path) -> None:
         "hookline: Preempted by SIGTERM after step 3. To resume: hookline train "
         f"net.py:make_trainer lr=0.2 --resume {path.name}\n"
     )
+
+
+def test_a_step_means_the_checkpoint_that_was_not_saved_after_a_crash(tmp_path: Path) -> None:
+    for name, info in (("step_2", {}), ("crash_2", {"emergency": True})):
+        save_checkpoint(tmp_path / name, model={}, state={}, info={"step": 2, **info})
+    assert find_fork(None, f"{tmp_path}@2") == tmp_path / "step_2"

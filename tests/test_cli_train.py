@@ -157,7 +157,7 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
     assert done.returncode == 1
     first, *lines = done.stderr.splitlines()
     assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
-    assert "does not fit this trainer and its Net. Nothing was changed" in first
+    assert "does not fit this trainer and its Net. Nothing was changed. Resume with" in first
     assert "  'first.weight' is (3, 8) in the checkpoint and (6, 8) here" in lines
     assert lines[-1] == (
         "  of the configuration, model.init_args.width was 3 and is 6, trainer.max_epochs was 2 "

@@ -25,6 +25,7 @@ from hookline.checkpoint import (
 from hookline.hooks.checkpointing import step_trigger
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
+from hookline.hooks.checkpointing.upload import UploadHook
 
 
 class Scores(hookline.Hook):
@@ -726,3 +727,31 @@ def test_the_saved_state_is_that_of_the_end_of_the_epoch(tmp_path):
     saved = load_checkpoint(find_checkpoint(trainer.run.path))
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(saved.model[name], weight)
+
+
+class ChangesFolder(hookline.Hook):
+    """Changes the working folder of the process at every step."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def on_step_end(self, step):
+        folder = self.root / f"elsewhere_{step}"
+        folder.mkdir()
+        os.chdir(folder)
+
+
+def test_relative_folders_stay_where_they_were_when_training_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = ModelCheckpoint(folder="own", filename="{step}", every_n_steps=1, save_top_k=2)
+    upload = UploadHook("copies")
+    trainer = make_trainer(
+        *(ChangesFolder(tmp_path), CheckpointHook(keep=1), own, upload), runs="runs", max_epochs=2
+    ).fit(batches(3))
+    assert [p.name for p in complete_checkpoints(trainer.run.checkpoints)] == ["epoch_0001"]
+    assert [p.name for p in complete_checkpoints(tmp_path / "own")] == ["step=5", "step=6"]
+    assert trainer.run.path.parent == tmp_path / "runs"
+    assert len(list((tmp_path / "copies" / trainer.run.id).glob("*/manifest.json"))) >= 2
+    assert not any(any(folder.iterdir()) for folder in tmp_path.glob("elsewhere_*"))
+    metrics = trainer.run.metrics_file.read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in metrics) == 6

@@ -196,3 +196,18 @@ def test_training_goes_on_from_what_was_uploaded(tmp_path, memory):
     assert path.name == "epoch_0001"
     again = fit("again", CheckpointHook(), resume_from=path)
     assert same(weights(again.model), weights(whole.model))
+
+
+def test_errors_that_only_a_filesystem_knows_are_reported_with_the_url(
+    tmp_path, memory, monkeypatch
+):
+    class NoCredentialsError(Exception):  # as in botocore: neither an OSError nor a ValueError
+        pass
+
+    def fail(*_, **__):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    put(memory, tmp_path, "a", 1.0)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(CheckpointError, match=r"memory://bucket/run could not be .* credentials"):
+        fetch_checkpoint("memory://bucket/run", tmp_path / "into")

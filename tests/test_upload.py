@@ -17,7 +17,13 @@ from loops import batches, make, make_trainer
 
 import hookline
 from hookline import CheckpointError, ConfigError, Trainer
-from hookline.checkpoint import complete_checkpoints, find_checkpoint, load_checkpoint
+from hookline.checkpoint import (
+    complete_checkpoints,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    set_pointer,
+)
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.hooks.checkpointing import destination
@@ -286,6 +292,35 @@ def test_the_local_checkpoint_goes_when_asked_for_except_the_last_and_the_best(t
     ).fit(batches(2))
     assert names(trainer.run.checkpoints) == ["epoch=1", "epoch=3"]
     assert len(names(tmp_path / "copies" / trainer.run.id)) == 4
+
+
+def test_a_later_checkpoint_of_the_same_name_stays_until_it_is_copied(tmp_path):
+    """`last` protects only the newest, and the name is among those that were copied."""
+    hook, going = UploadHook(tmp_path / "copies", keep_local=False), threading.Event()
+    upload = hook._destination.upload
+
+    def save(name, value):
+        weights = {"w": torch.tensor([value])}
+        path = save_checkpoint(tmp_path / "own" / name, model=weights, state={}, info={})
+        set_pointer(path.parent, "last", path)
+        hook.on_checkpoint_save(object(), path)
+        return path
+
+    first = save("model", 1.0)
+    while first not in hook.uploaded:
+        going.wait(0.01)
+    remove_checkpoint(first)
+    hook._destination.upload = lambda *args: (going.wait(), upload(*args))[1]
+    assert save("model", 2.0) == first
+    save("model_2", 3.0)
+    try:
+        assert load_checkpoint(first).model["w"].item() == 2.0
+    finally:
+        going.set()
+        hook.on_train_end()
+    assert not hook.skipped
+    assert len(names(tmp_path / "copies")) == 3
+    assert names(tmp_path / "own") == ["model_2"]
 
 
 def test_what_could_not_be_copied_stays(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,13 +39,13 @@ class Checkpoint:
 
     Attributes:
         info: The manifest's `info`: step, epoch, metrics, run id …
-        model: The model's `state_dict`.
+        model: The model's `state_dict`, with the versions of modules in its `_metadata`.
         state: The state as it was saved, with its tensors on the CPU.
     """
 
     path: Path
     info: dict[str, Any]
-    model: dict[str, Any]
+    model: OrderedDict[str, Any]
     state: dict[str, Any]
 
 
@@ -121,13 +122,15 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
     manifest = read_manifest(path, verify_files=True)
     name = "model.safetensors"
     try:
-        model: dict[str, Any] = dict(read_tensors(path / name, torch.device(device)))
+        model: OrderedDict[str, Any] = OrderedDict(read_tensors(path / name, torch.device(device)))
         name = "state.safetensors"
         tensors = read_tensors(path / name, torch.device("cpu"))
         name = "state.json"
         tree = json.loads((path / name).read_bytes())
         state = decode(tree["state"], tensors)
         model.update(decode(tree["model"], tensors))
+        if "metadata" in tree:  # older checkpoints do not have it
+            model._metadata = decode(tree["metadata"], tensors)  # type: ignore[attr-defined]
         name = "manifest.json"
         return Checkpoint(path, decode(manifest["info"], {}), model, state)
     except CheckpointError:

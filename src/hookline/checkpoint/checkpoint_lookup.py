@@ -173,7 +173,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             size = (path / name).stat().st_size
         except FileNotFoundError:
             raise _InvalidCheckpointError(name, "is missing") from None
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it is not a valid name of a file
             raise _InvalidCheckpointError(name, f"cannot be read: {error}") from error
         if size != expected["size"]:
             problem = f"has {size} bytes instead of {expected['size']}"
@@ -280,7 +280,7 @@ def read_pointers(folder: Path) -> dict[str, str]:
             text = (folder / pointer).read_bytes().decode(errors="replace")
         except OSError:
             continue
-        names[pointer] = Path(text.strip()).name
+        names[pointer] = Path(text.removesuffix("\n")).name  # a name may end with a space
     return names
 
 

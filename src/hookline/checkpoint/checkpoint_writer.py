@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "SaveResult", "encode_manifest"]
+
+log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 22
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -110,13 +113,15 @@ class CheckpointWriter:
         """Write a checkpoint that is durable afterwards; errors are part of the result.
 
         Args:
-            folder: Where to write it. If it exists, `<folder>_2`, `<folder>_3` … is written.
+            folder: Where to write it. If it exists, `<folder>_2`, `<folder>_3` … is written. Names
+                that begin with a dot, and `last` and `best`, get an underscore in front.
             move_last: Make the file `last` beside it name the checkpoint.
         """
         path: Path | None = None
         error: CheckpointError | None = None
         replaced = False
         temporary: Path | None = None
+        requested, folder = folder, _visible(folder)
         try:
             for file in self._synced:
                 if file.exists() or folder.is_relative_to(file.parent):
@@ -140,7 +145,7 @@ class CheckpointWriter:
             error = CheckpointError(_describe_failure(failure, folder, path, temporary))
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
-        return SaveResult(folder, path, decode(self._info, {}), error, replaced, seconds)
+        return SaveResult(requested, path, decode(self._info, {}), error, replaced, seconds)
 
     def _check_space(self, folder: Path) -> None:
         needed = 0 if self._linkable else sum(len(data) for data in self._files.values())
@@ -209,6 +214,19 @@ def _next_number(folder: Path) -> int:
     """Return one more than the highest number of the complete checkpoints in a folder."""
     numbers = (m.get("number", 0) for m in scan_checkpoints(folder).complete.values())
     return 1 + max(numbers, default=0)
+
+
+def _visible(folder: Path) -> Path:
+    """Return a folder that is not taken for an unfinished checkpoint or for a pointer."""
+    name = folder.name
+    if not name.startswith(".") and name not in ("last", "best"):
+        return folder
+    log.warning(
+        "A checkpoint cannot be called '%s': such names are for unfinished checkpoints and for the "
+        "files 'last' and 'best'. It is called '_%s'.",
+        *(name, name),
+    )
+    return folder.with_name(f"_{name}")
 
 
 def _rename(temporary: Path, folder: Path) -> Path:

@@ -8,6 +8,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ __all__ = [
     "fit_checkpoint",
     "fitting_weights",
     "select_fitting",
+    "with_versions",
 ]
 
 log = logging.getLogger("hookline")
@@ -122,13 +124,21 @@ def describe_mismatches(weights: State, expected: State) -> list[str]:
     return lines + _limit(shapes, "other shapes")
 
 
-def fitting_weights(weights: State, expected: State) -> dict[str, Any]:
+def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:
     """Return the weights that a model has, too, and with the same shape."""
-    return {
-        name: value
+    fitting = OrderedDict(
+        (name, value)
         for name, value in weights.items()
         if name in expected and _has_same_shape(value, expected[name])
-    }
+    )
+    return with_versions(fitting, weights)
+
+
+def with_versions(weights: OrderedDict[str, Any], source: State) -> OrderedDict[str, Any]:
+    """Give weights the versions of modules that the weights they were taken from have."""
+    if hasattr(source, "_metadata"):
+        weights._metadata = source._metadata  # type: ignore[attr-defined]
+    return weights
 
 
 def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Checkpoint:
@@ -143,7 +153,8 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
         state: The state that a checkpoint of this training would have now.
     """
     saved = checkpoint.state
-    weights = {**model, **fitting_weights(checkpoint.model, model)}
+    weights = OrderedDict({**model, **fitting_weights(checkpoint.model, model)})
+    with_versions(weights, checkpoint.model)
     weights_fit = not describe_mismatches(checkpoint.model, model)
     parts: dict[str, list[Any]] = {"optimizers": [], "schedulers": []}
     for kind in ("optimizer", "scheduler"):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hookline.checkpoint.atomic_files import replace_file, write_atomic
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
+from hookline.checkpoint.checkpoint_lookup import is_checkpoint
 from hookline.errors import CheckpointError, listed
 from hookline.tensors.memory import unshared
 
@@ -72,8 +73,14 @@ def export_weights(
         CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
     checkpoint, file = Path(checkpoint), Path(file)
-    if not replace and os.path.lexists(file):
-        raise CheckpointError(f"{file} exists. Give another file, or allow that it is replaced.")
+    sums = file.with_name(f"{file.name}.sha256")
+    if is_checkpoint(file.parent):
+        raise CheckpointError(f"{file.parent} is a checkpoint, which is not changed. Give another.")
+    for existing in (file, sums):
+        if not replace and os.path.lexists(existing):
+            raise CheckpointError(
+                f"{existing} exists. Give another file, or allow that it is replaced."
+            )
     loaded = load_checkpoint(checkpoint)
     values = _remove_prefixes(loaded.model)
     weights = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -81,7 +88,6 @@ def export_weights(
         weights = _use_averages(weights, loaded)
     tied = _find_tied(weights) if file_format == "safetensors" else {}
     written = {name: value for name, value in weights.items() if name not in tied}
-    sums = file.with_name(f"{file.name}.sha256")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(file) as temporary:

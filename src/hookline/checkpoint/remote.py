@@ -84,10 +84,9 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
         if single is not None:
             return single.fetch(into)
         return _fetch_newest(fs, root, url, into)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # what a network, a disk or a filesystem of fsspec raises
+    except CheckpointError:
+        raise
+    except Exception as error:  # filesystems of fsspec have errors of their own for the network
         raise CheckpointError(f"{url} could not be fetched: {error}") from error
 
 

@@ -152,7 +152,7 @@ class Retention:
     def open(self, folder: Path, *, resumed: bool) -> None:
         """Set the folder when training starts; unless resumed, start with no checkpoints."""
         self.release()
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()  # the process may change its working folder
         self._best_name = self._resumed_from = None
         if not resumed:
             self._start()

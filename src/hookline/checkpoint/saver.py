@@ -85,7 +85,8 @@ class CheckpointSaver:
 
         Args:
             folders: Such as `checkpoints/step_000120`. An existing folder is never changed: the
-                checkpoint is then called `step_000120_2`, `step_000120_3` …
+                checkpoint is then called `step_000120_2`, `step_000120_3` … Names that begin with
+                a dot, and `last` and `best`, get an underscore in front.
             model: The model's `state_dict`. Tied weights are written once.
             state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
             info: Numbers and strings for the manifest. Tensors with one element become numbers.
@@ -97,7 +98,7 @@ class CheckpointSaver:
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
-        folders = [Path(folder) for folder in folders]
+        folders = [Path(folder).absolute() for folder in folders]  # the process may change its own
         replaces = self._finish_previous()
         try:
             files = self._buffers.copy(encoded)

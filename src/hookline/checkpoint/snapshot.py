@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookline.checkpoint.state_tree import Encoder
 from hookline.checkpoint.tensor_files import TensorBuffer
+from hookline.errors import CheckpointError
 
 __all__ = ["EncodedState", "SnapshotBuffers", "encode_info", "encode_state"]
 
@@ -31,10 +32,19 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
         CheckpointError: A value cannot be saved.
     """
     weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
+    for name in weights:
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+            raise CheckpointError(
+                f"A weight is called {name!r}, which the format safetensors does not allow. Rename "
+                "the parameter or buffer."
+            )
     Encoder("model").encode(weights)  # raises if a weight cannot be saved
     encoder = Encoder("state")
     extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
     tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
+    metadata = getattr(model, "_metadata", None)  # the versions of modules
+    if metadata is not None:
+        tree["metadata"] = encoder.encode(dict(metadata), "['_metadata']")
     return EncodedState(weights, encoder.tensors, json.dumps(tree, allow_nan=False).encode())
 
 

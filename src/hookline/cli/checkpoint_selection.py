@@ -61,9 +61,9 @@ class CheckpointFolder:
         if given not in ("", ".", "..") and is_checkpoint(self.path / given):
             return self.path / given
         complete = self.read()[0]
-        found = [one.path for one in complete if str(one.step) == given]
-        if found:
-            return found[-1]
+        found = [one for one in complete if str(one.step) == given]
+        if found:  # the newest; one that was saved after a crash only if there is no other
+            return max(reversed(found), key=lambda one: not one.is_emergency).path
         names = [one.path.name for one in complete]
         raise CheckpointError(
             f"There is no checkpoint '{given}' in {self.path}.{nearest(given, names)} Give a "

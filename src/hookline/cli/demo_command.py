@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.config.trainer_config import TrainerConfig
 from hookline.context import Metrics
 from hookline.hook import Hook
+from hookline.runs.run_lookup import shorten_path
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["make_trainer", "run_demo"]
@@ -117,7 +118,7 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
         trainer.fit(train, val)
     except KeyboardInterrupt:
         if trainer.run is not None:
-            console.print(f"\nThe interrupted run is in {trainer.run.path}")
+            console.print(f"\nThe interrupted run is in {shorten_path(trainer.run.path)}")
         raise
 
     hooks: dict[str, Any] = {name: trainer.hooks.get_hook(name) for name in trainer.hooks}
@@ -167,11 +168,11 @@ def _show_gradients(measured: list[dict[str, Tensor]]) -> None:
 
 
 def _show_files(run: Path, checkpoint: Path | None) -> None:
-    files = {"run": str(run)}
+    files = {"run": str(shorten_path(run))}
     if checkpoint is not None:
         digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
         files |= {
-            "checkpoint": str(checkpoint),
+            "checkpoint": str(shorten_path(checkpoint)),
             "weights": f"{digest[:16]} (of the file's sha256; the same for the same options)",
         }
     files["metrics"] = "metrics.jsonl in the run: every loss and gradient norm, one per line"

@@ -50,9 +50,9 @@ def prune(
     """Remove checkpoints that are no longer needed.
 
     Without **--yes** the command shows what it would remove. A checkpoint that any option keeps is
-    kept. Always kept: the newest, those that **last** and **best** name, those that were saved
-    after a crash, damaged ones, and folders with other files. The newest is verified first. The
-    run must not be training.
+    kept. Always kept: the newest, those that **last** and **best** name or that a link beside them
+    names, those that were saved after a crash, damaged ones, and folders with other files. The
+    newest is verified first. The run must not be training.
 
     Example: **hookline checkpoints prune 20261115-21 --keep-last 2 --keep-every 1000 --yes**
 
@@ -71,7 +71,9 @@ def prune(
             "--keep-best and --metric belong together.", param_hint="'--keep-best'"
         )
     folder = find_folder(run, runs)
-    complete, damage = folder.read()
+    found, damage = folder.read()
+    complete = [one for one in found if not one.path.is_symlink()]
+    linked = {one.path.resolve() for one in found if one.path.is_symlink()}
     if metric is not None and metric.startswith("eval/"):  # another name of val/…
         metric = f"val/{metric.removeprefix('eval/')}"
     known = {name for one in complete for name in one.metrics}
@@ -81,6 +83,9 @@ def prune(
             f"Metrics of these checkpoints: {listed(sorted(known))}."
         )
     reasons = choose_kept(complete, KeepRules(keep_last, keep_best, metric, mode, keep_every))
+    for one, why in zip(complete, reasons, strict=True):
+        if one.path.resolve() in linked:
+            why.append("link")
     unneeded = [one for one, kept in zip(complete, reasons, strict=True) if not kept]
     if yes and unneeded:
         _check_not_training(folder.path)

@@ -175,8 +175,10 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
 
 
 def _print_run_folder(training: Training) -> None:
+    from hookline.runs.run_lookup import shorten_path
+
     if training.trainer.run is not None:
-        print(f"run {training.trainer.run.path}", flush=True)
+        print(f"run {shorten_path(training.trainer.run.path)}", flush=True)
 
 
 def check(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:

@@ -81,12 +81,13 @@ def find_fork(training: Training, given: str) -> Path:
         return find_checkpoint(path, verify=True)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     saved, _ = read_checkpoints(folder)
-    matching = [one.path for one in saved if one.step == int(step)]
+    matching = [one for one in saved if one.step == int(step)]
+    matching.sort(key=lambda one: not one.is_emergency)  # those saved after a crash come first
     if not matching:
         steps = sorted({one.step for one in saved if one.step is not None})
         known = f"It has {listed(map(str, steps))}." if steps else "It has no complete checkpoint."
         raise CheckpointError(f"The run {name} has no checkpoint of step {int(step)}. {known}")
-    return find_checkpoint(matching[-1], verify=True)
+    return find_checkpoint(matching[-1].path, verify=True)
 
 
 def describe_resume_command(training: Training, overrides: Sequence[str]) -> str:

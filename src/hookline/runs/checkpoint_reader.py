@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,12 +157,25 @@ def _decode_number(value: Any) -> Any:
     return value
 
 
-def _match_names(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+def _match_names(
+    weights: OrderedDict[str, Any], expected: Mapping[str, Any]
+) -> OrderedDict[str, Any]:
     """Return weights under the model's names where they differ only by a wrapper's prefix."""
     names = {_remove_prefixes(name): name for name in expected}
-    renamed = {names.get(_remove_prefixes(name), name): value for name, value in weights.items()}
-    is_unique = len(names) == len(expected) and len(renamed) == len(weights)
-    return renamed if is_unique else dict(weights)
+    renamed = OrderedDict(
+        (names.get(_remove_prefixes(name), name), value) for name, value in weights.items()
+    )
+    if len(names) != len(expected) or len(renamed) != len(weights):
+        return weights
+    if hasattr(weights, "_metadata"):  # the versions of modules, by their names
+        versions = {_module_name(name): version for name, version in weights._metadata.items()}
+        metadata = {name: versions.get(_module_name(name), {}) for name in expected._metadata}  # type: ignore[attr-defined]
+        renamed._metadata = metadata  # type: ignore[attr-defined]
+    return renamed
+
+
+def _module_name(name: str) -> str:
+    return _remove_prefixes(f"{name}.").strip(".")
 
 
 def _remove_prefixes(name: str) -> str:

@@ -115,7 +115,7 @@ class Run:
                 the configuration; `name` and `tags`; `resumed_from`, the name of the checkpoint
                 that this part of the run begins from.
         """
-        root = Path(root)
+        root = Path(root).absolute()  # the process may change its working folder
         try:
             _create_root(root)
             path = _create_run_folder(root)
@@ -165,6 +165,7 @@ class Run:
         manifest = read_run_manifest(path)
         if not resume:
             return cls(path, manifest)
+        path = path.absolute()
         lease: Lease | None = None
         try:
             lease = Lease.acquire(path)
@@ -389,10 +390,10 @@ def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Le
 
 def _create_root(root: Path) -> None:
     """Create the folder of all runs, durably."""
-    missing = [path for path in (root, *root.absolute().parents) if not path.exists()]
+    missing = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        sync(path.absolute().parent)
+        sync(path.parent)
 
 
 def _create_run_folder(root: Path) -> Path:

@@ -11,7 +11,7 @@ from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
 from hookline.runs.manifest import read_run_manifest
 
-__all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders"]
+__all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders", "shorten_path"]
 
 _LOG_FILES = ("metrics.jsonl", "events.jsonl")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
@@ -110,3 +110,11 @@ def _is_run(path: Path) -> bool:
 
 def _list_some(names: list[str]) -> str:
     return listed(names[:_MAX_SHOWN]) + (" …" if len(names) > _MAX_SHOWN else "")
+
+
+def shorten_path(path: Path) -> Path:
+    """Return a path for messages: relative to the working folder if it is inside."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):  # OSError: the working folder was removed
+        return path

@@ -16,7 +16,7 @@ from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.runs.recorder import Recorder
-from hookline.runs.run_lookup import find_run_of_checkpoint
+from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forking import load_fork
@@ -84,7 +84,7 @@ class TrainerRun(TrainerBase):
         )
         if self.run is not None:
             self.run.call_when_lease_is_lost(self._requests.wake)
-            self._progress.say(f"run {self.run.path}")
+            self._progress.say(f"run {shorten_path(self.run.path)}")
         self._phase = Phase.BETWEEN_STEPS
         self._watch_model()
         self._sync_probes()
@@ -176,6 +176,7 @@ class TrainerRun(TrainerBase):
         Within a step or the end of an epoch, the state is saved when that is over, and None is
         returned: `on_checkpoint_save` then has the folder.
         """
+        path = None if path is None else Path(path).absolute()
         if self._phase is Phase.IN_STEP:
             self._requests.checkpoint(path)
             return None
@@ -269,7 +270,7 @@ class TrainerRun(TrainerBase):
         if paths:
             saved = self._save(paths, wait=True)
             if saved is not None:
-                self._progress.say(f"{received.name}: saved {saved}")
+                self._progress.say(f"{received.name}: saved {shorten_path(saved)}")
         self._stop_signal = received.name
         if received is signal.SIGINT:
             raise KeyboardInterrupt

@@ -25,7 +25,7 @@ from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.checkpoint.remote import import_fsspec
 from hookline.errors import CheckpointError
 
-__all__ = ["Bundle", "Destination", "Folder", "Remote", "StoppedError", "destination_of"]
+__all__ = ["Bundle", "Destination", "Folder", "Item", "Remote", "StoppedError", "destination_of"]
 
 _CHUNK = 1 << 22
 _MANIFEST = "manifest.json"
@@ -111,7 +111,7 @@ class Folder:
     """A local or mounted folder."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.expanduser()
+        self._root = root.expanduser().absolute()
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy into a temporary folder, verify, rename."""

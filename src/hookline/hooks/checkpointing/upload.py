@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from hookline.checkpoint.atomic_files import hash_file
 from hookline.checkpoint.checkpoint_lookup import read_pointers
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.hook import Rank
-from hookline.hooks.checkpointing.destination import Bundle, StoppedError, destination_of
+from hookline.hooks.checkpointing.destination import Bundle, Item, StoppedError, destination_of
 from hookline.options import BuiltIn
 
 __all__ = ["UploadHook"]
@@ -63,6 +64,7 @@ class UploadHook(BuiltIn):
         self._reset()
 
     def _reset(self) -> None:
+        self._copied: dict[Path, tuple[Item, ...]] = {}  # the last item is the manifest
         self.uploaded: dict[Path, str] = {}
         """The paths of the copies, by checkpoint."""
         self.failed: list[Path] = []
@@ -110,6 +112,8 @@ class UploadHook(BuiltIn):
             try:
                 bundle = Bundle.of(path)
                 self.uploaded[path] = self._destination.upload(bundle, under, stop.is_set)
+                if bundle.items:
+                    self._copied[path] = bundle.items
             except StoppedError:
                 break
             except Exception as error:  # anything that a network or a disk may raise
@@ -139,12 +143,19 @@ class UploadHook(BuiltIn):
     # -- on the training thread -------------------------------------------------------------------
 
     def _remove_local(self) -> None:
-        """Remove copied checkpoints, on the thread that also removes others."""
+        """Remove copied checkpoints, on the thread that also removes others.
+
+        A later checkpoint may have the name of one that was removed: its manifest is another one.
+        """
         if self._keep_local:
             return
-        for path in list(self.uploaded):
-            if path.is_dir() and path.name not in read_pointers(path.parent).values():
-                remove_checkpoint(path)
+        for path, items in list(self._copied.items()):
+            manifest = items[-1]
+            if manifest.source.is_file() and hash_file(manifest.source) == manifest.hash:
+                if path.name not in read_pointers(path.parent).values():
+                    remove_checkpoint(path)
+            else:
+                del self._copied[path]
 
 
 class _Worker:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text
 from hookline.options import BuiltIn
+from hookline.runs.run_lookup import shorten_path
 
 __all__ = ["LoggingHook"]
 
@@ -46,7 +47,7 @@ class LoggingHook(BuiltIn):
         self._started_at = time.monotonic()
         self._add_handler()
         size = sum(parameter.numel() for parameter in model.parameters())
-        folder = "" if run is None else f", in {run.path}"
+        folder = "" if run is None else f", in {shorten_path(run.path)}"
         resumed = f" after step {step}" if step else ""
         what = f"{type(model).__name__} with {size:,} parameters"
         self._log("Training starts%s: %s%s", resumed, what, folder)

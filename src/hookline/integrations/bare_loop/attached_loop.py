@@ -31,6 +31,7 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.evaluation import count_tokens
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
+from hookline.runs.run_lookup import shorten_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -292,7 +293,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         recorder.start(self, self._recorded_config())
         if recorder.run is not None:
             self._recorder, self.run = recorder, recorder.run
-            self._announce(f"run {recorder.run.path}")
+            self._announce(f"run {shorten_path(recorder.run.path)}")
 
     def _recorded_config(self) -> dict[str, Any]:
         """Return the configuration for the run's manifest."""

@@ -196,7 +196,7 @@ class Session(AttachedLoop):
         self.begin()
         self._supplied.add("checkpoint")
         checkpoints = self._make_checkpoints()
-        folder = None if path is None else Path(path)
+        folder = None if path is None else Path(path).absolute()
         if self._ended:
             return checkpoints.save(folder, extra or {}, wait=True)
         if _is_in_event(self._context) or self._step_watch.has_new_gradients:

@@ -123,7 +123,7 @@ class SingleProcess:
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the model."""
-        model.load_state_dict(dict(weights))
+        model.load_state_dict(weights)  # with its attribute `_metadata`
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
