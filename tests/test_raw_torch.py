@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -430,3 +431,29 @@ def test_hooks_that_need_no_forward_work_where_the_model_is_not_called_directly(
         "on_step_end",
     ] * 2
     assert all(float(told[1]["grad_norm"]) > 0.1 for told in hook.told if told[0] == "on_step_end")
+
+
+def test_a_model_is_saved_and_copied_without_the_hooks_that_watch_it(tmp_path):
+    model, optimizer = make()
+
+    class Watch(hookline.Hook):
+        def on_after_forward(self, outputs):
+            pass
+
+        def on_step_end(self, step, loss):
+            pass
+
+    hooks = [hookline.probes.Capture("first"), Watch()]
+    with hookline.attach(model, optimizer, hooks=hooks):
+        train(model, optimizer, batches(2))
+        torch.save(model, tmp_path / "model.pt")
+        copied = copy.deepcopy(model)
+        pickled = (tmp_path / "model.pt").read_bytes()
+    assert b"hookline" not in pickled
+    for other in (copied, torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert same(weights(other), weights(model))
+        for module in other.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+        train(other, torch.optim.SGD(other.parameters(), lr=0.1), batches(1))
+    assert all("__getstate__" not in vars(module) for module in model.modules())

@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo
 from torch.utils.hooks import RemovableHandle
 
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.nested import tensors_in
 
 __all__ = ["ModelCallback", "ModelGroup", "ModelWatch"]
@@ -26,8 +27,10 @@ class ModelGroup(torch.nn.ModuleList):
 class ModelCallback:
     """A callable for PyTorch's hooks, kept out of compiled graphs.
 
-    In a copy or a pickle of the model it does nothing.
+    Copies and pickles of the model do not have it.
     """
+
+    is_hidden = True
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -101,7 +104,7 @@ class ModelWatch:
         self.detach()
         self._sees = (calls, backward)
         self._depth = 0
-        for model in self.model if isinstance(self.model, ModelGroup) else [self.model]:
+        for model in self._models():
             if calls:
                 self._handles += [
                     model.register_forward_pre_hook(ModelCallback(self._before)),
@@ -110,11 +113,17 @@ class ModelWatch:
                 ]
             elif backward:
                 self._handles.append(model.register_forward_hook(ModelCallback(self._returned)))
+            hide_hooks(model)
+
+    def _models(self) -> list[torch.nn.Module]:
+        return list(self.model) if isinstance(self.model, ModelGroup) else [self.model]
 
     def detach(self) -> None:
         """Remove all hooks from the model and its latest outputs."""
         for handle in (*self._handles, *self._outputs):
             handle.remove()
+        for model in self._models():
+            unhide_hooks(model)
         self._sees = (False, False)
         self._handles = []
         self._outputs.clear()

@@ -41,6 +41,7 @@ from hookline.probes.module_callback import (
 from hookline.probes.recomputation import has_gradients, is_recomputing, running_modules
 from hookline.probes.taps import Taps
 from hookline.probes.uncalled_modules import UncalledModules
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Attachment:
             start.handle = outermost.register_forward_pre_hook(start, prepend=True)
             end.handle = outermost.register_forward_hook(end, always_call=True)
             self._boundaries = [start, end]
+            hide_hooks(outermost)
         if self.taps is not None:
             self.taps.attach()
         self.refresh()
@@ -158,6 +160,8 @@ class Attachment:
     def _detach_boundaries(self) -> None:
         for boundary in self._boundaries:
             boundary.detach()
+        if self._boundaries and (outermost := self._outermost()) is not None:
+            unhide_hooks(outermost)
         self._boundaries = []
         self.local = ThreadLocal()  # the end of a forward that runs now will not be seen
 
@@ -293,11 +297,14 @@ class Site:
         callback = ModuleCallback(self, before=False)
         handle = module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
         self.handles.append(handle)
+        hide_hooks(module)
 
     def detach(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+        if self.module is not None:
+            unhide_hooks(self.module)
         self.handles = []
         unregister_receiver(self)
 

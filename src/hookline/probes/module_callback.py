@@ -54,7 +54,9 @@ def _get_do_nothing() -> Any:
 
 
 class _NotCopied:
-    """A callback that copies and pickles of a model do not have."""
+    """A callback that copies and pickles of a model do not have; a copy of it does nothing."""
+
+    is_hidden = True
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _do_nothing

@@ -14,6 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hookline.loop.model_watch import ModelCallback, ModelGroup
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 
 __all__ = ["StepBoundary"]
 
@@ -61,8 +62,12 @@ class StepBoundary:
         self.stop()
         while self._handles:
             self._handles.pop().remove()
+        for model in self._models:
+            for part in model.modules():
+                unhide_hooks(part)
 
     def _hook(self, module: torch.nn.Module) -> RemovableHandle:
+        hide_hooks(module)
         return module.register_forward_pre_hook(ModelCallback(self._before_call))
 
     def _before_call(self, module: torch.nn.Module, args: Any) -> None:
