@@ -348,3 +348,20 @@ def test_a_checkpoint_in_the_folder_of_another_run_does_not_change_that_run(tmp_
     assert (other.run.path / "metrics.jsonl").read_bytes() == before
     assert resumed.run.id not in (other.run.id, first.run.id)
     assert same(weights(resumed.model), weights(first.model))
+
+
+def test_a_hook_state_that_cannot_be_saved_is_the_failure_of_its_hook(tmp_path, caplog):
+    class Queue(Counter):
+        def state_dict(self):
+            return {"steps": object()} if self.steps > 2 else {"steps": self.steps}
+
+    hooks = [SaveAt(2), SaveAt(4), Queue(), Counter()]
+    trainer = Trainer(settings(tmp_path), *make(), hooks=hooks)
+    trainer.fit(batches(5))
+    assert trainer.status == "completed"
+    run = hookline.open_run(trainer.run.path)
+    assert [saved.step for saved in run.checkpoints()] == [2, 4]
+    assert "hooks['queue']['steps'] is a object, which cannot be saved" in caplog.text
+    resumed = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(9), SaveAt(9), Queue(), Counter()])
+    resumed.fit(batches(5), resume_from=run.path)
+    assert resumed.hooks.get_hook("counter").steps == 5

@@ -317,7 +317,12 @@ class Retention:
         Raises:
             CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
-        self._complete_save(path, run_id)
+        try:
+            self._complete_save(path, run_id)
+        finally:
+            self._find_saved(path, writer, run_id)
+
+    def _find_saved(self, path: Path, writer: str, run_id: str | None) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
             own = _find_own(found, writer, is_resumed_from=found.resolve() == path.resolve())

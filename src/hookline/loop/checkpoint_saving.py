@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hookline.checkpoint import CheckpointSaver, SaveResult
+from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
+from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaving"]
@@ -24,6 +26,7 @@ class CheckpointSaving:
         settings: the settings of the trainer.
         collect: returns the arguments of `CheckpointSaver.save`: `model`, `state`, `info`, `sync`.
         report: called for every checkpoint that is durable or could not be written.
+        hooks: the hooks whose states are saved.
     """
 
     def __init__(
@@ -31,10 +34,12 @@ class CheckpointSaving:
         settings: CheckpointConfig,
         collect: Callable[[], dict[str, Any]],
         report: Callable[[SaveResult], None],
+        hooks: HookManager,
     ) -> None:
         self._settings = settings
         self._collect = collect
         self._report = report
+        self._hooks = hooks
         self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
         self._in_flight = 0
         self._grace = settings.grace_seconds or _elastic_timeout()
@@ -47,7 +52,8 @@ class CheckpointSaving:
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, so that the first save does not."""
         collected = self._collect()
-        self._saver.prepare(model=collected["model"], state=collected["state"])
+        state = self._without_unsupported_states(collected["state"]) or collected["state"]
+        self._saver.prepare(model=collected["model"], state=state)
 
     def save(self, folders: Sequence[Path], *, wait: bool = False, **info: Any) -> list[SaveResult]:
         """Copy the state, and write it to each of the folders; return what can be reported now.
@@ -59,9 +65,30 @@ class CheckpointSaving:
         """
         collected = self._collect()
         info = {**collected.pop("info"), **info}
-        self._saver.save(folders, info=info, **collected)
+        try:
+            self._saver.save(folders, info=info, **collected)
+        except CheckpointError:
+            without = self._without_unsupported_states(collected["state"])
+            if without is None:
+                raise
+            self._saver.save(folders, info=info, **{**collected, "state": without})
         self._in_flight += len(folders)
         return self.report(wait=wait)
+
+    def _without_unsupported_states(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a state without those of hooks that cannot be saved; None if all of them can.
+
+        It counts as a failure of the hook, as an exception in its `state_dict` does.
+        """
+        saved: dict[str, Any] = {}
+
+        def encode_state(name: str) -> None:
+            Encoder(f"hooks[{name!r}]").encode(dict(state["hooks"][name]))
+            saved[name] = state["hooks"][name]
+
+        for name in state["hooks"]:
+            self._hooks.guard(name)(encode_state, name)
+        return None if len(saved) == len(state["hooks"]) else {**state, "hooks": saved}
 
     def report(self, *, wait: bool = False) -> list[SaveResult]:
         """Report the checkpoints that are durable, or could not be written.

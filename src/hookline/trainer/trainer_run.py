@@ -74,7 +74,7 @@ class TrainerRun(TrainerBase):
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
         self._start_run(restored, parent)
-        self._saving = CheckpointSaving(config.checkpoints, self._collect, self._report_save)
+        self._saving = self._make_saving()
         self._prepares_saving = any(
             getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT
             for name in self.hooks
@@ -182,7 +182,7 @@ class TrainerRun(TrainerBase):
             return None
         if self._saving is not None:
             return self._save([path], wait=True)
-        saving = CheckpointSaving(self.config.checkpoints, self._collect, self._report_save)
+        saving = self._make_saving()
         (result,) = saving.save([self._folder_for(path)], wait=True)
         saving.close()
         if result.error is not None:
@@ -206,6 +206,10 @@ class TrainerRun(TrainerBase):
                 "`runs` in the configuration."
             )
         return Path(self.run.checkpoints) / f"step_{self.step:06d}"
+
+    def _make_saving(self) -> CheckpointSaving:
+        settings = self.config.checkpoints
+        return CheckpointSaving(settings, self._collect, self._report_save, self.hooks)
 
     def _collect(self) -> dict[str, Any]:
         return collect_checkpoint(self)

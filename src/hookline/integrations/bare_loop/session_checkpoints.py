@@ -52,7 +52,7 @@ class SessionCheckpoints:
 
     def __init__(self, session: AttachedLoop, settings: CheckpointConfig) -> None:
         self._session = session
-        self._saving = CheckpointSaving(settings, self._collect, self._report)
+        self._saving = CheckpointSaving(settings, self._collect, self._report, session.hooks)
         self._boundary = StepBoundary(
             session.model, lambda: session._step_watch.model.calls_seen > 0, self.save_requested
         )
@@ -79,8 +79,10 @@ class SessionCheckpoints:
         self.save_requested()
         self._extra = dict(extra)
         folder = self._folder_for(path)
-        results = self._saving.save([folder], wait=wait)
-        self._extra = {}
+        try:
+            results = self._saving.save([folder], wait=wait)
+        finally:
+            self._extra = {}
         return next((result.path for result in results if result.requested == folder), None)
 
     def request(self, path: Path | None, extra: Mapping[str, Any]) -> None:
