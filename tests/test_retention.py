@@ -438,7 +438,7 @@ def test_one_that_was_to_be_saved_with_the_checkpoint_resumed_from_is_made_from_
 def test_a_checkpoint_that_vanished_is_forgotten_and_logged(tmp_path, caplog):
     caplog.set_level("INFO", "hookline")
     retention = opened(tmp_path, keep_best=2)
-    a, b = save(retention, "a", 1.0), save(retention, "b", 2.0)
+    a, b = save(retention, "a", 1.0, step=1), save(retention, "b", 2.0, step=2)
     remove_checkpoint(a)
     again = resumed(tmp_path, b)
     assert [one.name for one in again.saved] == ["b"]
