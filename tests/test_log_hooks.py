@@ -52,7 +52,9 @@ def lines(caplog):
 
 def test_logging_tells_start_epochs_validation_checkpoints_and_end(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    trainer = train(tmp_path, Saves(), LoggingHook(), val=batches(2, seed=2), max_epochs=2)
+    at_once = {"checkpoints": {"background": False}}
+    val = batches(2, seed=2)
+    trainer = train(tmp_path, Saves(), LoggingHook(), val=val, max_epochs=2, **at_once)
     said = lines(caplog)
     assert {level for level, _ in said} == {"INFO"}
     texts = [text for _, text in said]

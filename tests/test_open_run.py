@@ -499,7 +499,8 @@ def test_a_running_run_is_read_as_it_grows(tmp_path: Path) -> None:
 ENDLESS = """
 import sys, itertools, torch, hookline
 from loops import make, batches
-config = hookline.TrainerConfig(runs=sys.argv[1], progress="off", max_epochs=None)
+config = hookline.TrainerConfig(runs=sys.argv[1], progress="off", max_epochs=None,
+                                checkpoints={"background": False})
 class Tells(hookline.Hook):
     def on_step_end(self, trainer, step):
         if step == 20: trainer.save_checkpoint()

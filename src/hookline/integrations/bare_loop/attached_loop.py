@@ -31,7 +31,6 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.evaluation import count_tokens
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
-from hookline.runs.run_lookup import shorten_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -293,6 +292,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         recorder.start(self, self._recorded_config())
         if recorder.run is not None:
             self._recorder, self.run = recorder, recorder.run
+            from hookline.runs.run_lookup import shorten_path  # most sessions write no run
+
             self._announce(f"run {shorten_path(recorder.run.path)}")
 
     def _recorded_config(self) -> dict[str, Any]:
