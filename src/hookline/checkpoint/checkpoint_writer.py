@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import xxhash
@@ -37,7 +37,8 @@ __all__ = ["CheckpointWriter", "SaveResult", "encode_manifest"]
 
 log = logging.getLogger("hookline")
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 25
+_LONGEST_PAUSE = 0.1  # seconds; a slow disk does not need pauses
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _ADVICE = {
     errno.ENOSPC: "Free space on the disk, or keep fewer checkpoints.",
@@ -97,6 +98,7 @@ class CheckpointWriter:
         synced: Sequence[Path] = (),
     ) -> None:
         self.is_abandoned = False  # set by another thread
+        self.is_urgent = True  # whether somebody waits; otherwise the write pauses between chunks
         self._files = files
         self._info = info
         self._hashes: dict[str, str] = {}
@@ -186,10 +188,13 @@ class CheckpointWriter:
             for start in range(0, len(data), _CHUNK):
                 if self.is_abandoned and file.name in self._files:  # the manifest is the end
                     raise _AbandonedError
+                begin = perf_counter()
                 chunk = data[start : start + _CHUNK]
                 digest.update(chunk)
                 while chunk:
                     chunk = chunk[os.write(handle, chunk) :]
+                if not self.is_urgent and len(data) > _CHUNK:  # leave training the memory's speed
+                    sleep(min(perf_counter() - begin, _LONGEST_PAUSE))
             os.fsync(handle)
         finally:
             os.close(handle)
