@@ -71,7 +71,8 @@ class CheckpointSaving:
             without = self._without_unsupported_states(collected["state"])
             if without is None:
                 raise
-            self._saver.save(folders, info=info, **{**collected, "state": without})
+            collected["state"] = without
+            self._saver.save(folders, info=info, **collected)
         self._in_flight += len(folders)
         return self.report(wait=wait)
 

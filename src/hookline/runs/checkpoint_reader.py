@@ -167,8 +167,9 @@ def _match_names(
     )
     if len(names) != len(expected) or len(renamed) != len(weights):
         return weights
-    if hasattr(weights, "_metadata"):  # the versions of modules, by their names
-        versions = {_module_name(name): version for name, version in weights._metadata.items()}
+    saved: Any = getattr(weights, "_metadata", None)  # the versions of modules, by their names
+    if saved is not None:
+        versions = {_module_name(name): version for name, version in saved.items()}
         metadata = {name: versions.get(_module_name(name), {}) for name in expected._metadata}  # type: ignore[attr-defined]
         renamed._metadata = metadata  # type: ignore[attr-defined]
     return renamed
