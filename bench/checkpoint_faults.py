@@ -22,7 +22,7 @@ import torch
 
 from bench.checkpoint_peers import SAVERS, Saver, State, make_savers
 
-_KILLS = 4
+_KILLS = 10
 _DAMAGES = 40
 
 
@@ -86,7 +86,8 @@ def _save_forever(name: str, folder: Path) -> None:
         saver.finish()
         print(i, flush=True)
         if i >= 3:
-            old = folder / str(i - 3)
+            # Renamed first: a kill during the deletion must not look like a torn save.
+            old = (folder / str(i - 3)).rename(folder / "old")
             shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 

@@ -1,0 +1,94 @@
+"""Opening files of a folder that anybody may have written.
+
+A link could lead out of the folder, a FIFO would block for ever, a device would never end: only
+regular files are opened, and links are not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["FileRefusedError", "open_handle", "open_regular_file", "read_regular_file"]
+
+# Windows has neither. O_NONBLOCK: opening a FIFO does not wait for its writer.
+_FLAGS = (
+    getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_NOCTTY", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+class FileRefusedError(OSError):
+    """The file is a link, not a regular file, or too large."""
+
+
+def open_handle(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file as `os.open` does, without following a link in its last part.
+
+    Raises:
+        FileRefusedError: It is a link, a FIFO, a device, a socket or a folder.
+        OSError: It cannot be opened.
+    """
+    name = Path(path).name
+    try:
+        handle = os.open(path, flags | _FLAGS, mode)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        refused = _describe_kind(path)
+        if refused is None:
+            raise
+        raise FileRefusedError(f"{name} is {refused}; expected a regular file") from error
+    try:
+        kind = _name_kind(os.fstat(handle).st_mode)
+        if kind is not None:
+            raise FileRefusedError(f"{name} is {kind}; expected a regular file")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; see `open_handle` for what is refused."""
+    return os.fdopen(open_handle(path), "rb")
+
+
+def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Return the contents of a regular file; see `open_handle` for what is refused.
+
+    Raises:
+        FileRefusedError: Also if the file is larger than `max_bytes`.
+    """
+    with open_regular_file(path) as file:
+        contents = file.read(max_bytes + 1)
+    if len(contents) > max_bytes:
+        raise FileRefusedError(
+            f"{Path(path).name} has more than {max_bytes:,} bytes; hookline.file_limits allows more"
+        )
+    return contents
+
+
+def _describe_kind(path: str | os.PathLike[str]) -> str | None:
+    try:
+        return _name_kind(os.lstat(path).st_mode)
+    except OSError:
+        return None
+
+
+def _name_kind(mode: int) -> str | None:
+    """Return what a file is if it is not a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {
+        stat.S_IFLNK: "a symbolic link",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -1,0 +1,106 @@
+"""Files from elsewhere: what is opened, which names are plain, and how text is shown."""
+
+from __future__ import annotations
+
+import os
+import socket
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hookline.errors import ConfigError
+from hookline.files.limits import FileLimits
+from hookline.files.plain_names import is_plain_name
+from hookline.files.printable import escape_controls, printable
+from hookline.files.regular_files import FileRefusedError, open_handle, read_regular_file
+
+BIDI_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fifo", "a FIFO"), ("link", "a symbolic link"), ("folder", "a folder"), ("sock", "a socket")],
+)
+def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "sock"))
+        with pytest.raises(FileRefusedError, match=f"{name} is {kind}"):
+            read_regular_file(tmp_path / name, 100)
+    for flags in (os.O_RDWR | os.O_APPEND, os.O_WRONLY | os.O_CREAT | os.O_TRUNC):
+        with pytest.raises(FileRefusedError):
+            open_handle(tmp_path / "link", flags)
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+def test_devices_are_not_opened() -> None:
+    with pytest.raises(FileRefusedError, match="zero is a device"):
+        read_regular_file("/dev/zero", 100)
+
+
+def test_a_refused_file_leaves_no_handle_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    before = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(5):
+        with pytest.raises(FileRefusedError):
+            read_regular_file(tmp_path / "fifo", 100)
+    assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_the_size_is_limited(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 100)
+    assert read_regular_file(file, 100) == b"x" * 100
+    with pytest.raises(FileRefusedError, match="more than 99 bytes"):
+        read_regular_file(file, 99)
+
+
+def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_regular_file(tmp_path / "file", 99)
+
+
+def test_limits_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOKLINE_MAX_MANIFEST_BYTES", "1_000")
+    assert FileLimits.from_environment() == FileLimits(manifest_bytes=1000)
+    monkeypatch.setenv("HOOKLINE_MAX_LINE_BYTES", "many")
+    with pytest.raises(ConfigError, match="HOOKLINE_MAX_LINE_BYTES is 'many'"):
+        FileLimits.from_environment()
+
+
+@pytest.mark.parametrize("name", ["step_000120", "last", "best-1.5", "20261115-210655-3f9c7b"])
+def test_plain_names(name: str) -> None:
+    assert is_plain_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", ".hidden", "../x", "a/b", "a\\b", "/etc", "C:x", "a\0", "a\n", "nul"),
+        *("COM1.txt", "a" * 201, "ä", None, 5, ["a"]),
+    ],
+)
+def test_names_that_are_not_plain(name: object) -> None:
+    assert not is_plain_name(name)
+
+
+@given(st.text(st.characters(), max_size=400))
+def test_printable_text_has_one_line_without_control_characters(text: str) -> None:
+    shown = printable(text, 40)
+    assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
+    assert not set(shown) & set(BIDI_MARKS)
+    assert not set(escape_controls(text)) & (set(BIDI_MARKS) | {"\x1b", "\r", "\x9b"})
+    shown.encode()
+
+
+def test_escapes_can_be_read_and_long_text_is_cut() -> None:
+    assert printable("a\x1b[31m\u202e\n") == r"a\x1b[31m\u202e\n"
+    assert printable("x" * 50, 10) == "x" * 9 + "…"
+    assert escape_controls("a\n\tb\x07") == "a\n\tb\\x07"
+    assert printable("Übung 模型 👩‍💻") == "Übung 模型 👩‍💻"
