@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from loops import Net, batches, make, recorder, same, weights
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
@@ -365,3 +367,39 @@ def test_a_hook_state_that_cannot_be_saved_is_the_failure_of_its_hook(tmp_path, 
     resumed = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(9), SaveAt(9), Queue(), Counter()])
     resumed.fit(batches(5), resume_from=run.path)
     assert resumed.hooks.get_hook("counter").steps == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "lr", "message"),
+    [
+        ({"accumulate": 2}, 0.1, "Used from now on: accumulate is 2 instead of 1."),
+        ({"clip_norm": 0.5}, 0.1, "Used from now on: clip_norm is 0.5 instead of None."),
+        ({}, 0.5, "because the checkpoint's are restored: optimizers.0.groups.0.lr is 0.5 instead"),
+        ({"seed": 2}, 0.1, "because the checkpoint's are restored: seed is 2 instead of 1."),
+        ({"max_steps": 9, "progress": "off"}, 0.1, None),
+    ],
+)
+def test_settings_that_differ_from_the_checkpoint_are_said(tmp_path, caplog, changed, lr, message):
+    def make(lr: float = 0.1, steps: int = 2, **fields: Any) -> Trainer:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        config = {"max_steps": steps, "runs": None, "progress": "off", "seed": 1, **fields}
+        loss_fn = nn.functional.mse_loss
+        return Trainer(TrainerConfig(**config), model, optimizer, scheduler, loss_fn=loss_fn)
+
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    trainer = make().fit(DataLoader(data, batch_size=4))
+    trainer.save_checkpoint(tmp_path / "first")
+    trainer = make(lr, **{"steps": 4, **changed} if "max_steps" not in changed else changed)
+    trainer.fit(DataLoader(data, batch_size=4), resume_from=tmp_path / "first")
+    said = [text for text in caplog.messages if "settings differ" in text]
+    assert len(said) == (message is not None)
+    assert message is None or message in said[0]
+    caplog.clear()
+    # The learning rate in force is still the first one, also in the next checkpoint.
+    trainer.save_checkpoint(tmp_path / "second")
+    make(steps=9, **{k: v for k, v in changed.items() if k not in ("max_steps", "seed")}).fit(
+        DataLoader(data, batch_size=4), resume_from=tmp_path / "second"
+    )
+    assert not [text for text in caplog.messages if "settings differ" in text]

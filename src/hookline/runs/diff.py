@@ -8,7 +8,7 @@ from typing import Any
 
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["diff_configs", "diff_runs"]
+__all__ = ["diff_configs", "diff_runs", "number_items"]
 
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 
@@ -55,12 +55,12 @@ def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _by_number(value: Any) -> Any:
+def number_items(value: Any) -> Any:
     """Return lists of mappings, such as parameter groups, as mappings by number."""
     if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         value = {str(i): item for i, item in enumerate(value)}
     if isinstance(value, Mapping):
-        return {name: _by_number(item) for name, item in value.items()}
+        return {name: number_items(item) for name, item in value.items()}
     return value
 
 
@@ -74,7 +74,7 @@ def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     parent = _section(manifest, "parent")
     labels |= {f"parent.{name}": parent.get(name) for name in ("run_id", "step") if parent}
     config, training = _section(manifest, "config"), _section(manifest, "training")
-    return {**labels, **dict(_flatten(config, "")), **dict(_flatten(_by_number(training), ""))}
+    return {**labels, **dict(_flatten(config, "")), **dict(_flatten(number_items(training), ""))}
 
 
 def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._drops_gradients = False  # whether this step leaves none, also for later steps
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
         self._seeds_samples = False
+        self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
         self._last_epoch = 0  # the epoch of the checkpoint that was loaded
@@ -364,6 +365,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "epoch_started": self._epoch_started,
             "epoch_over": self._epoch_over,
             "run": self._recorder.position(),
+            "settings": self._settings,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -102,8 +102,10 @@ def _is_same(manifest: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     )
 
 
-def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool = True) -> None:
-    """Restore a trainer from a checkpoint, after comparing all of it with the trainer.
+def load_trainer_checkpoint(
+    trainer: TrainerBase, found: Path, *, strict: bool = True
+) -> Mapping[str, Any]:
+    """Restore a trainer from a checkpoint, after comparing all of it; return the saved state.
 
     Args:
         trainer: the trainer; it is not changed if the checkpoint does not fit.
@@ -126,6 +128,7 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
     )
     trainer.strategy.load(trainer.model, checkpoint.model)
     trainer.load_state_dict(checkpoint.state)
+    return checkpoint.state
 
 
 def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:

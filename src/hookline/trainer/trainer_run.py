@@ -22,6 +22,7 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forking import load_fork
 from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import make_progress
+from hookline.trainer.resumed_settings import compare_settings, describe_settings
 from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.trainer_base import Phase, TrainerBase
 from hookline.trainer.trainer_checkpoint import (
@@ -70,6 +71,7 @@ class TrainerRun(TrainerBase):
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
         self._progress = make_progress(config.progress)
+        self._settings = describe_settings(self)
         restored, parent = self._restore(resume_from, fork_from, strict)
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
@@ -101,7 +103,10 @@ class TrainerRun(TrainerBase):
             return load_fork(self, fork_from)
         start = None if resume_from is None else find_start(self, resume_from)
         if start is not None:
-            load_trainer_checkpoint(self, start, strict=strict)
+            saved = load_trainer_checkpoint(self, start, strict=strict)
+            self._settings, message = compare_settings(saved.get("settings", {}), self._settings)
+            if message is not None:
+                log.warning("%s: %s", shorten_path(start), message)
             self._check_end(start)
         return start, None
 
