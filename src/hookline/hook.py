@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from hookline.errors import NotAHookError
 
-__all__ = ["ForwardHook", "Hook", "Rank", "UpdateHook", "as_hook"]
+__all__ = ["ForwardHook", "Hook", "Rank", "Ranks", "UpdateHook", "as_hook"]
+
+Ranks = Literal["all", "main", "local_main"]
 
 
 class Rank(IntEnum):
@@ -54,6 +56,10 @@ class Hook:
 
     intervenes: ClassVar[bool] = False
     """Whether this hook changes training; by default hooks only observe."""
+
+    ranks: ClassVar[Ranks] = "all"
+    """In which processes of a run this hook is called: "all", "main" (rank 0), or "local_main" (the
+    first process of each node)."""
 
     hookline_kind: ClassVar[str] = "loop"
     hookline_function: Callable[..., Any] | None = None

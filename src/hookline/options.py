@@ -28,7 +28,7 @@ __all__ = [
     "get_options",
 ]
 
-REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
+REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict", "ranks")
 """The arguments of `add_hook` that a configuration may have beside a hook's name."""
 
 _EMPTY = inspect.Parameter.empty

@@ -328,6 +328,11 @@ class TrainerConfig(Config):
     device: str | None = Field(
         default=None, description="device to train on; None: the model's device"
     )
+    strategy: Literal["auto", "single", "ddp"] = Field(
+        default="auto",
+        description="auto: one process, or several as `torchrun` has started them, with "
+        "DistributedDataParallel",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(

@@ -23,6 +23,10 @@ REGISTRATION_KEYS: dict[str, dict[str, Any]] = {
     "every": {"type": "integer", "minimum": 1, "description": "call it every N-th step"},
     "sample_rate": {"type": "number", "description": "call it in this fraction of the steps"},
     "from_epoch": {"type": "integer", "minimum": 0, "description": "call it from this epoch on"},
+    "ranks": {
+        "enum": ["all", "main", "local_main"],
+        "description": "in which processes it is called",
+    },
     "before": {"type": "string", "description": "call it directly before the hook of this name"},
     "after": {"type": "string", "description": "call it directly after the hook of this name"},
     "strict": {"type": "boolean", "description": "stop training when it fails"},

@@ -11,7 +11,7 @@ from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
-from hookline.hook import Hook, Rank
+from hookline.hook import Hook, Rank, Ranks
 
 __all__ = ["Entry", "RemovedEntry", "choose_name"]
 
@@ -28,6 +28,10 @@ class Entry:
     after: str | None = None
     status: HookStatus = "enabled"
     strict: bool = False
+    ranks: Ranks = "all"
+    is_here: bool = True
+    """Whether the hook is called in this process, by its `ranks`."""
+
     is_default: bool = False
     """Whether the loop registered the hook itself, to be called after all others."""
 
@@ -56,12 +60,14 @@ class Entry:
     def registration(self) -> dict[str, Any]:
         """Return the arguments of `add_hook` that register the hook in the same way."""
         place = {"before": self.before, "after": self.after}
-        return {**asdict(self.schedule), **place, "strict": self.strict, "enabled": self.enabled}
+        enabled = self.status == "enabled"
+        fixed = {"strict": self.strict, "ranks": self.ranks, "enabled": enabled}
+        return {**asdict(self.schedule), **place, **fixed}
 
     @property
     def enabled(self) -> bool:
-        """Whether the hook is called."""
-        return self.status == "enabled"
+        """Whether the hook is called in this process."""
+        return self.status == "enabled" and self.is_here
 
     @property
     def critical(self) -> bool:

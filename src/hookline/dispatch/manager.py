@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from hookline.dispatch.accounting import (
     CallStats,
@@ -49,7 +49,7 @@ from hookline.errors import (
     nearest,
 )
 from hookline.events import FLOWS, NAMES, find_event
-from hookline.hook import Hook, as_hook
+from hookline.hook import Hook, Ranks, as_hook
 
 __all__ = ["HookManager"]
 
@@ -81,6 +81,7 @@ class HookManager:
         self.on_change = on_change
         self._entries: list[Entry] = []  # in calling order
         self._removed: dict[str, RemovedEntry] = {}
+        self._roles: set[str] = set(get_args(Ranks))  # of this process: alone it has all
         self._lock = threading.RLock()
         self._clock = RunClock(self.settings)
         self._table = DispatcherTable(self, self._lock, self._clock.start_unless_running)
@@ -104,6 +105,7 @@ class HookManager:
         after: str | None = None,
         enabled: bool = True,
         strict: bool = False,
+        ranks: Ranks | None = None,
         replace: bool = False,
     ) -> str:
         """Register a hook and return its name.
@@ -120,6 +122,8 @@ class HookManager:
             after: call it directly after the hook of this name.
             enabled: False registers it disabled.
             strict: stop training when it fails, instead of continuing without it.
+            ranks: in which processes it is called, "all", "main" or "local_main"; by default what
+                its class says.
             replace: replace a hook of the same name.
         """
         with self._lock:
@@ -132,6 +136,8 @@ class HookManager:
             entry.schedule = Schedule(every, sample_rate, from_epoch)
             entry.before, entry.after, entry.strict = before, after, strict
             entry.status = "enabled" if enabled else "disabled"
+            entry.ranks = _checked_ranks(entry, ranks)
+            entry.is_here = entry.ranks in self._roles
             for other in (before, after):
                 if other is not None:
                     self._entry(other)
@@ -148,6 +154,16 @@ class HookManager:
             return entry.name
 
     register_hook = add_hook
+
+    def set_process(self, *, is_main: bool, is_local_main: bool) -> None:
+        """Say which process of the run this is: hooks are called in those of their `ranks`."""
+        with self._lock:
+            self._roles = {"all", *["main"] * is_main, *["local_main"] * is_local_main}
+            changed = [e for e in self._entries if e.is_here != (e.ranks in self._roles)]
+            for entry in changed:
+                entry.is_here = entry.ranks in self._roles
+            if changed:
+                self._apply(self._entries, changed)
 
     def register_hooks(self, hooks: Iterable[Hook] | HookManager) -> list[str]:
         """Register several hooks in this order and return their names.
@@ -434,6 +450,15 @@ class HookManager:
         """Load the hooks' states; return hooks without a state and states without a hook."""
         with self._lock:
             return load_states(self._entries, states)
+
+
+def _checked_ranks(entry: Entry, given: Any) -> Ranks:
+    ranks: Any = type(entry.hook).ranks if given is None else given
+    if ranks not in get_args(Ranks):
+        raise RegistrationError(
+            f"The ranks of '{entry.name}' are {ranks!r}. Expected {listed(get_args(Ranks))}."
+        )
+    return cast("Ranks", ranks)
 
 
 def _event_method(name: str) -> Callable[..., None]:

@@ -75,6 +75,14 @@ class Means:
         """Return all means by name."""
         return {name: mean.mean() for name, mean in self._by_name.items() if mean.weight}
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sums and the weights by name, read from the device."""
+        return {
+            name: (float(mean.mean()) * mean.weight, mean.weight)
+            for name, mean in self._by_name.items()
+            if mean.weight
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return the means and their weights as numbers."""
         return {

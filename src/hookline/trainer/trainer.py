@@ -14,7 +14,8 @@ device, except where a setting says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Never
 
 import torch
@@ -29,6 +30,7 @@ from hookline.loop.signals import SignalWatch
 from hookline.loop.training_loop import zero_grad
 from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
 from hookline.trainer.losses import BatchPlace
+from hookline.trainer.sharded_loader import end_together, set_loader_epoch
 from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase
 from hookline.trainer.trainer_checkpoint import encode_states
@@ -141,6 +143,7 @@ class Trainer(TrainerRun):
 
     def _run_epochs(self, max_epochs: int | None) -> None:
         config, context, fire = self.config, self._context, self._dispatchers
+        assert self.train_data is not None  # `fit` has set it
         # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
         within_epoch = self._position.batches > 0 and not self._epoch_over
         stop = not within_epoch and self._apply_requests()
@@ -159,7 +162,10 @@ class Trainer(TrainerRun):
                     fire.on_epoch_start(context)
                 self._phase = Phase.BETWEEN_STEPS
             self._epoch_started = True
-            if self._requests.checkpoints:
+            if not self.strategy.alone:
+                set_loader_epoch(self.train_data.loaders, context.epoch)
+            (save,) = self.strategy.any_rank(bool(self._requests.checkpoints))
+            if save:
                 self._save_requested()
             complete = self._run_epoch()
             self._phase = Phase.IN_STEP  # checkpoints that are requested now wait
@@ -168,10 +174,13 @@ class Trainer(TrainerRun):
             due = complete and every is not None and (context.epoch + 1) % every == 0
             if self.val_data is not None and due:
                 self._validate_in_loop()
-            context.made_metrics = Metrics(context.means.means() | self._position.validated)
+            if not self.strategy.alone:
+                self._step_records.report(self._recorder.run)
+            means = self._means_of_all(context.means)
+            context.made_metrics = Metrics(means | self._position.validated)
             if fire.on_epoch_end is not None:
                 fire.on_epoch_end(context)
-            self._recorder.epoch(context.step, context.epoch, context.means.means())
+            self._recorder.epoch(context.step, context.epoch, means)
             self._epoch_over, self._epoch_started = True, False
             if complete:
                 self._end_epoch(context.made_metrics)
@@ -184,6 +193,8 @@ class Trainer(TrainerRun):
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
         batches = position.remaining_batches(stream, self.device)
+        if not self.strategy.alone:
+            batches, length = self._end_together(batches, length)
         self._progress.epoch(self._context.epoch, length, position.batches)
         if position.batches and self._boundary(validate=self._validation_due):
             return position.batches == length
@@ -199,6 +210,23 @@ class Trainer(TrainerRun):
             raise TrainingError("The loaders gave no batch, so there is nothing to train on.")
         return complete
 
+    def _end_together(
+        self, batches: Iterator[Any], length: int | None
+    ) -> tuple[Iterator[Any], int | None]:
+        """Return batches that end in the same step in all processes, and their number."""
+        processes, position = self.strategy.processes, self._position
+        lengths = processes.gather(length)
+        if None in lengths:
+            self._epoch_length = None
+            return end_together(batches, processes), None
+        self._epoch_length = shortest = min(lengths)
+        if shortest < max(lengths):
+            self.announce(
+                f"The processes have different numbers of batches in an epoch ({lengths}): it ends "
+                f"after {shortest}."
+            )
+        return islice(batches, shortest - position.batches), shortest
+
     def _run_batches(
         self, batches: Iterable[tuple[Any, int, int, str]], length: int | None
     ) -> bool:
@@ -209,7 +237,7 @@ class Trainer(TrainerRun):
         """
         context, fire, requests = self._context, self._dispatchers, self._requests
         position, losses, limit = self._position, self._accumulated_losses, self._limit
-        model, compute_loss, accumulate = self.model, self._loss_computer, self._accumulate
+        model, compute_loss, accumulate = self._called_model, self._loss_computer, self._accumulate
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
         check_boundary = self._validate_every is not None or not strategy.alone
@@ -354,10 +382,11 @@ class Trainer(TrainerRun):
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
-        if run is not None:
-            run.log(context.step, context.epoch, "train/loss", loss)
+        if run is not None or not self.strategy.alone:
+            record = run.log if self.strategy.alone else self._step_records.add
+            record(context.step, context.epoch, "train/loss", loss)
             for name, value in _mean_metrics(self._accumulated_metrics).items():
-                run.log(context.step, context.epoch, f"train/{name}", value)
+                record(context.step, context.epoch, f"train/{name}", value)
         used = self.optimizers if self._drops_gradients else [o for _, o in self._due_optimizers]
         for optimizer in used:
             zero_grad(optimizer)
@@ -384,6 +413,8 @@ class Trainer(TrainerRun):
             self._validation_due = False
         if self._prepares_saving:
             self._prepare_saving()
+        if not self.strategy.alone and self._step_records.is_due(context.step):
+            self._step_records.report(self._recorder.run)
         return self._apply_requests()
 
     def _apply_requests(self) -> bool:
@@ -391,11 +422,14 @@ class Trainer(TrainerRun):
         requests = self._requests
         if self.run is not None and self.run.lease_lost is not None:
             raise RunError(f"{self.run.lease_lost} Training ends here.")
-        stop, save, signaled = self.strategy.any_rank(
+        stop, save, signaled, toggled = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
             requests.signal is not None,
+            self._hooks_toggled,
         )
+        if toggled:
+            self._agree_on_hooks()
         if stop:
             requests.stop("another process asked for it")  # the first reason is kept
         stop = stop or self._context.step >= self._limit
@@ -412,12 +446,13 @@ class Trainer(TrainerRun):
         return stop
 
     def _save_requested(self) -> None:
-        paths, self._requests.checkpoints = self._requests.checkpoints, []
-        self._save(paths or [None])  # none: another rank requested it
+        self._save(self._requested_paths())
 
     def _validate_in_loop(self) -> None:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
         assert self.val_data is not None
+        if not self.strategy.alone:
+            self._step_records.report(self._recorder.run)  # before the values of the validation
         states = encode_states(self.hooks.state_dict())
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end

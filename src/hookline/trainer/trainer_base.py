@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, Literal, Never, get_args
 
@@ -14,12 +15,13 @@ from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager
-from hookline.errors import RunError, TrainingError, listed
+from hookline.errors import CheckpointError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.evaluation import count_tokens, evaluation, samples_in
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
+from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
@@ -36,7 +38,8 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
-from hookline.trainer.strategies import SingleProcess, parameters_of
+from hookline.trainer.sharded_loader import share_loaders
+from hookline.trainer.strategies import make_strategy, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
 
@@ -78,11 +81,14 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         check_arguments(config, model, optimizers, unknown, **functions)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
-        self.device = device_for(self.config.device, checked_model(model))
-        self.strategy = SingleProcess(self.device, self.config.precision)
+        device = device_for(self.config.device, checked_model(model))
+        self.strategy = make_strategy(self.config, device)
+        self.device = self.strategy.device
         self.model, self.optimizers = self.strategy.prepare(
             model, checked_optimizers(optimizers, model, self.config.optimizer_every)
         )
+        self._called_model = self.model  # what the loop calls: the strategy may wrap the model
+        self._step_records = StepRecords(self.strategy.processes)
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
         self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
@@ -105,6 +111,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
         self._seeds_samples = False
         self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
+        self._hooks_toggled = False  # whether hooks were toggled since the processes agreed
+        self._agreed_hooks: dict[str, bool] = {}  # which hooks are enabled, for all processes
+        self._rank_states: list[Any] | None = None  # of all processes, for a checkpoint
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
         self._last_epoch = 0  # the epoch of the checkpoint that was loaded
@@ -121,6 +130,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.hooks.add_configured(configured)
         self.hooks.add_default(Identity())
         self._dispatchers = self.hooks.dispatchers
+        processes = self.strategy.processes
+        self.hooks.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
         self.hooks.on_change = self._hooks_changed
         self._hooks_changed()
 
@@ -132,11 +143,21 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         Without `loaders`, the data to train on stays; without both, also that to validate on.
         """
         if loaders is not None:
-            self.train_data = Stream(loaders, self.config.loaders, what="train")
+            self.train_data = Stream(
+                self._share(loaders, "train"), self.config.loaders, what="train"
+            )
         if loaders is not None or val_loaders is not None:
-            self.val_data = None if val_loaders is None else Stream(val_loaders, what="val")
+            self.val_data = None
+            if val_loaders is not None:
+                self.val_data = Stream(self._share(val_loaders, "val"), what="val")
         if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
+
+    def _share(self, loaders: Any, what: str) -> Any:
+        """Return the loaders with the share of this process in their batches."""
+        if self.strategy.alone:
+            return loaders
+        return share_loaders(loaders, self.strategy.processes, what, fill=what == "train")
 
     @property
     def validates(self) -> bool:
@@ -185,7 +206,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
         The model's mode, the random states and the batch in the context do not change.
         """
-        stream = self.val_data if loaders is None else Stream(loaders, what="val")
+        stream = self.val_data
+        if loaders is not None:
+            stream = Stream(self._share(loaders, "val"), what="val")
         metrics = self._validate(stream)
         assert metrics is not None  # only a signal would end it, and nothing looks for signals
         return metrics
@@ -203,10 +226,13 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         with evaluation(self.model, self.device):
             if fire.on_validation_start is not None:
                 fire.on_validation_start(context)
-            for batch, batch_idx, loader_idx, loader_name in stream.tuples():
+            for loaded in self._validation_batches(stream):
                 if until_signal and requests.signal is not None:
                     is_canceled = True
                     break
+                if loaded is None:  # only other processes have a batch
+                    continue
+                batch, batch_idx, loader_idx, loader_name = loaded
                 context.batch, context.batch_idx = batch, batch_idx
                 context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
                 context.made_metrics = None
@@ -221,7 +247,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
                 if fire.on_validation_batch_end is not None:
                     context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
                     fire.on_validation_batch_end(context)
-            context.made_metrics = metrics = Metrics(means.means())
+            context.made_metrics = metrics = Metrics(self._means_of_all(means))
             if fire.on_validation_end is not None and not is_canceled:
                 fire.on_validation_end(context)
         context.evaluating = False
@@ -236,8 +262,32 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
 
+    def _validation_batches(self, stream: Stream) -> Iterator[Any]:
+        """Iterate over batches, or None while other processes have more; agree on signals."""
+        if self.strategy.alone:
+            yield from stream.tuples()
+            return
+        batches, requests = stream.tuples(), self._requests
+        while True:
+            loaded = next(batches, None)
+            more, signaled = self.strategy.any_rank(loaded is not None, requests.signal is not None)
+            if signaled and requests.signal is None:
+                requests.receive_signal(signal.SIGTERM)  # which another process has received
+            if not more:
+                return
+            yield loaded
+
+    def _means_of_all(self, means: Means) -> dict[str, Any]:
+        """Return means over all processes, which all have to call this."""
+        if self.strategy.alone:
+            return means.means()
+        sums = self.strategy.processes.sum_numbers(means.sums())
+        return {name: total / weight for name, (total, weight) in sums.items()}
+
     def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
+        if not self.strategy.is_main:
+            return
         if log.isEnabledFor(logging.INFO):
             log.info(text)
         else:
@@ -366,6 +416,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "epoch_over": self._epoch_over,
             "run": self._recorder.position(),
             "settings": self._settings,
+            "ranks": self._rank_states,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -375,6 +426,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             CheckpointError: the run cannot be resumed exactly with this trainer's data.
         """
         context, scaler = self._context, self.strategy.scaler
+        state = {**state, **self._own_state(state.get("ranks"))}
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
             # Else a scheduler that steps before the next optimizer step warns about their order.
@@ -404,6 +456,24 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._last_epoch = state["epoch"]
         context.epoch = self._last_epoch if finished else self._position.epoch
 
+    def _rank_state(self) -> dict[str, Any]:
+        """Return the part of the state that each process has of its own."""
+        return {
+            "position": self._position.state_dict(self.device),
+            "means": self._context.means.state_dict(),
+            "tokens_seen": self._context.counted_tokens,
+        }
+
+    def _own_state(self, states: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Return this process's part of a checkpoint's state."""
+        processes, saved = self.strategy.processes, states or [{}]
+        if len(saved) != processes.size:
+            raise CheckpointError(
+                f"The checkpoint was saved by {len(saved)} processes, and this run has "
+                f"{processes.size}. Resume with {len(saved)} processes."
+            )
+        return saved[processes.rank]
+
     def _pending_gradients(self) -> list[list[Any] | None]:
         """Return the gradients of each optimizer that does not step in every step, else None."""
         every = self.config.optimizer_every or [1] * len(self.optimizers)
@@ -417,6 +487,28 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             if gradients is not None:
                 for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
                     parameter.grad = None if gradient is None else gradient.to(parameter.device)
+
+    # -- agreement of the processes ---------------------------------------------------------------
+
+    def _hooks_changed(self) -> None:
+        super()._hooks_changed()
+        self._hooks_toggled = not self.strategy.alone and self._phase is not Phase.IDLE
+
+    def _agree_on_hooks(self) -> None:
+        """Enable and disable hooks as they were in any process since the last agreement."""
+        now = {info.name: info.status == "enabled" for info in self.hooks.describe()}
+        before = self._agreed_hooks
+        own = {name: on for name, on in now.items() if before.get(name, on) != on}
+        for changes in reversed(self.strategy.processes.gather(own)):  # rank 0's count most
+            now |= {name: on for name, on in changes.items() if name in now}
+        for name, on in now.items():
+            toggle = self.hooks.enable_hook if on else self.hooks.disable_hook
+            if on != (name in self._enabled_hooks()):
+                toggle(name)
+        self._agreed_hooks, self._hooks_toggled = now, False
+
+    def _enabled_hooks(self) -> set[str]:
+        return {info.name for info in self.hooks.describe() if info.status == "enabled"}
 
     # -- hooks and probes -------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.random_state import seed_everything, set_generator_state
+from hookline.loop.step_records import StepRecords
 from hookline.runs.recorder import Recorder
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 from hookline.trainer.checks import needs_metric
@@ -49,7 +50,6 @@ class TrainerRun(TrainerBase):
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
-        self.strategy.check_processes()
         self._phase = Phase.STARTING
         self._read_config()
         context.status = "training"
@@ -67,15 +67,21 @@ class TrainerRun(TrainerBase):
         self._accumulated_losses.clear()
         self._accumulated_metrics.clear()
         if config.seed is not None:
-            seed_everything(config.seed)
+            seed_everything(config.seed + self.strategy.processes.rank)
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
-        self._progress = make_progress(config.progress)
+        self._progress = make_progress(config.progress if self.strategy.is_main else "off")
+        self._recorder = Recorder(config.runs)
         self._settings = describe_settings(self)
         restored, parent = self._restore(resume_from, fork_from, strict)
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
-        self._start_run(restored, parent)
+        self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
+        self._context.run = self._recorder.run
+        self._called_model = self.strategy.wrap(self.model)
+        self._step_records = StepRecords(self.strategy.processes)
+        self._agreed_hooks = {n: n in self._enabled_hooks() for n in self.hooks}
+        self._hooks_toggled = False
         self._saving = self._make_saving()
         self._prepares_saving = any(
             getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT
@@ -101,7 +107,9 @@ class TrainerRun(TrainerBase):
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
         if fork_from is not None:
             return load_fork(self, fork_from)
-        start = None if resume_from is None else find_start(self, resume_from)
+        start: Path | None = None
+        if resume_from is not None:
+            start = self.strategy.processes.call_on_main(lambda: find_start(self, resume_from))
         if start is not None:
             saved = load_trainer_checkpoint(self, start, strict=strict)
             self._settings, message = compare_settings(saved.get("settings", {}), self._settings)
@@ -128,29 +136,26 @@ class TrainerRun(TrainerBase):
     def _start_run(self, restored: Path | None, parent: Any) -> None:
         """Start a run, or continue the folder of a resumed one if it still exists."""
         config = self.config
-        self._recorder = Recorder(config.runs)
-        if self.strategy.is_main:
-            resumed = restored is not None and parent is None and config.runs is not None
-            run = find_run_of_checkpoint(restored) if restored and resumed else None
-            if resumed and run is None:
-                self.announce(
-                    f"The checkpoint {restored} is not in the folder of its run: a new run is "
-                    f"written, whose records begin after step {self.step}."
-                )
-            self._recorder.begin(
-                config=config.model_dump(mode="json"),
-                seed=config.seed,
-                hooks=self.hooks.describe(),
-                device=self.device,
-                step=self.step,
-                resumed_run=run,
-                restored=restored,
-                position=self._run_position,
-                parent=parent,
-                loop=self,
-                config_is_complete=hasattr(config, "training"),  # that of a config file
+        resumed = restored is not None and parent is None and config.runs is not None
+        run = find_run_of_checkpoint(restored) if restored and resumed else None
+        if resumed and run is None:
+            self.announce(
+                f"The checkpoint {restored} is not in the folder of its run: a new run is "
+                f"written, whose records begin after step {self.step}."
             )
-        self._context.run = self._recorder.run
+        self._recorder.begin(
+            config=config.model_dump(mode="json"),
+            seed=config.seed,
+            hooks=self.hooks.describe(),
+            device=self.device,
+            step=self.step,
+            resumed_run=run,
+            restored=restored,
+            position=self._run_position,
+            parent=parent,
+            loop=self,
+            config_is_complete=hasattr(config, "training"),  # that of a config file
+        )
 
     def _read_config(self) -> None:
         """Read what every batch needs, once per run: attributes of the configuration are slow."""
@@ -198,9 +203,28 @@ class TrainerRun(TrainerBase):
         """Save at each of the paths; return the first if it is durable already."""
         assert self._saving is not None
         self._prepares_saving = False
+        self._gather_rank_states()
+        if not self.strategy.is_main:
+            self.strategy.any_rank(wait)  # waits until rank 0 has saved
+            return None
         folders = [self._folder_for(path) for path in paths]
         results = self._saving.save(folders, wait=wait)
+        self._rank_states = None
+        if not self.strategy.alone:
+            self.strategy.any_rank(wait)
         return next((r.path for r in results if r.requested == folders[0]), None)
+
+    def _gather_rank_states(self) -> None:
+        """Collect the states of all processes for a checkpoint, which rank 0 writes."""
+        if not self.strategy.alone:
+            self._step_records.report(self._recorder.run)
+            self._rank_states = self.strategy.processes.gather(self._rank_state())
+
+    def _requested_paths(self) -> list[Path | str | None]:
+        """Return where checkpoints were requested in any process; None for the run's folder."""
+        own, self._requests.checkpoints = self._requests.checkpoints, []
+        gathered = self.strategy.processes.gather(own)
+        return list(dict.fromkeys(path for paths in gathered for path in paths))
 
     def _folder_for(self, path: Path | str | None) -> Path:
         if path is not None:
@@ -244,7 +268,10 @@ class TrainerRun(TrainerBase):
         """Allocate the memory that saving needs, after a step: optimizers have their state then."""
         assert self._saving is not None
         self._prepares_saving = False
-        self._saving.prepare()
+        self._gather_rank_states()
+        if self.strategy.is_main:
+            self._saving.prepare()
+        self._rank_states = None
 
     # -- signals ----------------------------------------------------------------------------------
 
@@ -260,7 +287,7 @@ class TrainerRun(TrainerBase):
         """
         requests = self._requests
         received = requests.signal or signal.SIGTERM  # another rank received it
-        paths, requests.checkpoints = requests.checkpoints, []
+        paths = self._requested_paths()
         if not can_save:
             paths = []
             log.warning(
@@ -268,6 +295,8 @@ class TrainerRun(TrainerBase):
                 "batches. Nothing is saved: a resumed run continues from an earlier checkpoint.",
                 received.name,
             )
+        elif not self.strategy.is_main:
+            paths.append(None)
         elif self.run is None:
             log.warning(
                 "%s: training ends, and nothing is saved, because there is no run folder (`runs` "
@@ -349,6 +378,8 @@ class TrainerRun(TrainerBase):
         if phase is Phase.IDLE:
             return
         failed = context.status in ("error", "interrupted")
+        if not failed and not self.strategy.alone and phase is not Phase.STARTING:
+            self._step_records.report(self._recorder.run)
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
         if self._requests.checkpoints:
@@ -377,6 +408,8 @@ class TrainerRun(TrainerBase):
             if self._saving is not None:
                 self._saving.close()
                 self._saving = None
+            self.strategy.unwrap()
+            self._called_model = self.model
             self._watch_model()
             self._sync_probes()
             self.hooks.run_ended()

@@ -43,6 +43,7 @@ class UploadHook(BuiltIn):
     """
 
     hookline_rank = Rank.WRITER
+    ranks = "main"
     cost = (
         "Nothing on the training thread; a second thread reads, writes and hashes each checkpoint."
     )

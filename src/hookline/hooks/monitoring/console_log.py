@@ -32,6 +32,7 @@ class ConsoleLogHook(BuiltIn):
 
     cost = "Keeps each loss; when it prints, it reads those since the last line and waits for them."
     hookline_rank = Rank.WRITER
+    ranks = "main"
     hookline_optional_events = frozenset(
         {"on_train_batch_end", "on_epoch_end", "on_validation_end"}
     )

@@ -39,6 +39,7 @@ class JSONLogHook(BuiltIn):
 
     cost = "Reads and waits for the loss of the batches that it writes; one system call per line."
     hookline_rank = Rank.WRITER
+    ranks = "main"
     hookline_optional_events = frozenset(
         {"on_train_batch_end", "on_epoch_end", "on_validation_end", "on_checkpoint_save"}
     )

@@ -45,6 +45,7 @@ class Heartbeat(BuiltIn):
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
     hookline_rank = Rank.WRITER
+    ranks = "main"
     hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_batch_end"})
 
     def __init__(

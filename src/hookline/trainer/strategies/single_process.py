@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 
-from hookline.errors import TrainingError
+from hookline.loop.processes import OneProcess
 
 __all__ = ["SingleProcess", "parameters_of"]
 
@@ -17,32 +16,41 @@ __all__ = ["SingleProcess", "parameters_of"]
 class SingleProcess:
     """Train in one process on one device; `fp16` has a gradient scaler."""
 
-    is_main = True
-    alone = True  # no other process takes part in the run
-
-    def __init__(self, device: torch.device, precision: Literal["fp32", "bf16", "fp16"]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Literal["fp32", "bf16", "fp16"],
+        processes: OneProcess | None = None,
+    ) -> None:
         self.device = device
+        self.processes = processes or OneProcess()
         self.needs_transfer = device.type != "cpu"
         scaled = precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaled) if scaled else None
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
-    def check_processes(self) -> None:
-        """Raise if other processes were started for the same script: each would write a run."""
-        if self.alone and (processes := _world_size()) > 1:
-            raise TrainingError(
-                f"This script runs in {processes} processes (WORLD_SIZE, or the process group's "
-                "size), but the trainer trains in one: each process would train a model of its "
-                "own and write a run of its own. Start it in one process, `python train.py` "
-                "instead of torchrun. To train in several processes, write the loop yourself and "
-                "use `hookline.attach`."
-            )
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the run."""
+        return self.processes.is_main
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process takes part in the run."""
+        return self.processes.size == 1
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
         """Return the model on the device, and the optimizers, which keep its parameters."""
         return model.to(self.device), optimizers
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return what the loop calls instead of the model."""
+        return model
+
+    def unwrap(self) -> None:
+        """Undo `wrap`, at the end of a run."""
 
     def move(self, batch: Any) -> Any:
         """Return the batch with all its tensors on the device, also those in containers."""
@@ -115,7 +123,7 @@ class SingleProcess:
 
     def any_rank(self, *requests: bool) -> tuple[bool, ...]:
         """Return for each request whether any rank makes it; the same on all ranks."""
-        return requests
+        return self.processes.any(*requests)
 
     def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's weights, unsharded."""
@@ -129,11 +137,3 @@ class SingleProcess:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return all parameters of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _world_size() -> int:
-    """Return the number of processes of this job, as torchrun or the process group says."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else 1

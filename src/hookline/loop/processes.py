@@ -1,0 +1,161 @@
+"""The processes that train together: their ranks, and what they tell each other.
+
+Everything here goes through a process group of its own on the CPU (gloo), so that it neither waits
+for a device nor mixes with the collectives of the model. Each method except `name_ranks` is a
+collective: all processes have to call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from hookline.errors import TrainingError
+
+__all__ = ["OneProcess", "ProcessGroup", "join_processes", "local_rank", "world_size"]
+
+T = TypeVar("T")
+_TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the others wait
+
+
+class OneProcess:
+    """A process that trains alone."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the run."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each flag whether a process has set it."""
+        return flags
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        return [value]
+
+    def share(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        return value
+
+    def call_on_main(self, function: Callable[[], T]) -> T:
+        """Call a function in rank 0; return its value, or raise its error, in all processes."""
+        return function()
+
+    def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+        """Return the sums of pairs of numbers by name; a process need not have all names."""
+        return dict(numbers)
+
+    def close(self) -> None:
+        """End the process group, if it was started here."""
+
+
+class ProcessGroup(OneProcess):
+    """Several processes, in torch's default process group.
+
+    Args:
+        started_here: whether the process group is destroyed by `close`.
+    """
+
+    def __init__(self, *, started_here: bool) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = local_rank()
+        self._started_here = started_here
+        self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each flag whether a process has set it."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tuple(map(bool, tensor.tolist()))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def share(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        values = [value if self.is_main else None]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def call_on_main(self, function: Callable[[], T]) -> T:
+        """Call a function in rank 0; return its value, or raise its error, in all processes."""
+        value: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                value = function()
+            except Exception as raised:
+                error = raised
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        value, problem = self.share((value, problem))
+        if error is not None:
+            raise error
+        if problem is not None:
+            raise TrainingError(f"Rank 0 has failed: {problem}")
+        return cast("T", value)
+
+    def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+        """Return the sums of pairs of numbers by name; a process need not have all names."""
+        sums: dict[str, tuple[float, float]] = {}
+        for one in self.gather(dict(numbers)):
+            for name, (total, weight) in one.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + total, before[1] + weight)
+        return sums
+
+    def close(self) -> None:
+        """End the process group, if it was started here."""
+        if self._started_here and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def local_rank() -> int:
+    """Return the number of this process on its node."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes of this job, as torchrun or the process group says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if size.isdecimal() else 1
+
+
+def join_processes(device: torch.device) -> OneProcess:
+    """Join the process group that torchrun or the script has started; alone if there is none.
+
+    Raises:
+        TrainingError: WORLD_SIZE says that there are several processes, and they cannot be joined.
+    """
+    if world_size() == 1:
+        return OneProcess()
+    started_here = not dist.is_initialized()
+    if started_here:
+        if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:
+            raise TrainingError(
+                f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {', '.join(missing)} is not "
+                "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
+            )
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+    return ProcessGroup(started_here=started_here)

@@ -1,0 +1,45 @@
+"""The values of steps, averaged over all processes many steps at a time, and then recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hookline.loop.processes import OneProcess
+
+__all__ = ["StepRecords"]
+
+_EVERY = 50  # steps
+
+
+class StepRecords:
+    """Keeps the values of each step, such as `train/loss`, until they are averaged and recorded.
+
+    One collective per report instead of one per step: a step neither waits for other processes nor
+    for the device.
+    """
+
+    def __init__(self, processes: OneProcess) -> None:
+        self._processes = processes
+        self._values: list[tuple[int, int, str, Any]] = []
+
+    def add(self, step: int, epoch: int, name: str, value: Any) -> None:
+        """Keep a value: a number, or a tensor with one element."""
+        self._values.append((step, epoch, name, value))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the values are recorded after this step."""
+        return step % _EVERY == 0
+
+    def report(self, run: Any) -> None:
+        """Average what was kept over all processes, and record it in the run, if there is one.
+
+        All processes have to call this.
+        """
+        kept, self._values = self._values, []
+        own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
+        sums = self._processes.sum_numbers(own)
+        if run is None:
+            return
+        for i, (step, epoch, name, _) in enumerate(kept):
+            total, weight = sums[str(i)]
+            run.log(step, epoch, name, total / weight)

@@ -1,0 +1,182 @@
+"""Sharing the batches of a loader among processes.
+
+All processes draw the same order, with the random states of rank 0, and each takes every n-th
+batch: together they train on the batches that one process would train on. The last round is filled
+up with batches from the beginning, so that all processes have equally many.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, cycle, islice
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from hookline.loop.processes import OneProcess
+from hookline.loop.random_state import (
+    generator_state,
+    generators_of,
+    random_state,
+    restore_random_state,
+    set_generator_state,
+)
+from hookline.trainer.loader_arguments import length_of, name_loaders
+
+__all__ = ["end_together", "set_loader_epoch", "share_loaders"]
+
+_CPU = torch.device("cpu")
+_END: Final = object()
+
+
+class SharedSampler:
+    """The share of this process in what a sampler or batch sampler gives.
+
+    Args:
+        sampler: the sampler, the same in all processes.
+        processes: the processes.
+        generators: the generators that the sampler uses.
+        fill: whether the last round is filled up, so that all processes have equally many.
+    """
+
+    def __init__(
+        self, sampler: Any, processes: OneProcess, generators: Sequence[Any], *, fill: bool
+    ) -> None:
+        self.sampler = sampler
+        self._processes = processes
+        self._generators = generators
+        self._fill = fill
+
+    def __len__(self) -> int:
+        return share_length(len(self.sampler), self._processes, fill=self._fill)
+
+    def __iter__(self) -> Iterator[Any]:
+        return take_share(self._draw_order(), self._processes, fill=self._fill)
+
+    def _draw_order(self) -> Iterator[Any]:
+        """Iterate over the sampler with the random states of rank 0."""
+        own = random_state(_CPU)
+        states = own, [generator_state(generator) for generator in self._generators]
+        shared, of_generators = self._processes.share(states)
+        restore_random_state(shared, _CPU)
+        for generator, state in zip(self._generators, of_generators, strict=True):
+            set_generator_state(generator, state)
+        items = iter(self.sampler)
+        first = next(items, _END)  # samplers draw their order here
+        if not self._processes.is_main:
+            restore_random_state(own, _CPU)
+        if first is not _END:
+            yield first
+            yield from items
+
+
+def take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> Iterator[Any]:
+    """Iterate over the items of this process: every n-th, as `SharedSampler` describes."""
+    rank, size = processes.rank, processes.size
+    first: list[Any] = []  # items of the beginning, to fill up the last round
+    while True:
+        turn = list(islice(items, size))
+        first += turn[: size - len(first)]
+        is_last = len(turn) < size
+        if is_last and turn and fill:
+            turn = list(islice(chain(turn, cycle(first)), size))
+        if len(turn) > rank:
+            yield turn[rank]
+        if is_last:
+            return
+
+
+def share_length(length: int, processes: OneProcess, *, fill: bool) -> int:
+    """Return how many of so many batches this process has."""
+    if fill:
+        return -(-length // processes.size)
+    return len(range(processes.rank, length, processes.size))
+
+
+class _SharedBatches:
+    """The share of this process in the batches of any loader; every process loads all of them."""
+
+    def __init__(self, loader: Any, processes: OneProcess, *, fill: bool) -> None:
+        self.loader = loader
+        self._processes = processes
+        self._fill = fill
+
+    def __len__(self) -> int:
+        length = length_of(self.loader)
+        if length is None:
+            raise TypeError(f"A {type(self.loader).__name__} has no len()")
+        return share_length(length, self._processes, fill=self._fill)
+
+    def __iter__(self) -> Iterator[Any]:
+        return take_share(iter(self.loader), self._processes, fill=self._fill)
+
+
+def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:
+    """Return the loaders by name, each with the share of this process.
+
+    A loader whose sampler is a `DistributedSampler`, or that saves its own position, is shared
+    already and stays as it is.
+
+    Args:
+        loaders: one loader, a list, or a mapping by name.
+        processes: the processes.
+        what: the name of a single loader that has none: "train" or "val".
+        fill: whether all processes get equally many batches.
+    """
+    return {
+        name: _share_loader(loader, processes, fill=fill)
+        for name, loader in name_loaders(loaders, what).items()
+    }
+
+
+def _share_loader(loader: Any, processes: OneProcess, *, fill: bool) -> Any:
+    if processes.size == 1 or _is_shared(loader):
+        return loader
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return _SharedBatches(loader, processes, fill=fill)
+    generators = generators_of([loader])
+    shared = copy.copy(loader)
+    replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = SharedSampler(getattr(loader, replaced), processes, generators, fill=fill)
+    # Not by assignment: a DataLoader refuses to change these after its construction.
+    shared.__dict__[replaced] = sampler
+    return shared
+
+
+def end_together(batches: Iterator[Any], processes: OneProcess) -> Iterator[Any]:
+    """Iterate over batches until one of the processes has no more; asks them for each batch."""
+    while True:
+        batch = next(batches, _END)
+        (is_over,) = processes.any(batch is _END)
+        if is_over:
+            return
+        yield batch
+
+
+def _is_shared(loader: Any) -> bool:
+    saves_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return saves_position or any(isinstance(s, DistributedSampler) for s in _samplers(loader))
+
+
+def set_loader_epoch(loaders: Iterable[Any], epoch: int) -> None:
+    """Call `set_epoch` of the loaders, their samplers and datasets that have it."""
+    for loader in loaders:
+        inner = getattr(loader, "loader", loader)
+        for one in (inner, getattr(inner, "dataset", None), *_samplers(inner)):
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a loader, also those within a batch sampler."""
+    found: list[Any] = []
+    waiting = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is not None and not any(sampler is one for one in found):
+            found.append(sampler)
+            waiting.append(getattr(sampler, "sampler", None))
+    return found
