@@ -1,8 +1,8 @@
 """The processes that train together: their ranks, and what they tell each other.
 
 Everything here goes through a process group of its own on the CPU (gloo), so that it neither waits
-for a device nor mixes with the collectives of the model. Each method except `name_ranks` is a
-collective: all processes have to call it, in the same order.
+for a device nor mixes with the collectives of the model. Methods are collectives, unless they say
+otherwise: all processes have to call them, in the same order.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class OneProcess:
     def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
         """Return the sums of pairs of numbers by name; a process need not have all names."""
         return dict(numbers)
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell torchrun which error ends this process. This is not a collective."""
 
     def close(self) -> None:
         """End the process group, if it was started here."""
@@ -120,6 +123,13 @@ class ProcessGroup(OneProcess):
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + total, before[1] + weight)
         return sums
+
+    def report_error(self, error: BaseException) -> None:
+        """Tell torchrun which error ends this process. This is not a collective."""
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
 
     def close(self) -> None:
         """End the process group, if it was started here."""

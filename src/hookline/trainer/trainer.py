@@ -422,12 +422,17 @@ class Trainer(TrainerRun):
         requests = self._requests
         if self.run is not None and self.run.lease_lost is not None:
             raise RunError(f"{self.run.lease_lost} Training ends here.")
-        stop, save, signaled, toggled = self.strategy.any_rank(
+        if self._saving is not None and self._saving.busy:
+            self._saving.report()
+        stop, save, signaled, toggled, saved = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
             requests.signal is not None,
             self._hooks_toggled,
+            bool(self._saved),
         )
+        if saved:
+            self._share_saved()
         if toggled:
             self._agree_on_hooks()
         if stop:
@@ -437,8 +442,6 @@ class Trainer(TrainerRun):
             self._leave()
         if save:
             self._save_requested()
-        elif self._saving is not None and self._saving.busy:
-            self._saving.report()
         if self._probes is not None and self._probes.waiting:
             self._sync_probes(at_boundary=True)
         busy = self._saving is not None and self._saving.busy

@@ -17,6 +17,7 @@ from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
 from hookline.runs.recorder import Recorder
+from hookline.runs.run_elsewhere import RunElsewhere
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.data_position import DataPosition
@@ -46,6 +47,7 @@ class TrainerRun(TrainerBase):
     """A trainer's run: how it starts, saves and ends."""
 
     _saving: CheckpointSaving | None = None
+    _saved: list[SaveResult]  # what the other processes have not been told yet
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
@@ -60,6 +62,7 @@ class TrainerRun(TrainerBase):
         self._position = DataPosition(fast_forward=config.fast_forward)
         self._position.val_loaders = () if self.val_data is None else self.val_data.loaders
         self._run_position = self._stop_signal = None
+        self._saved = []
         self._epoch_started = self._epoch_over = self._validation_due = False
         self._last_epoch = 0
         self._sanity_due = config.sanity
@@ -76,8 +79,9 @@ class TrainerRun(TrainerBase):
         restored, parent = self._restore(resume_from, fork_from, strict)
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
-        self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
-        self._context.run = self._recorder.run
+        started = self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
+        run = self._recorder.run
+        self._context.run = RunElsewhere(*started) if started and run is None else run
         self._called_model = self.strategy.wrap(self.model)
         self._step_records = StepRecords(self.strategy.processes)
         self._agreed_hooks = {n: n in self._enabled_hooks() for n in self.hooks}
@@ -90,7 +94,7 @@ class TrainerRun(TrainerBase):
         self._progress.start(
             epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
         )
-        if self.run is not None:
+        if self._recorder.run is not None:
             self.run.call_when_lease_is_lost(self._requests.wake)
             self._progress.say(f"run {shorten_path(self.run.path)}")
         self._phase = Phase.BETWEEN_STEPS
@@ -133,12 +137,12 @@ class TrainerRun(TrainerBase):
                 *(checkpoint, self.step, position.epoch, " and ".join(ends)),
             )
 
-    def _start_run(self, restored: Path | None, parent: Any) -> None:
-        """Start a run, or continue the folder of a resumed one if it still exists."""
+    def _start_run(self, restored: Path | None, parent: Any) -> tuple[str, Path] | None:
+        """Start a run, or continue the folder of a resumed one; return its id and folder."""
         config = self.config
         resumed = restored is not None and parent is None and config.runs is not None
-        run = find_run_of_checkpoint(restored) if restored and resumed else None
-        if resumed and run is None:
+        folder = find_run_of_checkpoint(restored) if restored and resumed else None
+        if resumed and folder is None:
             self.announce(
                 f"The checkpoint {restored} is not in the folder of its run: a new run is "
                 f"written, whose records begin after step {self.step}."
@@ -149,13 +153,15 @@ class TrainerRun(TrainerBase):
             hooks=self.hooks.describe(),
             device=self.device,
             step=self.step,
-            resumed_run=run,
+            resumed_run=folder,
             restored=restored,
             position=self._run_position,
             parent=parent,
             loop=self,
             config_is_complete=hasattr(config, "training"),  # that of a config file
         )
+        run = self._recorder.run
+        return None if run is None else (run.id, run.path.absolute())
 
     def _read_config(self) -> None:
         """Read what every batch needs, once per run: attributes of the configuration are slow."""
@@ -205,13 +211,13 @@ class TrainerRun(TrainerBase):
         self._prepares_saving = False
         self._gather_rank_states()
         if not self.strategy.is_main:
-            self.strategy.any_rank(wait)  # waits until rank 0 has saved
+            self._share_saved()  # waits until rank 0 has saved
             return None
         folders = [self._folder_for(path) for path in paths]
         results = self._saving.save(folders, wait=wait)
         self._rank_states = None
         if not self.strategy.alone:
-            self.strategy.any_rank(wait)
+            self._share_saved()
         return next((r.path for r in results if r.requested == folders[0]), None)
 
     def _gather_rank_states(self) -> None:
@@ -256,6 +262,8 @@ class TrainerRun(TrainerBase):
                 if failed is not None:
                     failed(str(result.requested), result.error)
             return
+        if not self.strategy.alone and self.strategy.is_main:
+            self._saved.append(result)
         tokens = result.info["tokens_seen"]
         self._recorder.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
         if self._dispatchers.on_checkpoint_save is not None:
@@ -263,6 +271,13 @@ class TrainerRun(TrainerBase):
             context.step, context.epoch = step, result.info["epoch"]
             context.checkpoint_path = result.path
             self._dispatchers.on_checkpoint_save(context)
+
+    def _share_saved(self) -> None:
+        """Report the checkpoints that rank 0 has saved in the other processes, too."""
+        saved, self._saved = self._saved, []
+        for result in self.strategy.processes.share(saved):
+            if not self.strategy.is_main:
+                self._report_save(result)
 
     def _prepare_saving(self) -> None:
         """Allocate the memory that saving needs, after a step: optimizers have their state then."""
@@ -355,6 +370,8 @@ class TrainerRun(TrainerBase):
         context = self._context
         context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         context.exception = error
+        if not self.strategy.alone:
+            self.strategy.processes.report_error(error)
         has_started = self._phase not in (Phase.IDLE, Phase.STARTING)
         if has_started and self._dispatchers.on_exception is not None:
             try:
@@ -391,6 +408,8 @@ class TrainerRun(TrainerBase):
             )
         try:
             self._finish_saving(failed)
+            if not failed and not self.strategy.alone and phase is not Phase.STARTING:
+                self._share_saved()
             self._phase = Phase.IDLE
             self._watch_model()
             if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
