@@ -316,6 +316,21 @@ class CheckpointConfig(Config):
     )
 
 
+class FSDPConfig(Config):
+    """How `strategy="fsdp"` shards a model, with `torch.distributed.fsdp.fully_shard`."""
+
+    wrap: list[str] = Field(
+        default=[],
+        description="modules that are sharded one by one: names of their classes, or patterns of "
+        "their names, such as `blocks.*`; the rest is sharded as a whole",
+    )
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="free the gathered parameters after forward and gather them again for "
+        "backward; None: all but those of the root",
+    )
+
+
 class TrainerConfig(Config):
     """The settings of a trainer, apart from model, optimizers and data."""
 
@@ -328,11 +343,12 @@ class TrainerConfig(Config):
     device: str | None = Field(
         default=None, description="device to train on; None: the model's device"
     )
-    strategy: Literal["auto", "single", "ddp"] = Field(
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
         default="auto",
-        description="auto: one process, or several as `torchrun` has started them, with "
-        "DistributedDataParallel",
+        description="how several processes, as `torchrun` starts them, train together: ddp, fsdp "
+        "(sharded parameters); auto: ddp, or a single process",
     )
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(

@@ -111,6 +111,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._optimizer_round = 0  # counts steps, to choose the optimizers that are due
         self._seeds_samples = False
         self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
+        self._batch_to_repeat: Any = None
         self._hooks_toggled = False  # whether hooks were toggled since the processes agreed
         self._agreed_hooks: dict[str, bool] = {}  # which hooks are enabled, for all processes
         self._rank_states: list[Any] | None = None  # of all processes, for a checkpoint
@@ -231,6 +232,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
                     is_canceled = True
                     break
                 if loaded is None:  # only other processes have a batch
+                    if self.strategy.forward_is_collective:
+                        self.compute_loss(self._batch_to_repeat)
                     continue
                 batch, batch_idx, loader_idx, loader_name = loaded
                 context.batch, context.batch_idx = batch, batch_idx
@@ -268,6 +271,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             yield from stream.tuples()
             return
         batches, requests = stream.tuples(), self._requests
+        self._batch_to_repeat = None
         while True:
             loaded = next(batches, None)
             more, signaled = self.strategy.any_rank(loaded is not None, requests.signal is not None)
@@ -275,7 +279,20 @@ class TrainerBase(TrainingLoop[HookRegistry]):
                 requests.receive_signal(signal.SIGTERM)  # which another process has received
             if not more:
                 return
+            if self.strategy.forward_is_collective:
+                self._keep_batch_to_repeat(loaded)
             yield loaded
+
+    def _keep_batch_to_repeat(self, loaded: Any) -> None:
+        """Keep a batch for when this process has none and others call the model."""
+        if loaded is not None:
+            self._batch_to_repeat = loaded[0]
+        has_none = loaded is None and self._batch_to_repeat is None
+        (missing,) = self.strategy.any_rank(has_none)
+        if missing:
+            shared = self.strategy.processes.share(self._batch_to_repeat)
+            if self._batch_to_repeat is None:
+                self._batch_to_repeat = shared
 
     def _means_of_all(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hookline.loop.processes import OneProcess
-from hookline.trainer.strategies.single_process import SingleProcess
+from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
 __all__ = ["DataParallel"]
 
@@ -26,7 +26,7 @@ class DataParallel(SingleProcess):
     def __init__(
         self,
         device: torch.device,
-        precision: Literal["fp32", "bf16", "fp16"],
+        precision: Precision,
         processes: OneProcess,
     ) -> None:
         super().__init__(device, precision, processes)

@@ -30,6 +30,10 @@ def make_strategy(config: TrainerConfig, device: torch.device) -> SingleProcess:
     processes = join_processes(device)
     if processes.size == 1:
         return SingleProcess(device, config.precision, processes)
+    if config.strategy == "fsdp":
+        from hookline.trainer.strategies.fully_sharded import FullySharded
+
+        return FullySharded(device, config.precision, processes, config.fsdp)
     from hookline.trainer.strategies.data_parallel import DataParallel
 
     return DataParallel(device, config.precision, processes)

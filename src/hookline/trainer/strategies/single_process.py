@@ -10,16 +10,21 @@ import torch
 
 from hookline.loop.processes import OneProcess
 
-__all__ = ["SingleProcess", "parameters_of"]
+__all__ = ["Precision", "SingleProcess", "parameters_of"]
+
+
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class SingleProcess:
     """Train in one process on one device; `fp16` has a gradient scaler."""
 
+    forward_is_collective = False  # whether all processes have to call the model equally often
+
     def __init__(
         self,
         device: torch.device,
-        precision: Literal["fp32", "bf16", "fp16"],
+        precision: Precision,
         processes: OneProcess | None = None,
     ) -> None:
         self.device = device

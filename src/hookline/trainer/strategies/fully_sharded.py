@@ -1,0 +1,163 @@
+"""The strategy for several processes that each have a part of every parameter (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hookline.config.trainer_config import FSDPConfig
+from hookline.errors import TrainingError, listed
+from hookline.loop.processes import OneProcess
+from hookline.tensors.name_patterns import matches_glob
+from hookline.tensors.sharded import whole
+from hookline.trainer.strategies.single_process import Precision, SingleProcess
+
+__all__ = ["FullySharded"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FullySharded(SingleProcess):
+    """Train one model whose parameters, gradients and optimizer states are sharded.
+
+    Args:
+        device: the device of this process.
+        precision: the precision of forward and backward; parameters and optimizers stay in fp32.
+        processes: the processes.
+        config: which modules are sharded one by one, and when they are gathered.
+    """
+
+    forward_is_collective = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: OneProcess,
+        config: FSDPConfig,
+    ) -> None:
+        super().__init__(device, precision, processes)
+        if self.scaler is not None:
+            raise TrainingError(
+                "precision='fp16' is not supported with strategy='fsdp'. Use 'bf16' or 'fp32'."
+            )
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=_DTYPES.get(precision), reduce_dtype=torch.float32
+        )
+        self._dtype = None  # FSDP2 casts by itself
+        self._config = config
+        self._model: Any = None
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Shard the model in place, and give the optimizers its sharded parameters."""
+        if isinstance(model, FSDPModule):  # the user has sharded it
+            self._model = model
+            return model, optimizers
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise TrainingError(
+                    f"The {type(optimizer).__name__} has a state of the whole parameters already, "
+                    "before the model is sharded. Make the optimizer anew, and let "
+                    "`fit(resume_from=…)` restore its state."
+                )
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        if not is_meta:
+            model.to(self.device)
+            _broadcast_from_main(model)
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._shard(model)
+        if is_meta:
+            model.to_empty(device=self.device)
+            _reset_parameters(model)
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[names[id(p)]] for p in group["params"]]
+        self._model = model
+        return model, optimizers
+
+    def _shard(self, model: torch.nn.Module) -> None:
+        mesh = init_device_mesh(self.device.type, (self.processes.size,))
+        options: Any = {
+            "mesh": mesh,
+            "mp_policy": self._policy,
+            "reshard_after_forward": self._config.reshard_after_forward,
+        }
+        for module in find_units(model, self._config.wrap):
+            fully_shard(module, **options)
+        fully_shard(model, **options)
+
+    @contextmanager
+    def _without_sync(self) -> Generator[None]:
+        self._model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._model.set_requires_gradient_sync(True)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context for a backward whose gradients are not reduced yet."""
+        return self._without_sync()
+
+    def clip(
+        self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
+    ) -> torch.Tensor:
+        """Clip an optimizer's gradients by their norm over all ranks; return it."""
+        return whole(super().clip(optimizer, norm, value))
+
+
+def find_units(model: torch.nn.Module, wrap: Sequence[str]) -> list[torch.nn.Module]:
+    """Return the modules that are sharded one by one, inner ones first.
+
+    Args:
+        model: the model.
+        wrap: names of classes, or patterns of module names.
+
+    Raises:
+        TrainingError: one of them matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    classes = {type(module).__name__ for module in modules.values()}
+    chosen: set[str] = set()
+    for pattern in wrap:
+        of_class = [n for n, module in modules.items() if type(module).__name__ == pattern]
+        found = of_class or [name for name in modules if matches_glob(pattern, name)]
+        if not found:
+            raise TrainingError(
+                f"fsdp.wrap has '{pattern}', which is neither the class nor the name of a module. "
+                f"The classes are {listed(sorted(classes))}."
+            )
+        chosen |= set(found)
+    return [module for name, module in reversed(modules.items()) if name in chosen]
+
+
+def _broadcast_from_main(model: torch.nn.Module) -> None:
+    """Give all processes the parameters and buffers of rank 0."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, src=0)
+
+
+def _reset_parameters(model: torch.nn.Module) -> None:
+    """Initialize the parameters of a model that was made on the meta device."""
+    missing: list[str] = []
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif own:
+            missing.append(name)
+    if missing:
+        raise TrainingError(
+            "The model was made on the meta device, and these modules cannot be initialized, "
+            f"because they have no reset_parameters(): {listed(missing)}."
+        )
