@@ -349,6 +349,11 @@ class TrainerConfig(Config):
         "(sharded parameters); auto: ddp, or a single process",
     )
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    shard_loaders: bool = Field(
+        default=True,
+        description="each of several processes takes its share of the loaders' batches; false: "
+        "their loaders have different data already",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(

@@ -156,7 +156,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _share(self, loaders: Any, what: str) -> Any:
         """Return the loaders with the share of this process in their batches."""
-        if self.strategy.alone:
+        if self.strategy.alone or not self.config.shard_loaders:
             return loaders
         return share_loaders(loaders, self.strategy.processes, what, fill=what == "train")
 
