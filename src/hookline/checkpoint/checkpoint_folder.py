@@ -30,6 +30,7 @@ from hookline.checkpoint.state_tree import Decoder, decode
 from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
+from hookline.files.printable import printable
 from hookline.files.regular_files import open_regular_file, read_regular_file
 
 __all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -133,8 +134,7 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
         state = _expect_mapping(decoder.decode(tree["state"]), "state")
         model.update(_expect_mapping(decoder.decode(tree["model"]), "model"))
         if "metadata" in tree:  # older checkpoints do not have it
-            metadata = _expect_mapping(decoder.decode(tree["metadata"]), "metadata")
-            model._metadata = metadata  # type: ignore[attr-defined]
+            model._metadata = _read_versions(decoder.decode(tree["metadata"]))  # type: ignore[attr-defined]
         name = "manifest.json"
         return Checkpoint(path, decode(manifest["info"], {}), model, state)
     except CheckpointError:
@@ -148,3 +148,13 @@ def _expect_mapping(value: Any, section: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"'{section}' is not a mapping with names")
     return value
+
+
+def _read_versions(value: Any) -> dict[str, Any]:
+    """Return the versions of modules, which modules compare with numbers when they load."""
+    versions = _expect_mapping(value, "metadata")
+    for name in versions:
+        found = _expect_mapping(versions[name], f"metadata of {printable(name, 60)}").get("version")
+        if found is not None and type(found) is not int:
+            raise TypeError(f"the version of '{printable(name, 60)}' is not a number")
+    return versions

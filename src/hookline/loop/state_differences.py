@@ -19,7 +19,6 @@ __all__ = [
     "describe_hook_states",
     "describe_objects",
     "describe_random_state",
-    "describe_versions",
 ]
 
 _MAX_SHOWN = 5
@@ -30,6 +29,7 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
     **{"Adadelta": {"step", "square_avg", "acc_delta"}, "RMSprop": {"step", "square_avg"}},
     **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
 }
+_SCALARS = ("step", "mu_product", "eta", "mu")
 _MT19937_LENGTH = 624
 
 
@@ -105,22 +105,6 @@ def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[s
     return lines
 
 
-def describe_versions(weights: Any, model: torch.nn.Module) -> list[str]:
-    """Return what is wrong with the versions of modules that weights have, if they have any."""
-    saved = getattr(weights, "_metadata", None)
-    if saved is None:
-        return []
-    own: Mapping[str, Any] = getattr(model.state_dict(), "_metadata", {})
-    is_valid = all(
-        isinstance(one, dict)
-        and all(isinstance(key, str) for key in one)
-        and (one.get("version") is None or type(one["version"]) is int)
-        and not _describe_kinds(one, own.get(name, {}))
-        for name, one in saved.items()
-    )
-    return [] if is_valid else ["the versions of the model's modules are not valid"]
-
-
 def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     for index, pair in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
         own, group = pair
@@ -157,19 +141,19 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
         if missing:
             yield f"the state of parameter {index} has no '{min(missing)}'"
         for key, value in values.items():
-            if not _fits(value, shapes[index]):
+            if not _fits(key, value, shapes[index]):
                 yield f"'{printable(key, 40)}' of parameter {index} does not have its shape"
 
 
-def _fits(value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether a value is None, a number, or a tensor that broadcasts to a parameter."""
+def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value is None, a number, or a tensor with the shape of a parameter."""
     if not isinstance(value, torch.Tensor):
         return value is None or type(value) in (bool, int, float)
     if is_lazy(parameter):
         return True
     if value.is_complex() and not parameter.is_complex():
         return False
-    return value.numel() == 1 or value.shape == parameter.shape
+    return value.numel() == 1 if key in _SCALARS else value.shape == parameter.shape
 
 
 def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -89,7 +89,7 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
         problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
         unloadable = {} if problems else describe_unloadable(trainer, fork.state)
         problems += [line for lines in unloadable.values() for line in lines]
-        problems = problems or describe_state(trainer, checkpoint.model, fork.state)
+        problems = problems or describe_state(trainer, fork.state)
         if problems:
             raise CheckpointError(
                 f"The checkpoint {found} cannot be continued with these settings:\n  "

@@ -22,7 +22,6 @@ from hookline.loop.saved_state import check_trainer_state
 from hookline.loop.state_differences import (
     describe_hook_states,
     describe_objects,
-    describe_versions,
 )
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
@@ -142,7 +141,7 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         "fit(…, strict=False), or start a new run.",
         strict=strict,
         unloadable=describe_unloadable(trainer, checkpoint.state),
-        problems=describe_state(trainer, checkpoint.model, checkpoint.state),
+        problems=describe_state(trainer, checkpoint.state),
         more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
     )
     for name, value in lazy.items():
@@ -152,11 +151,10 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         trainer.strategy.load(trainer.model, checkpoint.model)
 
 
-def describe_state(trainer: TrainerBase, weights: Any, state: Mapping[str, Any]) -> list[str]:
-    """Return what else a trainer cannot load: versions of modules, hooks, the data position."""
+def describe_state(trainer: TrainerBase, state: Mapping[str, Any]) -> list[str]:
+    """Return what else a trainer cannot load: the states of hooks, the position in the data."""
     val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
-    lines = describe_versions(weights, trainer.model)
-    lines += describe_hook_states(trainer.hooks, state["hooks"])
+    lines = describe_hook_states(trainer.hooks, state["hooks"])
     lines += describe_position(
         state["position"],
         trainer.train_data,

@@ -22,7 +22,6 @@ from hookline.loop.state_differences import (
     describe_hook_states,
     describe_objects,
     describe_random_state,
-    describe_versions,
 )
 
 if TYPE_CHECKING:
@@ -94,8 +93,7 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
     checkpoint = load_checkpoint(found)
     check_session_state(checkpoint)
     here, state = collect_session(session, {}, {}), checkpoint.state
-    problems = describe_versions(checkpoint.model, unwrapped(session.model))
-    problems += describe_hook_states(session.hooks, state["hooks"])
+    problems = describe_hook_states(session.hooks, state["hooks"])
     if state.get("random") is not None:
         problems += describe_random_state(state["random"])
     return fit_checkpoint(
