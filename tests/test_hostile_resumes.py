@@ -61,7 +61,7 @@ def make_trainer(
         model,
         [own],
         schedulers=None if scheduler is None else [scheduler(own, 2)],
-        hooks=[ModelCheckpoint(every_n_steps=2, save_top_k=-1), *hooks],
+        hooks=[ModelCheckpoint(every_n_steps=2, save_top_k=-1), hookline.EMA(0.9), *hooks],
     )
 
 
@@ -207,6 +207,13 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a learning rate that is a list": at(*GROUP, "lr", value=[0.1]),
     "no learning rate": without(*GROUP, "lr"),
     "three betas": at(*GROUP, "betas", value={"$": "tuple", "v": [0.9, 0.9, 0.9]}),
+    "a learning rate that is NaN": at(*GROUP, "lr", value=NAN),
+    "a rate above the range of float32": at(
+        *GROUP, "betas", value={"$": "tuple", "v": [0.9, 1e300]}
+    ),
+    "an average that is a boolean": at("optimizers", 0, "state", 0, "exp_avg", value=True),
+    "an EMA that is a number": at("hooks", "ema", "averages", "first.weight", value=1),
+    "an EMA of another shape": at("hooks", "ema", "averages", "first.weight", value=TENSOR),
     "parameters of other numbers": at(*GROUP, "params", value=[0, 0, 0, 0]),
     "a group without parameters": without(*GROUP, "params"),
     "a state of a parameter that is a text": at("optimizers", 0, "state", 0, value="x"),

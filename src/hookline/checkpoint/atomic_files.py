@@ -15,13 +15,14 @@ import shutil
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from hookline.files.regular_files import open_regular_file
+from hookline.files.regular_files import open_handle
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -76,11 +77,11 @@ def create_folder(folder: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the xxh3_64 hash of a file's bytes, in hexadecimal."""
-    with open_regular_file(path) as file:
+    with os.fdopen(open_handle(path), "rb") as file:
         return hash_stream(file)
 
 
-def hash_stream(file: BinaryIO) -> str:
+def hash_stream(file: BufferedIOBase) -> str:
     """Return the xxh3_64 hash of an open file's bytes, in hexadecimal."""
     return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 

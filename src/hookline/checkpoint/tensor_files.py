@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hookline.checkpoint.tensor_header import read_header
 from hookline.files.printable import printable
-from hookline.files.regular_files import open_regular_file
+from hookline.files.regular_files import open_handle
 
 __all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 
@@ -142,7 +143,7 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
         OSError: It cannot be read, is a link, or not a regular file.
     """
     tensors: dict[str, Tensor] = {}
-    with open_regular_file(path) as file:
+    with os.fdopen(open_handle(path), "rb") as file:
         header = read_header(file)
         for stored in header.tensors:
             data = torch.empty(stored.size, dtype=torch.uint8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
 }
 _SCALARS = ("step", "mu_product", "eta", "mu")
 _MT19937_LENGTH = 624
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def describe_objects(
@@ -68,16 +71,34 @@ def describe_objects(
     return {place: lines[:_MAX_SHOWN] for place, lines in found.items() if lines}
 
 
-def describe_hook_states(hooks: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return which saved states of built-in hooks have values of another kind than the hooks'."""
+def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
+    """Return what built-in hooks cannot load: values of another kind, averages of other weights."""
     lines: list[str] = []
     own = hooks.state_dict()
+    weights = {
+        name.replace("_orig_mod.", ""): tensor
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
     for name in hooks.list_hooks():
         if name not in saved or name not in own or not isinstance(hooks.get_hook(name), BuiltIn):
             continue
         found = _describe_kinds(saved[name], own[name])
+        averages = saved[name].get("averages")
+        if isinstance(averages, Mapping):
+            found += _describe_averages(averages, weights)
         lines += [f"hook '{name}': {line}" for line in found]
     return lines[:_MAX_SHOWN]
+
+
+def _describe_averages(
+    averages: Mapping[Any, Any], weights: Mapping[str, torch.Tensor]
+) -> list[str]:
+    return [
+        f"the average of '{printable(name, 40)}' does not have the shape of the weight"
+        for name, value in averages.items()
+        if not isinstance(value, torch.Tensor)
+        or (name in weights and not is_lazy(weights[name]) and value.shape != weights[name].shape)
+    ]
 
 
 def describe_random_state(state: Any) -> list[str]:
@@ -101,7 +122,7 @@ def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[s
     lines: list[str] = []
     for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
         place = f"the state of generator {index} of the loaders"
-        lines += _describe_failure(place, lambda g=generator, s=state: _apply_to_copy(g, s))
+        lines += _describe_failure(place, partial(_apply_to_copy, generator, state))
     return lines
 
 
@@ -114,11 +135,23 @@ def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[st
         for key, value in options.items():
             if key not in group and _kind(value) in ("a number", "a list"):
                 yield f"group {index} has no '{key}'"
+        for key in options.keys() & group.keys():
+            if not _is_in_range(key, group[key]):
+                yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
         decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
         if None not in decoupled and decoupled[0] != decoupled[1]:
             yield f"group {index} has another weight decay (Adam's or AdamW's)"
     if type(optimizer).__module__.startswith("torch.optim"):
         yield from _describe_parameter_states(optimizer, saved)
+
+
+def _is_in_range(key: str, value: Any) -> bool:
+    """Return whether a number can be an option of an optimizer; other values are not checked."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_in_range(key, one) for one in value)
+    if type(value) not in (int, float):
+        return True
+    return 0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX
 
 
 def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -146,9 +179,9 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
 
 
 def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether a value is None, a number, or a tensor with the shape of a parameter."""
+    """Return whether a value is None or a tensor with the shape of a parameter, or a scalar."""
     if not isinstance(value, torch.Tensor):
-        return value is None or type(value) in (bool, int, float)
+        return value is None or (key in _SCALARS and type(value) in (int, float))
     if is_lazy(parameter):
         return True
     if value.is_complex() and not parameter.is_complex():

@@ -154,7 +154,7 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
 def describe_state(trainer: TrainerBase, state: Mapping[str, Any]) -> list[str]:
     """Return what else a trainer cannot load: the states of hooks, the position in the data."""
     val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
-    lines = describe_hook_states(trainer.hooks, state["hooks"])
+    lines = describe_hook_states(trainer.hooks, state["hooks"], trainer.model)
     lines += describe_position(
         state["position"],
         trainer.train_data,

@@ -93,7 +93,7 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
     checkpoint = load_checkpoint(found)
     check_session_state(checkpoint)
     here, state = collect_session(session, {}, {}), checkpoint.state
-    problems = describe_hook_states(session.hooks, state["hooks"])
+    problems = describe_hook_states(session.hooks, state["hooks"], session.model)
     if state.get("random") is not None:
         problems += describe_random_state(state["random"])
     return fit_checkpoint(
