@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_hookline
 from hostile_checkpoints import change_header, change_state, copy_folder, snapshot
 from loops import Net
+from test_cli_train import PROJECT, TRAINING
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -350,3 +352,23 @@ def test_a_bare_loop_is_not_changed_either(saved_by_loop: Path, tmp_path: Path, 
         session.load_checkpoint(run)
     assert snapshot(run.parent) == before
     assert text_of(model, optimizer) == objects
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_train_reports_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(PROJECT)
+    (tmp_path / "late.py").write_text("")
+    (tmp_path / "train.yaml").write_text(TRAINING)
+    done = run_hookline("train", "train.yaml", "trainer.max_epochs=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    without("means")(newest(run))
+    before = snapshot(tmp_path / "runs")
+    for option in ("--resume", "--from"):
+        again = run_hookline("train", "train.yaml", f"{option}={run.name}", cwd=tmp_path)
+        assert again.returncode == 1
+        assert "Traceback" not in again.stderr
+        assert "means: Field required" in again.stderr
+        assert snapshot(tmp_path / "runs") == before
