@@ -29,6 +29,7 @@ from hostile_checkpoints import (
 from hookline.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
 from hookline.checkpoint.retention import Retention, remove_checkpoint
+from hookline.files.limits import file_limits
 from hookline.hooks.checkpointing.destination import Bundle, Folder
 from hookline.runs.checkpoint_reader import get_last_checkpoint
 
@@ -256,6 +257,25 @@ def test_a_hostile_checkpoint_is_refused_and_others_are_found(root: Path, name: 
     scan = scan_checkpoints(path.parent)
     assert run / "checkpoints" / "step_1" in scan.complete
     assert path in scan.complete or path.name in scan.damage or not path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("limit", "file"),
+    [
+        ("manifest_bytes", "manifest.json"),
+        ("state_bytes", "model.safetensors"),
+        ("state_bytes", "state.json"),
+    ],
+)
+def test_files_above_a_limit_are_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, limit: str, file: str
+) -> None:
+    path = hostile(root)
+    if file == "state.json":
+        change_state(path, lambda tree: tree["state"].update(text="x" * 5000))
+    monkeypatch.setattr(file_limits, limit, 1000 if file == "state.json" else 100)
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read.*file_limits"):
+        load_checkpoint(path)
 
 
 @needs_links

@@ -214,6 +214,8 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
         *GROUP, "betas", value={"$": "tuple", "v": [0.9, 1e300]}
     ),
     "an average that is a boolean": at("optimizers", 0, "state", 0, "exp_avg", value=True),
+    "an average that is missing": at("optimizers", 0, "state", 0, "exp_avg", value=None),
+    "an option above 64 bits": at(*GROUP, "eps", value={"$": "int", "v": hex(1 << 70)}),
     "an EMA that is a number": at("hooks", "ema", "averages", "first.weight", value=1),
     "an EMA of another shape": at("hooks", "ema", "averages", "first.weight", value=TENSOR),
     "parameters of other numbers": at(*GROUP, "params", value=[0, 0, 0, 0]),
@@ -222,6 +224,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a state without averages": at("optimizers", 0, "state", 0, value={"step": 1.0}),
     "a state of other shapes": at("optimizers", 0, "state", 0, "exp_avg", value=TENSOR),
     "a scheduler with a method": at("schedulers", 0, "step", value=1),
+    "a scheduler whose rates are texts": at("schedulers", 0, "base_lrs", value=["x"]),
     "a scheduler with an optimizer": at("schedulers", 0, "optimizer", value=1),
     "a scheduler whose count is a text": at("schedulers", 0, "last_epoch", value="x"),
     "random states of a wrong size": at("position", "now", "torch", value=TENSOR),

@@ -33,6 +33,7 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
 }
 _SCALARS = ("step", "mu_product", "eta", "mu")
 _MT19937_LENGTH = 624
+_INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -151,6 +152,8 @@ def _is_in_range(key: str, value: Any) -> bool:
         return all(_is_in_range(key, one) for one in value)
     if type(value) not in (int, float):
         return True
+    if type(value) is int and abs(value) >= _INT64_LIMIT:
+        return False
     return 0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX
 
 
@@ -170,7 +173,8 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
             continue
         if required is None:
             continue
-        missing = required - values.keys() if values else ()
+        present = {key for key, value in values.items() if value is not None}
+        missing = required - present if values else ()
         if missing:
             yield f"the state of parameter {index} has no '{min(missing)}'"
         for key, value in values.items():
@@ -181,7 +185,9 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
 def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
     """Return whether a value is None or a tensor with the shape of a parameter, or a scalar."""
     if not isinstance(value, torch.Tensor):
-        return value is None or (key in _SCALARS and type(value) in (int, float))
+        return value is None or (
+            key in _SCALARS and type(value) in (int, float) and abs(value) < _INT64_LIMIT
+        )
     if is_lazy(parameter):
         return True
     if value.is_complex() and not parameter.is_complex():
@@ -209,13 +215,17 @@ def _describe_kinds(saved: Any, here: Any) -> list[str]:
         name = printable(key, 40)
         if kinds[0] != kinds[1]:
             lines.append(f"'{name}' is {kinds[0]} in the checkpoint and {kinds[1]} here")
-        elif isinstance(value, tuple) and _item_kinds(value) != _item_kinds(saved[key]):
+        elif kinds[1] == "a list" and not _has_same_items(saved[key], value):
             lines.append(f"'{name}' has other values in the checkpoint than here")
     return lines
 
 
-def _item_kinds(values: Sequence[Any]) -> list[str | None]:
-    return [_kind(value) for value in values]
+def _has_same_items(saved: Sequence[Any], here: Sequence[Any]) -> bool:
+    """Return whether two lists have items of the same kinds; a tuple also has as many."""
+    kinds = [{_kind(item) for item in items if item is not None} for items in (saved, here)]
+    if isinstance(here, tuple) and len(saved) != len(here):
+        return False
+    return kinds[1] != {"a number"} or kinds[0] <= kinds[1]
 
 
 def _kind(value: Any) -> str | None:

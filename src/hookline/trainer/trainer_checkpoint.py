@@ -17,7 +17,7 @@ from hookline.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, RunError
 from hookline.loop.saved_state import check_trainer_state
 from hookline.loop.state_differences import (
     describe_hook_states,
@@ -229,7 +229,10 @@ def unchanged_on_failure(
 
 def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:
     """Return a line about the settings that differ from those of the run, if they are known."""
-    before = None if folder is None else OpenedRun(folder).manifest.get("config")
+    try:
+        before = None if folder is None else OpenedRun(folder).manifest.get("config")
+    except RunError:  # the differences matter more
+        before = None
     if not isinstance(before, dict):
         return []
     pairs = diff_configs(before, to_jsonable(mask_secrets(trainer.config.model_dump(mode="json"))))
