@@ -5,6 +5,8 @@ A checkpoint may be damaged or come from a stranger: every section has to be the
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, NotRequired
 
@@ -13,10 +15,10 @@ from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, HooklineError
 from hookline.files.printable import printable
 
-__all__ = ["check_session_state", "check_trainer_state"]
+__all__ = ["check_session_state", "check_trainer_state", "reported_damage"]
 
 _MAX_SHOWN = 10
 _STRICT = ConfigDict(strict=True)
@@ -161,6 +163,24 @@ def check_session_state(checkpoint: Checkpoint) -> None:
         CheckpointError: The message lists what is missing or has another type.
     """
     _check(_SessionState, checkpoint, "a bare loop")
+
+
+@contextmanager
+def reported_damage(checkpoint: Checkpoint) -> Generator[None]:
+    """Report any failure to compare a state as damage of its checkpoint.
+
+    Raises:
+        CheckpointError: An error occurred that is not Hookline's own.
+    """
+    try:
+        yield
+    except HooklineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The state in the checkpoint {checkpoint.path} is damaged, and nothing was changed: "
+            f"{type(error).__name__}: {printable(error)}"
+        ) from error
 
 
 @cache

@@ -140,7 +140,7 @@ def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[st
             if not _is_in_range(key, group[key]):
                 yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
         decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
-        if None not in decoupled and decoupled[0] != decoupled[1]:
+        if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
             yield f"group {index} has another weight decay (Adam's or AdamW's)"
     if type(optimizer).__module__.startswith("torch.optim"):
         yield from _describe_parameter_states(optimizer, saved)

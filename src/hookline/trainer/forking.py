@@ -26,7 +26,7 @@ from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
-from hookline.loop.saved_state import check_trainer_state
+from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import mask_secrets, to_jsonable
@@ -84,7 +84,7 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
     folder = find_run_of_checkpoint(found)
     manifest = {} if folder is None else OpenedRun(folder).manifest
     check_trainer_state(checkpoint)
-    with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
+    with reported_damage(checkpoint):
         fork = _Fork(trainer, checkpoint.state, manifest)
         problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
         unloadable = {} if problems else describe_unloadable(trainer, fork.state)
@@ -95,6 +95,7 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
                 f"The checkpoint {found} cannot be continued with these settings:\n  "
                 + "\n  ".join(problems)
             )
+    with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
         trainer.load_state_dict(fork.state)
         trainer.strategy.load(trainer.model, checkpoint.model)
     for name in trainer.hooks.list_hooks():

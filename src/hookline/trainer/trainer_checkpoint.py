@@ -18,7 +18,7 @@ from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError, RunError
-from hookline.loop.saved_state import check_trainer_state
+from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.loop.state_differences import (
     describe_hook_states,
     describe_objects,
@@ -132,18 +132,19 @@ def load_trainer_checkpoint(trainer: TrainerBase, found: Path, *, strict: bool =
         if is_lazy(value) and isinstance(checkpoint.model.get(name), torch.Tensor):
             lazy[name], weights[name] = value, checkpoint.model[name]
     before = trainer.state_dict()
-    checkpoint = fit_checkpoint(
-        checkpoint,
-        model=weights,
-        state=before,
-        what=f"this trainer and its {type(trainer.model).__name__}",
-        advice="Resume with the model and the optimizers of the run, load what fits with "
-        "fit(…, strict=False), or start a new run.",
-        strict=strict,
-        unloadable=describe_unloadable(trainer, checkpoint.state),
-        problems=describe_state(trainer, checkpoint.state),
-        more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
-    )
+    with reported_damage(checkpoint):
+        checkpoint = fit_checkpoint(
+            checkpoint,
+            model=weights,
+            state=before,
+            what=f"this trainer and its {type(trainer.model).__name__}",
+            advice="Resume with the model and the optimizers of the run, load what fits with "
+            "fit(…, strict=False), or start a new run.",
+            strict=strict,
+            unloadable=describe_unloadable(trainer, checkpoint.state),
+            problems=describe_state(trainer, checkpoint.state),
+            more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
+        )
     for name, value in lazy.items():
         value.materialize(checkpoint.model[name].shape)
     with unchanged_on_failure(trainer, before, checkpoint):

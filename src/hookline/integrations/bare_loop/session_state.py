@@ -17,7 +17,7 @@ from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
 from hookline.loop.random_state import random_state
-from hookline.loop.saved_state import check_session_state
+from hookline.loop.saved_state import check_session_state, reported_damage
 from hookline.loop.state_differences import (
     describe_hook_states,
     describe_objects,
@@ -93,25 +93,26 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
     checkpoint = load_checkpoint(found)
     check_session_state(checkpoint)
     here, state = collect_session(session, {}, {}), checkpoint.state
-    problems = describe_hook_states(session.hooks, state["hooks"], session.model)
-    if state.get("random") is not None:
-        problems += describe_random_state(state["random"])
-    return fit_checkpoint(
-        checkpoint,
-        model=here["model"],
-        state=here["state"],
-        what=f"this {type(session.model).__name__}",
-        advice="Attach the model, the optimizers and the schedulers that it was saved with, load "
-        "what fits with load_checkpoint(…, strict=False), or start anew.",
-        strict=strict,
-        unloadable=describe_objects(
-            state,
-            optimizers=session.optimizers,
-            schedulers=session.schedulers,
-            scaler=session.scaler,
-        ),
-        problems=problems,
-    )
+    with reported_damage(checkpoint):
+        problems = describe_hook_states(session.hooks, state["hooks"], session.model)
+        if state.get("random") is not None:
+            problems += describe_random_state(state["random"])
+        return fit_checkpoint(
+            checkpoint,
+            model=here["model"],
+            state=here["state"],
+            what=f"this {type(session.model).__name__}",
+            advice="Attach the model, the optimizers and the schedulers that it was saved with, "
+            "load what fits with load_checkpoint(…, strict=False), or start anew.",
+            strict=strict,
+            unloadable=describe_objects(
+                state,
+                optimizers=session.optimizers,
+                schedulers=session.schedulers,
+                scaler=session.scaler,
+            ),
+            problems=problems,
+        )
 
 
 def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
