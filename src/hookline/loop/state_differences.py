@@ -154,7 +154,7 @@ def _is_in_range(key: str, value: Any) -> bool:
         return True
     if type(value) is int and abs(value) >= _INT64_LIMIT:
         return False
-    return 0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX
+    return bool(0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX)
 
 
 def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
