@@ -419,7 +419,7 @@ def remove_checkpoint(path: Path) -> bool:
     try:
         manifest = read_manifest(path)
         names = {"manifest.json", *manifest["files"]}
-        foreign = {p.name for p in path.iterdir() if p.name not in names or not _is_regular(p)}
+        foreign = {p.name for p in path.iterdir() if p.name not in names or p.is_dir()}
         if path.is_symlink() or foreign:
             reason = f"it also contains {listed(sorted(foreign))}" if foreign else "it is a link"
             log.warning("The checkpoint %s is not removed: %s.", path, reason)
@@ -430,10 +430,6 @@ def remove_checkpoint(path: Path) -> bool:
         log.warning("The checkpoint %s could not be removed: %s", path, error)
         return False
     return True
-
-
-def _is_regular(path: Path) -> bool:
-    return path.is_symlink() or path.is_file()  # of a link, only the link is removed
 
 
 def _read_created(path: Path) -> str | None:
