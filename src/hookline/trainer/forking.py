@@ -26,6 +26,7 @@ from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
+from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import mask_secrets, to_jsonable
@@ -36,6 +37,11 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forked_optimizers import (
     apply_optimizer_settings,
     describe_saved_optimizers,
+)
+from hookline.trainer.trainer_checkpoint import (
+    describe_state,
+    describe_unloadable,
+    unchanged_on_failure,
 )
 
 if TYPE_CHECKING:
@@ -77,15 +83,21 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
     checkpoint = load_checkpoint(found)
     folder = find_run_of_checkpoint(found)
     manifest = {} if folder is None else OpenedRun(folder).manifest
-    fork = _Fork(trainer, checkpoint.state, manifest)
-    problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
-    if problems:
-        raise CheckpointError(
-            f"The checkpoint {found} cannot be continued with these settings:\n  "
-            + "\n  ".join(problems)
-        )
-    trainer.strategy.load(trainer.model, checkpoint.model)
-    trainer.load_state_dict(fork.state)
+    check_trainer_state(checkpoint)
+    with reported_damage(checkpoint):
+        fork = _Fork(trainer, checkpoint.state, manifest)
+        problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
+        unloadable = {} if problems else describe_unloadable(trainer, fork.state)
+        problems += [line for lines in unloadable.values() for line in lines]
+        problems = problems or describe_state(trainer, fork.state)
+        if problems:
+            raise CheckpointError(
+                f"The checkpoint {found} cannot be continued with these settings:\n  "
+                + "\n  ".join(problems)
+            )
+    with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
+        trainer.load_state_dict(fork.state)
+        trainer.strategy.load(trainer.model, checkpoint.model)
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):

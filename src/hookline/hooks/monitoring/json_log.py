@@ -8,7 +8,10 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
+from hookline.errors import CheckpointError
+from hookline.files.printable import printable
 from hookline.hook import Rank
 from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
@@ -60,7 +63,13 @@ class JSONLogHook(BuiltIn):
         return {"path": str(self._file.path), "size": self._file.size, "run_id": self._run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the file at this position, when it is opened."""
+        """Continue the file at this position, when it is opened.
+
+        Raises:
+            CheckpointError: The position is not the size of a file.
+        """
+        if not is_count(state.get("size", 0)):
+            raise CheckpointError(f"The size of the log is {printable(state['size'], 40)}.")
         self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
