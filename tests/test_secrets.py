@@ -530,6 +530,15 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
     assert len(mask_text(text)) <= len(text)
 
 
+def test_containers_within_themselves() -> None:
+    from hookline.masking import mask_secrets, remember_secrets
+
+    items: list[Any] = [{"token": "x"}]
+    items += [items, items]
+    remember_secrets(items)
+    assert mask_secrets(items) == [{"token": "***"}, "…", "…"]
+
+
 def test_short_values_of_variables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from hookline.masking import mask_text
 

@@ -15,9 +15,9 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote, quote_plus, urlsplit
 
 __all__ = [
@@ -205,8 +205,8 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
 def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True) -> Any:
     """Return mappings, lists and texts without secrets, at any depth.
 
-    None, booleans and empty values stay, also under a secret name: whether there is a secret is
-    none. Objects of other types stay as they are; convert them to JSON before.
+    None, booleans and empty values stay, also under a secret name. Objects of other types stay as
+    they are; convert them to JSON before. A container within itself becomes "…".
 
     Args:
         value: The value; it is not changed.
@@ -216,22 +216,26 @@ def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True)
             result depends on nothing but the value, as the hash of a configuration must.
     """
     mask = mask_text if known_values else _mask_patterns
-    if isinstance(value, str):
-        return mask(value)
-    if isinstance(value, Mapping):
-        return {
-            mask(key) if isinstance(key, str) else key: (
-                MASK
-                if by_name and _is_secret_item(key, item)
-                else mask_secrets(item, by_name=by_name, known_values=known_values)
-            )
-            for key, item in cast("Mapping[Any, Any]", value).items()
-        }
-    if isinstance(value, list | tuple):
-        items = cast("Iterable[Any]", value)
-        masked = [mask_secrets(one, by_name=by_name, known_values=known_values) for one in items]
+
+    def mask_value(value: Any, outer: tuple[int, ...]) -> Any:
+        if isinstance(value, str):
+            return mask(value)
+        if not isinstance(value, Mapping | list | tuple):
+            return value
+        if id(value) in outer:
+            return "…"
+        outer = (*outer, id(value))
+        if isinstance(value, Mapping):
+            return {
+                mask(key) if isinstance(key, str) else key: (
+                    MASK if by_name and _is_secret_item(key, item) else mask_value(item, outer)
+                )
+                for key, item in value.items()
+            }
+        masked = [mask_value(item, outer) for item in value]
         return tuple(masked) if type(value) is tuple else masked
-    return value
+
+    return mask_value(value, ())
 
 
 def _is_secret_item(key: Any, item: Any) -> bool:
@@ -264,17 +268,23 @@ def remember_secrets(value: Any, *, is_secret: bool = False) -> None:
         is_secret: The value itself is a secret, whatever its name is.
     """
     global _pattern
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[Any, Any]", value).items():
-            remember_secrets(item, is_secret=is_secret or _is_secret_item(key, item))
-    elif isinstance(value, list | tuple):
-        for item in cast("Iterable[Any]", value):
-            remember_secrets(item, is_secret=is_secret)
-    elif is_secret and isinstance(value, str | int) and len(text := str(value)) >= _MIN_LENGTH:
-        forms = _written_forms(text)
-        if not forms <= _remembered:
-            _remembered.update(forms)
-            _pattern = None
+    left: list[tuple[Any, bool]] = [(value, is_secret)]
+    seen: set[tuple[int, bool]] = set()  # a container may be within itself
+    while left:
+        value, is_secret = left.pop()
+        if isinstance(value, Mapping | list | tuple):
+            if (id(value), is_secret) in seen:
+                continue
+            seen.add((id(value), is_secret))
+        if isinstance(value, Mapping):
+            left += [(item, is_secret or _is_secret_item(key, item)) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(item, is_secret) for item in value]
+        elif is_secret and isinstance(value, str | int) and len(str(value)) >= _MIN_LENGTH:
+            forms = _written_forms(str(value))
+            if not forms <= _remembered:
+                _remembered.update(forms)
+                _pattern = None
 
 
 def _written_forms(text: str) -> set[str]:

@@ -216,7 +216,7 @@ def _encode_record(record: MetricRecord) -> bytes:
             }
         )
     if kind == "text":  # what users log stays as it is, apart from secrets of the environment
-        encoded = mask_known_values(encoded)
+        encoded = mask_known_values(str(encoded))
     return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
 
 
