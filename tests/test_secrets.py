@@ -530,6 +530,29 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
     assert len(mask_text(text)) <= len(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("{'token': b'hush'}", "{'token': '***'}"),
+        ('{"password": 12345}', '{"password": ***}'),
+        ("Client(api_key='hu\\'sh', retries=3)", "Client(api_key='***', retries=3)"),
+        ("host=h password=hu%sh! dbname=d", "host=h password=*** dbname=d"),
+        ("curl -H 'Authorization: token hush' x", "curl -H 'Authorization: ***' x"),
+        ("Cookie: a=hush; b=hush", "Cookie: ***"),
+        ("sent Bearer hush.hush.hush", "sent Bearer ***"),
+        ("run --password hush --lr 1", "run --password *** --lr 1"),
+        ("(https://a:hush@h/x), next", "(https://***@h/x), next"),
+        ("ssh://git@github.com/a/b", "ssh://git@github.com/a/b"),
+        ("self.token = token; api_key=None", "self.token = token; api_key=None"),
+        ("tokens=5, max_tokens=7, key='a'", "tokens=5, max_tokens=7, key='a'"),
+    ],
+)
+def test_a_text(text: str, masked: str) -> None:
+    from hookline.masking import mask_text
+
+    assert mask_text(text) == masked
+
+
 def test_containers_within_themselves() -> None:
     from hookline.masking import mask_secrets, remember_secrets
 

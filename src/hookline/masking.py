@@ -119,11 +119,11 @@ _HEADER = re.compile(
 _NAME = r"[A-Za-z_][\w.\[\]-]{0,120}"
 _ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --name value
     rf"(?<!\w)(?:(?P<name>{_NAME})(?:=| ?= ?(?=['\"]))"
-    rf"|(?P<quote>['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=['\"])"
+    rf"|(?P<quote>['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=b?['\"]|\d)"
     rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: (?=\S)"
     rf"|--(?P<option>{_NAME}) (?=[^\s-]))"
 )
-_VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^\s,;&'\"(){}\[\]]+", re.DOTALL)
+_VALUE = re.compile(r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|[^\s,;&'\"(){}\[\]]+", re.DOTALL)
 _PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false")
 
 
@@ -168,7 +168,7 @@ def _mask_assignments(text: str) -> str:
         value = _VALUE.match(text, found.end()) if _has_secret_name(name) else None
         if value is None or value[0].strip("'\"") in _PLAIN:
             continue
-        mark = value[0][0] if value[0][0] in "'\"" else ""
+        mark = value[0][-1] if value[0][-1] in "'\"" else ""
         parts += [text[end : found.end()], mark, MASK, mark]
         end = value.end()
     return "".join([*parts, text[end:]]) if parts else text
