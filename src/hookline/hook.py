@@ -8,7 +8,7 @@ belong to the registration, so a hook has no attributes that could collide with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
@@ -54,6 +54,9 @@ class Hook:
 
     intervenes: ClassVar[bool] = False
     """Whether this hook changes training; by default hooks only observe."""
+
+    secret_options: ClassVar[Set[str]] = frozenset()
+    """The names of options whose values are secret; they are masked in records, logs and errors."""
 
     hookline_kind: ClassVar[str] = "loop"
     hookline_function: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
+from hookline.masking import MASK, masked_repr, remember_secrets
 
 __all__ = [
     "REGISTRATION_KEYS",
@@ -26,6 +27,7 @@ __all__ = [
     "OptionsError",
     "check_options",
     "get_options",
+    "mask_declared",
 ]
 
 REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict")
@@ -108,14 +110,15 @@ class BuiltIn(Hook):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""
         hook = super().__new__(cls)
-        hook.hookline_options = check_options(cls, options, args, require_all=False)
+        resolved = check_options(cls, options, args, require_all=False)
+        hook.hookline_options = mask_declared(cls, resolved)
         return hook
 
     @classmethod
     def from_checked(cls, options: Mapping[str, Any], resolved: Mapping[str, Any]) -> Self:
         """Return a hook created with options that `check_options` has checked, as `resolved`."""
         hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
-        hook.hookline_options = resolved
+        hook.hookline_options = mask_declared(cls, resolved)
         initialize: Any = cls.__init__
         initialize(hook, **options)
         return hook
@@ -163,13 +166,16 @@ def check_options(
     """
     known = get_options(hook_class)
     given = dict(zip(known, args, strict=False)) | dict(options)
+    remember_secrets(given)
+    remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
     problems: list[OptionProblem] = []
     for name, value in given.items():
         if name in known:
             problem = known[name].find_problem(value) if check_values else None
             if problem is not None:
-                problems.append(OptionProblem(name, f"'{name}' is {value!r}. {problem}."))
+                shown = MASK if name in hook_class.secret_options else masked_repr(value, name)
+                problems.append(OptionProblem(name, f"'{name}' is {shown}. {problem}."))
         elif open_ended:
             continue
         elif name in REGISTRATION_KEYS:
@@ -185,6 +191,12 @@ def check_options(
     if problems:
         raise OptionsError(hook_class.__name__, problems)
     return {name: one.default for name, one in known.items() if not one.required} | given
+
+
+def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those masked that the hook declares secret."""
+    given = [name for name in hook_class.secret_options if options.get(name) is not None]
+    return {**options, **dict.fromkeys(given, MASK)}
 
 
 def _belongs_to_registration(hook_class: Any, name: str) -> str:

@@ -167,7 +167,7 @@ def _lock(marker: Path) -> BaseFileLock:
     from filelock import FileLock  # here, because the import takes 50 ms
 
     # Never a soft lock: it would outlive its process.
-    lock = FileLock(marker, blocking=False, fallback_to_soft=False)
+    lock = FileLock(marker, mode=0o600, blocking=False, fallback_to_soft=False)
     lock.acquire()
     return lock
 

@@ -32,6 +32,7 @@ from hookline.cli.text_output import prepare_streams
 from hookline.cli.train_command import add_training_commands
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
+from hookline.masking import mask_text
 
 __all__ = ["app", "main"]
 
@@ -57,7 +58,7 @@ def main() -> None:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
         if isinstance(error, HookFailedError) and is_debug:
-            traceback.print_exception(error)  # shows where the hook failed
+            _print_traceback(error)  # shows where the hook failed
         _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", 130)
@@ -65,7 +66,8 @@ def main() -> None:
         _end(_usage_message(error), BAD_INPUT)
     except Exception as error:
         if is_debug:
-            raise
+            _print_traceback(error)
+            sys.exit(FAILED)
         _end(_unexpected_error_message(error), FAILED)
 
 
@@ -88,8 +90,12 @@ def _unexpected_error_message(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (from {place}). For the traceback, run: {again}"
 
 
+def _print_traceback(error: Exception) -> None:
+    print(mask_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
 def _end(message: str, code: int) -> NoReturn:
-    print(f"hookline: {message}", file=sys.stderr)
+    print(f"hookline: {mask_text(message)}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -44,7 +44,9 @@ def init(
             with (folder / name).open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
         if slurm:
-            (folder / "job.sh").chmod(0o755)
+            job = folder / "job.sh"
+            mode = job.stat().st_mode
+            job.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
     except OSError as error:
         raise _bad_parameter(f"'{error.filename}' cannot be written ({error.strerror}).") from error
     _print_summary(folder, slurm)

@@ -55,9 +55,11 @@ def _wrap_line(line: str, width: int) -> str:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON."""
+    from hookline.masking import mask_secrets
     from hookline.runs.jsonable import to_jsonable
 
-    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))
+    shown = mask_secrets(to_jsonable(value), by_name=False)
+    print(json.dumps(shown, indent=1, ensure_ascii=False))
 
 
 class _PipeFile(io.FileIO):

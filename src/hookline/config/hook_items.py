@@ -10,7 +10,8 @@ from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
 from hookline.errors import ConfigError, HooklineError, nearest
 from hookline.hook import Hook
-from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options
+from hookline.masking import mask_text, masked_repr
+from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options, mask_declared
 
 __all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook", "split_hooks"]
 
@@ -56,8 +57,8 @@ class HookItem:
         mapping = {"name": item} if isinstance(item, str) else item
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"{item!r} is a {type(item).__name__}; expected a hook's name, or a mapping with "
-                "'name' and options."
+                f"{masked_repr(item)} is a {type(item).__name__}; expected a hook's name, or a "
+                "mapping with 'name' and options."
             )
         rest = {str(key): value for key, value in cast("Mapping[Any, Any]", mapping).items()}
         name, alias = _pop_names(rest)
@@ -84,11 +85,12 @@ class HookItem:
         except HooklineError:
             raise
         except Exception as error:  # whatever the class's own code raises
-            reason = f"{type(error).__name__}: {error}"
+            reason = mask_text(f"{type(error).__name__}: {error}")
+            options = masked_repr(dict(self.options))
             raise ConfigError(
-                f"'{self.name}' could not be created with {dict(self.options)} ({reason})."
+                f"'{self.name}' could not be created with {options} ({reason})."
             ) from error
-        hook.hookline_options = hook.hookline_options or self.resolved
+        hook.hookline_options = hook.hookline_options or mask_declared(hook_class, self.resolved)
         return hook
 
 
@@ -130,7 +132,7 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
     """
     init_args = rest.pop("init_args", None)
     if init_args is not None and not isinstance(init_args, Mapping):
-        raise ConfigError(f"'init_args' is {init_args!r}; expected a mapping.")
+        raise ConfigError(f"'init_args' is {masked_repr(init_args)}; expected a mapping.")
     options = {str(key): value for key, value in (init_args or {}).items()}
     own = () if options else get_options(hook_class)
     registration = {
@@ -188,5 +190,5 @@ def _as_list(items: Any, place: str) -> list[Any]:
     if items is None:
         return []
     if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
-        raise ConfigError(f"'{place}' is {items!r}; expected a list of hooks.")
+        raise ConfigError(f"'{place}' is {masked_repr(items)}; expected a list of hooks.")
     return list(items)

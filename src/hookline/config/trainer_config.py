@@ -23,6 +23,7 @@ from pydantic import (
 
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, listed, nearest
+from hookline.masking import masked_repr
 
 __all__ = [
     "CheckpointConfig",
@@ -77,7 +78,8 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
             message = str(detail.get("ctx", {})["error"])
             lines.append(f"{path}: {message}" if path else message)
         else:
-            lines.append(f"'{path}' is {detail['input']!r}. {detail['msg']}.")
+            shown = masked_repr(detail["input"], *detail["loc"])
+            lines.append(f"'{path}' is {shown}. {detail['msg']}.")
     return f"{model.__name__}: " + "\n  ".join(lines)
 
 
@@ -375,5 +377,7 @@ def checked_hparams(hparams: Any) -> dict[str, Any]:
         return {}
     values = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
     if values is None or not all(isinstance(name, str) for name in values):
-        raise TypeError(f"hparams is {hparams!r}; expected a mapping from names to values.")
+        raise TypeError(
+            f"hparams is {masked_repr(hparams)}; expected a mapping from names to values."
+        )
     return dict(values)

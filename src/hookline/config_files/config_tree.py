@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hookline.errors import ConfigError
+from hookline.masking import mask_text, masked_repr
 
 __all__ = [
     "COMMAND_LINE",
@@ -51,7 +52,8 @@ class FileError(ConfigError):
     """A config file is not valid; `problems` has every mistake that was found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
+        masked = (replace(problem, text=mask_text(problem.text)) for problem in problems)
+        self.problems = tuple(dict.fromkeys(masked))
         lines = [str(problem) for problem in self.problems]
         head = f"{len(lines)} problems:\n  " if len(lines) > 1 else ""
         super().__init__(head + "\n  ".join(lines))
@@ -95,10 +97,10 @@ def describe_result(result: object) -> str:
     return f"a {type(result).__name__}"
 
 
-def format_value(value: object) -> str:
-    """Return the repr of a value for a message, shortened if it is long."""
+def format_value(value: object, key: Key = ()) -> str:
+    """Return the repr of a key's value for a message, shortened if it is long; no secrets."""
     try:
-        text = repr(value)
+        text = masked_repr(value, *key)
     except Exception as error:  # an integer with too many digits, or a user's own __repr__
         text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
     return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"

@@ -71,7 +71,7 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
         hint = f" Expected {meaning}." if meaning else ""
         return Problem(file, line, format_key(key), f"The key is missing.{hint}")
-    return tree.problem(key, f"It is {format_value(error['input'])}. {_expectation(error)}.")
+    return tree.problem(key, f"It is {format_value(error['input'], key)}. {_expectation(error)}.")
 
 
 def _indentation_hint(tree: ConfigTree, path: Key, key: Key) -> str:

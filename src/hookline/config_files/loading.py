@@ -20,6 +20,7 @@ from hookline.config_files.config_validation import check_objects, validate
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.trust import Trust, importable, is_in, load_object
 from hookline.errors import ConfigError, nearest
+from hookline.masking import mask_secrets, remember_secrets
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -48,16 +49,17 @@ class Training:
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as in the run's manifest."""
-        from hookline.runs.jsonable import mask_secrets
+        from hookline.runs.jsonable import to_jsonable
 
-        return cast("dict[str, Any]", mask_secrets(self.trainer.config.model_dump(mode="json")))
+        dumped = to_jsonable(self.trainer.config.model_dump(mode="json"))
+        return cast("dict[str, Any]", mask_secrets(dumped))
 
     @property
     def config_hash(self) -> str:
         """The hash of the resolved configuration, as in the run's manifest."""
         from hookline.runs.jsonable import config_hash
 
-        return config_hash(self.config)
+        return config_hash(self.trainer.config.model_dump(mode="json"))
 
     def fit(self, resume_from: Any = None, fork_from: Any = None) -> Trainer:
         """Train; return the trainer."""
@@ -120,6 +122,7 @@ def load_python(target: str, *overrides: str) -> Training:
         own_folder = folder if place.endswith(".py") else None
         function = _load_function(target, f"{module}.{name}", own_folder)
         arguments = _parse_arguments(target, function, overrides)
+        remember_secrets(arguments)
         result = function(**arguments)
     trainer, *data = result if isinstance(result, tuple) else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:

@@ -18,6 +18,7 @@ from hookline.config_files.config_tree import (
 )
 from hookline.config_files.file_parsing import parse_file, parse_value
 from hookline.config_files.references import resolve_references, split_key
+from hookline.masking import remember_secrets
 
 __all__ = ["merge_files", "parse_override"]
 
@@ -48,6 +49,7 @@ def merge_files(
     if problems:
         raise FileError(problems)
     resolve_references(tree, environment)
+    remember_secrets(tree.values)
     return tree
 
 
@@ -178,7 +180,7 @@ def _apply_override(tree: ConfigTree, text: str) -> None:
         else:
             raise ValueError(  # noqa: TRY004 - an invalid override, like all others
                 f"'{format_key(parts)}' cannot be set: '{format_key(key)}' is "
-                f"{format_value(current)}, which has no keys."
+                f"{format_value(current, key)}, which has no keys."
             )
         key = (*key, last)
     parent[last] = value

@@ -227,7 +227,7 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
         hint = " To create an instance, remove `call: false`."
     elif isinstance(value, str) and _is_path(value) and "instance of" in problem:
         hint = f" To create it, write {{class_path: {value}}}."
-    return f"It is {format_value(value)}. {problem}.{hint}"
+    return f"It is {format_value(value, (parameter.name,))}. {problem}.{hint}"
 
 
 def contains_object(value: Any) -> bool:

@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -109,6 +109,8 @@ class HookInfo:
     purpose: str = ""
     cost: str = ""
     critical: bool = False
+    unmasked_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """The options with their secrets, for the configuration hash; never recorded or shown."""
 
     @property
     def enabled(self) -> bool:
@@ -138,7 +140,10 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as plain data."""
-        return {"seconds": self.seconds, "hooks": [asdict(hook) for hook in self.hooks]}
+        hooks = [asdict(replace(hook, unmasked_options={})) for hook in self.hooks]
+        for hook in hooks:
+            del hook["unmasked_options"]
+        return {"seconds": self.seconds, "hooks": hooks}
 
     def __str__(self) -> str:
         rows = [("hook", "calls", "time", "share", "failures", "status")]

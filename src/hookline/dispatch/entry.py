@@ -12,6 +12,7 @@ from hookline.dispatch.settings import Schedule
 from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank
+from hookline.masking import mask_secrets, remember_secrets
 
 __all__ = ["Entry", "RemovedEntry", "choose_name"]
 
@@ -38,6 +39,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.call_stats = {event: CallStats() for event in self.bindings}
+        for name in self.hook.secret_options:
+            remember_secrets(getattr(self.hook, name, None), is_secret=True)
 
     def is_clocked(self, event: str) -> bool:
         """Return whether each call is timed, because the hook is slow or has a schedule."""
@@ -106,10 +109,11 @@ class Entry:
             calls=sum(stats.calls for stats in self.call_stats.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
-            options=dict(self.hook.hookline_options),
+            options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
             critical=self.critical,
+            unmasked_options=dict(self.hook.hookline_options),
         )
 
     def removed(self, previous: RemovedEntry | None) -> RemovedEntry:

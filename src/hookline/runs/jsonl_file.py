@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookline.masking import mask_known_values
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
 __all__ = [
@@ -54,7 +55,7 @@ class JsonlFile:
         self.path = path
         self.lost = 0
         self._check = check
-        self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._ends_within_line = self._lacks_line_feed()
 
     def append(self, lines: list[bytes]) -> None:
@@ -206,7 +207,16 @@ def _encode_record(record: MetricRecord) -> bytes:
         is_invalid = type(value) is InvalidValue
         encoded = value if is_invalid else InvalidValue(safe_repr(value), kind)
     if type(encoded) is InvalidValue:
-        return encode_line({**fields, "kind": "text", "value": encoded.text, "was": encoded.kind})
+        return encode_line(
+            {
+                **fields,
+                "kind": "text",
+                "value": mask_known_values(encoded.text),
+                "was": encoded.kind,
+            }
+        )
+    if kind == "text":  # what users log stays as it is, apart from secrets of the environment
+        encoded = mask_known_values(str(encoded))
     return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
 
 

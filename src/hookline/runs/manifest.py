@@ -19,6 +19,7 @@ from typing import Any
 
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
+from hookline.masking import mask_secrets
 from hookline.runs.environment import describe_environment
 from hookline.runs.git import read_git_state
 from hookline.runs.jsonable import config_hash as hash_config
@@ -113,16 +114,19 @@ def describe_part(
     fields: dict[str, Any] = {"number": 1, "started": utc_now(), "ended": None}
     fields |= {"status": "training", "resumed_from": resumed_from, "error": None}
     if config is not None:
-        fields |= {"config": to_jsonable(config), "config_hash": config_hash or hash_config(config)}
+        recorded = mask_secrets(to_jsonable(config))
+        fields |= {"config": recorded, "config_hash": config_hash or hash_config(config)}
     labels = {"training": training, "name": name, "tags": list(tags) or None}
-    fields |= {key: to_jsonable(value) for key, value in labels.items() if value is not None}
+    labels = {key: to_jsonable(value) for key, value in labels.items() if value is not None}
+    fields |= mask_secrets(labels)
     if hooks is not None:
-        fields["hooks"] = to_jsonable(list(hooks))
+        fields["hooks"] = mask_secrets(to_jsonable(list(hooks)))
     if config is not None or hooks is not None:
         import torch
 
         fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-    return {**fields, "git": read_git_state(), **describe_environment(device)}
+    surroundings = {"git": read_git_state(), **describe_environment(device)}
+    return {**fields, **mask_secrets(surroundings, by_name=False)}  # packages have any name
 
 
 def new_manifest(

@@ -18,6 +18,7 @@ import torch
 from hookline.checkpoint.atomic_files import remove_leftovers, sync
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
+from hookline.masking import mask_secrets
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 from hookline.runs.jsonl_file import (
     VERSION,
@@ -231,12 +232,14 @@ class Run:
         record: dict[str, Any] = {"v": VERSION, "time": time.time(), "kind": to_jsonable(kind)}
         for name, value in fields.items():
             record[name + "_" if name in _RESERVED_FIELDS else name] = to_jsonable(value)
+        record = mask_secrets(record)
         cast(JsonlFile, self._events).append([encode_line(record)])
 
     def update(self, **fields: Any) -> None:
         """Change fields of the manifest, and write it atomically."""
         self._writable_log()
-        self.manifest.update((name, to_jsonable(value)) for name, value in fields.items())
+        written = {name: to_jsonable(value) for name, value in fields.items()}
+        self.manifest.update(mask_secrets(written, by_name=False))
         self.manifest["lost_records"] = self._lost_before + self.lost
         if self.lease_lost is not None:
             return  # the manifest is now written by another process

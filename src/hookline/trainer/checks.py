@@ -13,6 +13,7 @@ from hookline.dispatch.binding import bind
 from hookline.errors import TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
+from hookline.masking import masked_repr
 from hookline.options import BuiltIn
 
 __all__ = [
@@ -139,7 +140,7 @@ def checked_config(config: Any) -> TrainerConfig:
     if not isinstance(config, TrainerConfig):
         raise TypeError(
             "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
-            f"fields of a TrainerConfig, not {config!r}, a {type(config).__name__}."
+            f"fields of a TrainerConfig, not {masked_repr(config)}, a {type(config).__name__}."
         )
     return config
 

@@ -27,9 +27,10 @@ from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
+from hookline.masking import mask_secrets
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import mask_secrets, to_jsonable
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.training_description import describe_training
@@ -146,7 +147,7 @@ class _Fork:
     def apply_settings(self) -> list[str]:
         """Write what differs into the state; return what cannot be applied, one line each."""
         trainer, state = self._trainer, self.state
-        config = to_jsonable(mask_secrets(trainer.config.model_dump(mode="json")))
+        config = mask_secrets(to_jsonable(trainer.config.model_dump(mode="json")))
         differing = diff_configs(*_comparable(self._manifest.get("config"), config))
         problems = self._find_end(state)
         schedule = next((n for n in differing if n.endswith("scheduler_every")), None)
@@ -216,7 +217,7 @@ class _Fork:
                 continue
             if info.enabled and not hook.get("enabled", True):
                 self.state["disabled"] = [n for n in self.state["disabled"] if n != info.name]
-            options = to_jsonable(mask_secrets(dict(info.options)))
+            options = mask_secrets(to_jsonable(dict(info.options)))
             pairs = {
                 "enabled": (hook.get("enabled"), info.enabled),
                 "schedule": (hook.get("schedule"), info.schedule),

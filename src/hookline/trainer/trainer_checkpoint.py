@@ -23,9 +23,10 @@ from hookline.loop.state_differences import (
     describe_hook_states,
     describe_objects,
 )
+from hookline.masking import mask_secrets
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
+from hookline.runs.jsonable import canonical_json, to_jsonable
 from hookline.runs.recorder import describe_loop
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
@@ -239,7 +240,7 @@ def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:
         before = None
     if not isinstance(before, dict):
         return []
-    pairs = diff_configs(before, to_jsonable(mask_secrets(trainer.config.model_dump(mode="json"))))
+    pairs = diff_configs(before, mask_secrets(to_jsonable(trainer.config.model_dump(mode="json"))))
     changes = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
     if len(changes) > _SHOWN:
         changes = [*changes[:_SHOWN], f"and {len(changes) - _SHOWN} more"]

@@ -13,6 +13,7 @@ from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
 from hookline.files.printable import printable
 from hookline.hook import Rank
+from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
@@ -144,5 +145,5 @@ class JSONLogHook(BuiltIn):
                 move_end(self._file, restored["size"], path.with_suffix(".repeated.jsonl"))
             self._failed = False
         record = {"timestamp": utc_now(), "event": event}
-        record.update((name, to_jsonable(value)) for name, value in fields.items())
+        record.update((name, mask_secrets(to_jsonable(value))) for name, value in fields.items())
         self._file.append([encode_line(record)])
