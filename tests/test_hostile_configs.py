@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from warm_processes import WarmParent
 
+from hookline import HooklineError
 from hookline.cli.app import main
-from hookline.config_files import building, dry_run
+from hookline.config_files import building, dry_run, load_training
 
 WARM = (building, dry_run)  # imported here, so that no process needs to
 
@@ -103,7 +107,7 @@ def check(parent: WarmParent, folder: Path, *arguments: str) -> tuple[int, str]:
     """Run `hookline check`; return the exit code and what it printed."""
     log = folder.parent / "log.txt"
     process = parent.start(run_cli, folder, "check", *arguments, log=log)
-    code = process.wait(10)
+    code = process.wait(60)
     return code, process.output
 
 
@@ -127,7 +131,7 @@ def command_of_collect_env(stranger: Stranger) -> list[str]:
 def pickle_with_torch_load(stranger: Stranger) -> list[str]:
     class Evil:
         def __reduce__(self) -> Any:
-            return os.system, (stranger.touch,)
+            return subprocess.getoutput, (stranger.touch,)
 
     (stranger.project / "evil.pt").write_bytes(pickle.dumps(Evil()))
     return stranger.calling("torch.load", f="evil.pt", weights_only=False)
@@ -597,3 +601,104 @@ def test_a_hostile_file_is_answered_with_one_message(
     for text in ("\x1b", "\u202e", "hunter2"):
         assert text not in output
     assert message in output
+
+
+# -- anything -------------------------------------------------------------------------------------
+
+
+def test_a_package_is_trusted_on_the_command_line(parent: WarmParent, tmp_path: Path) -> None:
+    stranger = Stranger(tmp_path)
+    arguments = stranger.config(loss_fn={"class_path": "math.dist"})
+    code, output = check(parent, stranger.project, *arguments, "--trust", "math")
+    assert (code, "With a batch of data.train" in output) == (1, True), output  # it was called
+
+
+fuzzed = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+PIECES = [
+    b"include",
+    b"model",
+    b": ",
+    b"\n",
+    b"  ",
+    b"- ",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b"'",
+    b'"',
+    b",",
+]
+PIECES += [
+    b"&a",
+    b"*a",
+    b"<<",
+    b"${",
+    b"}",
+    b"= ",
+    b'"""',
+    b"\0",
+    b"\xff",
+    b"1",
+    b"e9",
+    b"!!",
+    b"#",
+]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    return Stranger(tmp_path_factory.mktemp("fuzz"))
+
+
+def load_any(stranger: Stranger, contents: bytes, name: str) -> None:
+    """Load a file; any error has a short message."""
+    (file := stranger.project / name).write_bytes(contents)
+    message = ""
+    try:
+        load_training(file, project=stranger.project)
+    except HooklineError as error:
+        message = str(error)
+    assert len(message.encode()) < 40_000  # which fails for lone surrogates
+    assert not stranger.marker.exists()
+
+
+@fuzzed
+@given(
+    suffix=st.sampled_from(["yaml", "toml", "json"]),
+    pieces=st.lists(st.sampled_from(PIECES) | st.binary(max_size=4), max_size=40),
+)
+def test_any_bytes_are_an_error_with_a_message(
+    shared: Stranger, suffix: str, pieces: list[bytes]
+) -> None:
+    load_any(shared, b"".join(pieces), f"any.{suffix}")
+
+
+PATHS = ["torch", "nn", "utils", "data", "optim", "functional", "hookline", "hooks", "net", "os"]
+PATHS += ["Linear", "load", "system", "subprocess", "getoutput", "modules", "module", "dataloader"]
+PATHS += ["Net", "__init__", "__globals__", "", "_C", "runs", "probes", "Module", "Any", "ops"]
+
+
+@fuzzed
+@given(
+    parts=st.lists(st.sampled_from(PATHS), min_size=1, max_size=5),
+    arguments=st.dictionaries(
+        st.sampled_from(["path", "f", "cmd", "command", "name", "in_features"]),
+        st.sampled_from(["evil", 3, None]),
+        max_size=2,
+    ),
+)
+def test_any_class_path_calls_only_what_is_trusted(
+    shared: Stranger, parts: list[str], arguments: dict[str, Any]
+) -> None:
+    arguments = {
+        key: shared.touch if value == "evil" else value for key, value in arguments.items()
+    }
+    model = {"class_path": ".".join(parts), "init_args": arguments}
+    load_any(shared, json.dumps(VALID | {"model": model}).encode(), "path.json")

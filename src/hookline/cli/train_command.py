@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "Overrides", "TrustedPackages", "add_training_commands", "load_config"]
 
 _NEWEST = "newest"
+_MAX_CELL = 1_000
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 Config = Annotated[
@@ -221,7 +222,8 @@ def check(
         if not as_json:
             raise
         problems = [vars(one) for one in getattr(error, "problems", ())]
-        print_json({"ok": False, "error": str(error), "problems": problems})
+        count = getattr(error, "count", len(problems))
+        print_json({"ok": False, "error": str(error), "problems": problems, "count": count})
         raise typer.Exit(1) from None
     if as_json:
         print_json({"ok": True, **facts})
@@ -289,6 +291,7 @@ def _check_runs(training: Training) -> None:
 
 
 def _as_table(facts: dict[str, Any]) -> str:
+    from hookline.files.printable import printable
     from hookline.runs.formatting import format_number, format_table
 
     train, val = facts["train"], facts["val"]
@@ -312,6 +315,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
+    rows = [(name, printable(value, _MAX_CELL)) for name, value in rows]
     return format_table(rows[0], rows[1:])
 
 

@@ -65,8 +65,8 @@ class Trust:
         foreign = self._foreign_folder
         if foreign is not None and PathFinder.find_spec(top, [str(foreign)]) is not None:
             return (
-                f"'{shown}': '{top}' beside the file is not trusted: the file is not in the project "
-                f"({self.project}). If you trust it, run the command in the file's folder."
+                f"'{shown}': '{top}' beside the file is not trusted: the file is not in the "
+                f"project ({self.project}). If you trust it, run the command in the file's folder."
             )
         if not _is_installed(top):
             modules = [module.name for module in iter_modules([str(self.folder)])]
