@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from warm_processes import WarmParent
 
@@ -613,43 +613,11 @@ def test_a_package_is_trusted_on_the_command_line(parent: WarmParent, tmp_path: 
     assert (code, "With a batch of data.train" in output) == (1, True), output  # it was called
 
 
-fuzzed = settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
+fuzzed = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+PIECES = (
+    *(b"include", b"model", b": ", b"\n", b"  ", b"- ", b"{", b"}", b"[", b"]", b"'", b'"', b","),
+    *(b"&a", b"*a", b"<<", b"${", b"= ", b'"""', b"\0", b"\xff", b"1", b"e9", b"!!", b"#"),
 )
-PIECES = [
-    b"include",
-    b"model",
-    b": ",
-    b"\n",
-    b"  ",
-    b"- ",
-    b"{",
-    b"}",
-    b"[",
-    b"]",
-    b"'",
-    b'"',
-    b",",
-]
-PIECES += [
-    b"&a",
-    b"*a",
-    b"<<",
-    b"${",
-    b"}",
-    b"= ",
-    b'"""',
-    b"\0",
-    b"\xff",
-    b"1",
-    b"e9",
-    b"!!",
-    b"#",
-]
 
 
 @pytest.fixture(scope="module")
@@ -680,9 +648,11 @@ def test_any_bytes_are_an_error_with_a_message(
     load_any(shared, b"".join(pieces), f"any.{suffix}")
 
 
-PATHS = ["torch", "nn", "utils", "data", "optim", "functional", "hookline", "hooks", "net", "os"]
-PATHS += ["Linear", "load", "system", "subprocess", "getoutput", "modules", "module", "dataloader"]
-PATHS += ["Net", "__init__", "__globals__", "", "_C", "runs", "probes", "Module", "Any", "ops"]
+PATHS = (
+    *("torch", "nn", "utils", "data", "optim", "functional", "hookline", "hooks", "net", "os"),
+    *("Linear", "load", "system", "subprocess", "getoutput", "modules", "module", "dataloader"),
+    *("Net", "__init__", "__globals__", "", "_C", "runs", "probes", "Module", "Any", "ops"),
+)
 
 
 @fuzzed
