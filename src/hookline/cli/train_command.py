@@ -22,9 +22,10 @@ from hookline.cli.text_output import print_json, show
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
-__all__ = ["Config", "Overrides", "add_training_commands", "load_config"]
+__all__ = ["Config", "Overrides", "TrustedPackages", "add_training_commands", "load_config"]
 
 _NEWEST = "newest"
+_MAX_CELL = 1_000
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 Config = Annotated[
@@ -42,6 +43,17 @@ Overrides = Annotated[
         help="Override a key of the file, such as trainer.max_epochs=3 or hooks.0.every=5; the "
         "value is parsed as YAML. For a function: its arguments.",
         metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+TrustedPackages = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        help="A package that class paths of the file may name, because you trust its code; may be "
+        "repeated. Also: HOOKLINE_TRUST=PACKAGE,PACKAGE, and trust under tool.hookline in the "
+        "project's pyproject.toml.",
+        metavar="PACKAGE",
         show_default=False,
     ),
 ]
@@ -98,6 +110,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    trust: TrustedPackages = None,
 ) -> None:
     """Train as a config file describes, and print the run's folder.
 
@@ -123,7 +136,7 @@ def train(
             param_hint="'--from'",
         )
     with exit_on_interrupt():
-        training = load_config(config, overrides)
+        training = load_config(config, overrides, trust)
         print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
         start = _find_start(training, resume, start_from)
         if "resume_from" not in start:
@@ -181,12 +194,18 @@ def _print_run_folder(training: Training) -> None:
         print(f"run {shorten_path(training.trainer.run.path)}", flush=True)
 
 
-def check(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    trust: TrustedPackages = None,
+    as_json: Json = False,
+) -> None:
     """Check a config file without training.
 
     Checks that all classes exist, that arguments match their signatures, that hooks can be
     registered, that a batch passes through the model, the loss and backward, that monitored metrics
-    exist, and that a run can be written. No optimizer steps, and no run is written.
+    exist, and that a run can be written. No optimizer steps, and no run is written. Nothing that is
+    not trusted is imported.
 
     Example: **hookline check train.yaml**
     """
@@ -194,7 +213,7 @@ def check(config: Config, overrides: Overrides = None, as_json: Json = False) ->
 
     try:
         with exit_on_interrupt():
-            training = load_config(config, overrides)
+            training = load_config(config, overrides, trust)
             _check_runs(training)
             from hookline.config_files.dry_run import dry_run
 
@@ -203,7 +222,8 @@ def check(config: Config, overrides: Overrides = None, as_json: Json = False) ->
         if not as_json:
             raise
         problems = [vars(one) for one in getattr(error, "problems", ())]
-        print_json({"ok": False, "error": str(error), "problems": problems})
+        count = getattr(error, "count", len(problems))
+        print_json({"ok": False, "error": str(error), "problems": problems, "count": count})
         raise typer.Exit(1) from None
     if as_json:
         print_json({"ok": True, **facts})
@@ -239,7 +259,9 @@ def schema(
     print(out)
 
 
-def load_config(config: str, overrides: list[str] | None) -> Training:
+def load_config(
+    config: str, overrides: list[str] | None, trust: list[str] | None = None
+) -> Training:
     """Return the training that a config file or a Python function describes."""
     with delay_interrupts():
         import_module("hookline.config_files.building")  # which imports torch
@@ -259,7 +281,7 @@ def load_config(config: str, overrides: list[str] | None) -> Training:
             f"{config}:make_trainer.",
             param_hint="'CONFIG'",
         )
-    return load_training(config, *given)
+    return load_training(config, *given, trust=trust or ())
 
 
 def _check_runs(training: Training) -> None:
@@ -269,6 +291,7 @@ def _check_runs(training: Training) -> None:
 
 
 def _as_table(facts: dict[str, Any]) -> str:
+    from hookline.files.printable import printable
     from hookline.runs.formatting import format_number, format_table
 
     train, val = facts["train"], facts["val"]
@@ -292,6 +315,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
+    rows = [(name, printable(value, _MAX_CELL)) for name, value in rows]
     return format_table(rows[0], rows[1:])
 
 

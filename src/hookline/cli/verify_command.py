@@ -11,7 +11,7 @@ import typer
 
 from hookline.cli.command_base import Json, exit_on_interrupt
 from hookline.cli.text_output import print_json
-from hookline.cli.train_command import Config, Overrides, load_config
+from hookline.cli.train_command import Config, Overrides, TrustedPackages, load_config
 
 __all__ = ["verify"]
 
@@ -28,6 +28,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    trust: TrustedPackages = None,
     as_json: Json = False,
 ) -> None:
     """Check that resuming is exact, that hooks only observe, and that seeds determine weights.
@@ -45,12 +46,12 @@ def verify(
             f"it is {steps}; expected a whole number of 2 or more.", param_hint="'--steps'"
         )
     with exit_on_interrupt():
-        folder = load_config(config, overrides).folder
+        folder = load_config(config, overrides, trust).folder
         from hookline.config_files.trust import importable
         from hookline.verification import verify as verify_training
 
         def make_trainer() -> Any:
-            training = load_config(config, overrides)
+            training = load_config(config, overrides, trust)
             data = training.loaders, training.val_loaders
             return training.trainer if data == (None, None) else (training.trainer, *data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,6 +18,11 @@ from hookline.config_files.config_tree import (
 )
 from hookline.config_files.config_validation import check_objects, validate
 from hookline.config_files.merging import merge_files, parse_override
+from hookline.config_files.project import (
+    find_import_folder,
+    find_project,
+    find_trusted_packages,
+)
 from hookline.config_files.trust import Trust, importable, is_in, load_object
 from hookline.errors import ConfigError, nearest
 from hookline.masking import mask_secrets, remember_secrets
@@ -38,6 +43,7 @@ class Training:
         folder: the project's folder, whose modules can be imported during training.
         loaders: the training data, if the trainer does not have it yet.
         val_loaders: the validation data, likewise.
+        trust: the packages that the caller trusts.
     """
 
     trainer: Trainer
@@ -45,6 +51,7 @@ class Training:
     folder: Path
     loaders: Any = None
     val_loaders: Any = None
+    trust: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -68,12 +75,18 @@ class Training:
             return self.trainer.fit(self.loaders, self.val_loaders, **start)
 
 
-def load_training(path: str | Path, *overrides: str) -> Training:
+def load_training(
+    path: str | Path, *overrides: str, trust: Iterable[str] = (), project: str | Path | None = None
+) -> Training:
     """Return the training that a config file describes, ready to start.
 
     Args:
         path: a YAML, TOML or JSON file.
         overrides: `key=value`, such as `trainer.max_epochs=3`; the value is parsed as YAML.
+        trust: packages that class paths may name, besides those that the environment variable
+            HOOKLINE_TRUST and the project's pyproject.toml name; "*" for all.
+        project: the folder whose modules class paths may name, and whose files may be included; by
+            default that of the current working directory.
 
     Raises:
         FileError: names every mistake, with file, line and key.
@@ -81,13 +94,16 @@ def load_training(path: str | Path, *overrides: str) -> Training:
     from hookline.config_files.building import build_trainer
 
     path = Path(path)
-    tree = merge_files(path, overrides)
+    root = find_project() if project is None else Path(project).resolve()
+    trust = (trust,) if isinstance(trust, str) else tuple(trust)
+    packages = find_trusted_packages(trust, root)
+    tree = merge_files(path, overrides, project=root)
     config = validate(tree)
-    folder = path.resolve().parent
+    folder = find_import_folder(path, root)
     with importable(folder):
-        resolved = check_objects(config, tree, Trust(folder, config.trust))
+        resolved = check_objects(config, tree, Trust(root, packages, folder, path.resolve().parent))
         trainer = build_trainer(config, tree, resolved)
-    return Training(trainer, str(path), folder)
+    return Training(trainer, str(path), folder, trust=trust)
 
 
 # -- a Python function ----------------------------------------------------------------------------

@@ -96,7 +96,8 @@ def describe_resume_command(training: Training, overrides: Sequence[str]) -> str
     run = training.trainer.run
     if run is None or training.trainer.status in ("completed", "stopped"):
         return ""
-    command = ["hookline", "train", training.source, *mask_arguments(overrides)]
+    trust = [part for name in training.trust for part in ("--trust", name)]
+    command = ["hookline", "train", training.source, *mask_arguments(overrides), *trust]
     try:
         find_checkpoint(run.path)
     except CheckpointError:
