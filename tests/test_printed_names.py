@@ -321,11 +321,6 @@ def test_exceptions_of_programs_are_clean(key: str, options: list[str], tmp_path
     assert "RuntimeError" in text
     if key != "line":  # the lines of an exception are kept
         assert_clean(text)
-    (tmp_path / "train.py").write_text(
-        "import hookline.runs.run_lookup\n"
-        f"def fail(*_): raise RuntimeError({NAMES[key][:2000]!r})\n"
-        "def make(): return fail()\n"
-    )
     with mock.patch("hookline.runs.run_reader.open_run", side_effect=RuntimeError(NAMES[key])):
         text = hook_line(*options, "runs", "show", "x", cwd=tmp_path)
     assert "RuntimeError" in text
