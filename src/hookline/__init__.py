@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from hookline._version import __version__ as __version__
 from hookline.lazy_exports import lazy_exports
+from hookline.log_records import make_records_printable
 from hookline.masking import mask_log_records
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
 ]
 
 mask_log_records()
+make_records_printable()
 
 __getattr__, __dir__ = lazy_exports(
     __name__, _MODULES, _ALIASES, ("config_files", "probes", "updates")

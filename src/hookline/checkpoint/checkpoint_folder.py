@@ -30,8 +30,8 @@ from hookline.checkpoint.state_tree import Decoder, decode
 from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
-from hookline.files.printable import printable
 from hookline.files.regular_files import open_regular_file, read_regular_file
+from hookline.printable import printable
 
 __all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
 

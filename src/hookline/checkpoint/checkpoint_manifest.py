@@ -19,8 +19,8 @@ import xxhash
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
-from hookline.files.printable import printable
 from hookline.files.regular_files import FileRefusedError, open_regular_file, read_regular_file
+from hookline.printable import printable
 
 __all__ = [
     "FILES",

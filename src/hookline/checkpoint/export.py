@@ -21,7 +21,7 @@ from hookline.checkpoint.atomic_files import replace_file, write_atomic
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import is_checkpoint
 from hookline.errors import CheckpointError, listed
-from hookline.files.printable import printable
+from hookline.printable import printable
 from hookline.tensors.memory import unshared
 
 __all__ = ["ExportedWeights", "export_weights"]

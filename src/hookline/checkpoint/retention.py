@@ -31,7 +31,7 @@ from hookline.checkpoint.checkpoint_lookup import (
 from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
-from hookline.files.printable import printable
+from hookline.printable import printable
 
 __all__ = ["Mode", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hookline.checkpoint.tensor_header import read_header
-from hookline.files.printable import printable
 from hookline.files.regular_files import open_handle
+from hookline.printable import printable
 
 __all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from hookline.files.limits import file_limits
-from hookline.files.printable import printable
+from hookline.printable import printable
 
 __all__ = ["StoredTensor", "TensorHeader", "read_header"]
 

@@ -17,7 +17,8 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, show
+from hookline.cli.text_output import print_json, print_text, show
+from hookline.printable import printable, printable_message
 
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
@@ -137,7 +138,7 @@ def train(
         )
     with exit_on_interrupt():
         training = load_config(config, overrides, trust)
-        print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
+        print_text(f"config {training.config_hash[:8]}  {printable(training.source, 1000)}")
         start = _find_start(training, resume, start_from)
         if "resume_from" not in start:
             _check_runs(training)
@@ -163,7 +164,7 @@ def _find_start(
     parent = None if start_from is None else find_fork(training, start_from)
     if resume is not None:
         start, message = find_resume(training, resume, parent)
-        print(message, flush=True)
+        print_text(printable_message(message))
         if start is not None:
             return {"resume_from": start}
     return {} if parent is None else {"fork_from": parent}
@@ -183,7 +184,7 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
     name = getattr(trainer, "stop_signal", None) or "SIGTERM"
     hint = _resume_hint(training, overrides)
     message = f"hookline: Preempted by {name} after step {trainer.step}. {hint}"
-    print(message.rstrip(), file=sys.stderr)
+    print_text(printable_message(message.rstrip()), sys.stderr)
     raise typer.Exit(128 + signal.Signals[name])
 
 
@@ -191,7 +192,7 @@ def _print_run_folder(training: Training) -> None:
     from hookline.runs.run_lookup import shorten_path
 
     if training.trainer.run is not None:
-        print(f"run {shorten_path(training.trainer.run.path)}", flush=True)
+        print_text(f"run {printable(shorten_path(training.trainer.run.path), 1000)}")
 
 
 def check(
@@ -256,7 +257,7 @@ def schema(
         raise typer.BadParameter(
             f"'{out}' cannot be written ({error.strerror}).", param_hint="'--out'"
         ) from None
-    print(out)
+    print_text(printable(out, 1000))
 
 
 def load_config(
@@ -291,11 +292,11 @@ def _check_runs(training: Training) -> None:
 
 
 def _as_table(facts: dict[str, Any]) -> str:
-    from hookline.files.printable import printable
-    from hookline.runs.formatting import format_number, format_table
+    from hookline.runs.formatting import format_number
+    from hookline.text_tables import format_table, join_some
 
     train, val = facts["train"], facts["val"]
-    hooks = ", ".join(
+    hooks = join_some(
         one["name"] + ("" if one["status"] == "enabled" else f" ({one['status']})")
         for one in facts["hooks"]
     )

@@ -83,7 +83,7 @@ class HookRegistry(HookManager):
             for name in names:
                 self.remove_hook(name)
             self._removed = gone  # hooks that failed to register were never removed
-            raise ConfigError("\n".join(problems))
+            raise ConfigError(*problems)
         return names
 
     def add_item(self, item: HookItem) -> str:

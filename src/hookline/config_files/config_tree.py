@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hookline.errors import ConfigError
-from hookline.files.printable import escape_controls, printable
 from hookline.masking import mask_text, masked_repr
+from hookline.printable import escape_controls, printable
 
 __all__ = [
     "COMMAND_LINE",

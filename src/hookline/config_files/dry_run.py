@@ -12,9 +12,9 @@ from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
-from hookline.files.printable import escape_controls
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
+from hookline.printable import escape_controls
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.checks import check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer

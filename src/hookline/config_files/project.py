@@ -16,8 +16,8 @@ from typing import Any
 
 from hookline.errors import ConfigError
 from hookline.files.limits import file_limits
-from hookline.files.printable import printable
 from hookline.files.regular_files import read_regular_file
+from hookline.printable import printable
 
 __all__ = ["VARIABLE", "find_import_folder", "find_project", "find_trusted_packages"]
 

@@ -18,7 +18,7 @@ from hookline.config.hook_names import packaged_hooks
 from hookline.config_files.default_trust import DESCRIPTION, is_default_path, is_default_target
 from hookline.config_files.project import VARIABLE
 from hookline.errors import nearest
-from hookline.files.printable import printable
+from hookline.printable import printable
 
 __all__ = ["Trust", "importable", "load_object"]
 

@@ -78,7 +78,7 @@ class FailureHandler:
         errors = _find_missing_args(entries, event, context)
         if raise_error or not self._settings.isolate:
             raise NotSuppliedError(
-                "\n".join(
+                *(
                     f"{entry.name} ({entry.bindings[event].label}): {error}"
                     for entry, error in errors.items()
                 )

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
-from hookline.files.printable import printable
+from hookline.printable import printable
 
 __all__ = ["check_session_state", "check_trainer_state", "reported_damage"]
 

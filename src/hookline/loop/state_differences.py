@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.files.printable import printable
 from hookline.loop.random_state import generators_of, set_generator_state
 from hookline.options import BuiltIn
+from hookline.printable import printable
 
 __all__ = [
     "describe_generators",

@@ -16,6 +16,7 @@ from torch import Tensor
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState
@@ -36,8 +37,6 @@ _MEMORY_LIMIT_MB = 1024.0
 
 class NotCapturedError(ProbeError, KeyError):
     """Nothing was captured under this name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class Capture(BuiltIn, Probe):
@@ -298,7 +297,8 @@ class Capture(BuiltIn, Probe):
         return f"The probe is not attached to '{module}'.{nearest(module, known)} {names}"
 
     def __repr__(self) -> str:
-        return f"<Capture '{self.probe_name}' of {self.modules!r}: {self.counts}>"
+        name, modules = printable(self.probe_name), printable(repr(self.modules))
+        return f"<Capture '{name}' of {modules}: {self.counts}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the options but for a shared store."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hookline.printable import printable
 from hookline.probes.capture import Calls, Capture
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.module_selection import Which
@@ -82,7 +83,7 @@ class ProbeResults(Mapping[str, Calls]):
 
     def __repr__(self) -> str:
         last = {state.module: state for state in self.capture.metadata()}
-        lines = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
+        lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
         return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
 
     def states(self, name: str | None = None) -> list[CapturedState]:

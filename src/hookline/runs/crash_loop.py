@@ -38,7 +38,7 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     error = last_two[-1]["error"]
     raise RunError(
         f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, in "
-        f"or after step {error.get('step')}: {error.get('type')}: {error.get('message')}\n"
+        f"or after step {error.get('step')}: {error.get('type')}: {error.get('message')}\n  "
         f"{_describe_choices(checkpoint)}"
     )
 
@@ -62,5 +62,5 @@ def _describe_choices(checkpoint: Path) -> str:
         return f"There is no older checkpoint. {again}"
     return (
         "To continue from an older checkpoint: "
-        f"hookline train CONFIG --resume {earlier[-1]}\n{again}"
+        f"hookline train CONFIG --resume {earlier[-1]}\n  {again}"
     )

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from hookline.errors import TrainingError
+from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
 __all__ = ["BatchPlace", "LossCheck", "LossComputer"]
@@ -202,7 +203,8 @@ class BatchPlace(NamedTuple):
     batch_idx: int
 
     def __str__(self) -> str:
-        return f"It was in epoch {self.epoch}, loader '{self.loader}', batch {self.batch_idx}."
+        loader = printable(self.loader)
+        return f"It was in epoch {self.epoch}, loader '{loader}', batch {self.batch_idx}."
 
 
 class LossCheck:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.files.printable import printable
+from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.training_description import describe_training

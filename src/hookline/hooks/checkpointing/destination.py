@@ -25,8 +25,8 @@ from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.checkpoint.remote import import_fsspec
 from hookline.errors import CheckpointError
 from hookline.files.plain_names import is_plain_name
-from hookline.files.printable import printable
 from hookline.files.regular_files import open_regular_file
+from hookline.printable import printable
 
 __all__ = ["Bundle", "Destination", "Folder", "Item", "Remote", "StoppedError", "destination_of"]
 

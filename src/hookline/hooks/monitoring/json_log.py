@@ -11,10 +11,10 @@ from pydantic import PositiveInt
 from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
-from hookline.files.printable import printable
 from hookline.hook import Rank
 from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now

@@ -31,6 +31,7 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.evaluation import count_tokens
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
+from hookline.printable import printable_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -325,7 +326,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             log.info("%s", text)
         else:
             with suppress(OSError, ValueError, AttributeError):  # there may be no terminal
-                print(text, file=sys.stderr, flush=True)
+                print(printable_message(text), file=sys.stderr, flush=True)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
