@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from hookline.cli.command_base import (
     new_group,
 )
 from hookline.cli.text_output import print_json, show, terminal_width
+from hookline.files.printable import escape_controls
 
 if TYPE_CHECKING:
     from hookline.runs.run_reader import OpenedRun
@@ -115,6 +117,9 @@ def _list_runs(folder: Path, as_json: bool) -> None:
         print_json(found)
     elif found:
         show(_listing(found), _STYLES)
+        for damaged in (one for one in found if one["damage"]):
+            line = escape_controls(f"damaged: {damaged['path']}: {damaged['damage'][0]}")
+            print(line, file=sys.stderr)
     else:
         reason = "has no runs yet" if folder.is_dir() else "does not exist yet"
         show(
