@@ -43,7 +43,7 @@ def open_handle(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: in
     name = Path(path).name
     try:
         handle = os.open(path, flags | _FLAGS, mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
         refused = describe_kind(path)
@@ -71,12 +71,15 @@ def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     Raises:
         FileRefusedError: Also if the file is larger than `max_bytes`.
     """
+    contents = b""
     with open_regular_file(path) as file:
-        size = min(os.fstat(file.fileno()).st_size, max_bytes)
-        contents = file.read(size + 1)  # not the limit: a buffer of that size would be allocated
-        if len(contents) > size:  # it has grown, or is too large
-            contents += file.read(max_bytes + 1 - len(contents))
-    if len(contents) > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            # Not as much as is allowed: a buffer of that size would be allocated.
+            contents = file.read(size + 1)
+            if len(contents) > size:  # it has grown meanwhile
+                contents += file.read(max_bytes + 1 - len(contents))
+    if max(size, len(contents)) > max_bytes:
         raise FileRefusedError(
             f"{Path(path).name} has more than {max_bytes:,} bytes; hookline.file_limits allows more"
         )

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import RunError
+from hookline.files.limits import file_limits
 from hookline.files.printable import printable
 from hookline.files.regular_files import open_regular_file
 from hookline.runs.jsonl_file import JsonlFile, JsonlReader
@@ -76,6 +77,7 @@ def plan_rewind(
         return None
     if kept == end and not restored:
         return None
+    _check_lines(metrics, kept, end - kept)
     return {"metrics": kept, "end": end, "repeated": repeated, "restored": restored}
 
 
@@ -120,6 +122,7 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     kept, end, start = rewind["metrics"], rewind["end"], rewind["repeated"]
     moved = end - kept
     restored = sum(count for _, count in rewind["restored"])
+    _check_lines(metrics, kept, moved)
     repeated = JsonlFile(metrics.path.with_name(REPEATED))
     try:
         if max(start - 1, restored) > repeated.size:
@@ -165,6 +168,18 @@ def move_end(file: JsonlFile, size: int, target: Path) -> None:
         finally:
             moved.close()
         file.truncate(size)
+
+
+def _check_lines(file: JsonlFile, start: int, count: int) -> None:
+    """Raise OSError if a line is longer than allowed: a file may have gigabytes without data."""
+    length = 0
+    for chunk in _chunks(file, start, count):
+        length = len(chunk) - chunk.rfind(b"\n") - 1 if b"\n" in chunk else length + len(chunk)
+        if length > file_limits.line_bytes:
+            raise OSError(
+                f"{file.path.name} has a line of more than {file_limits.line_bytes:,} bytes; "
+                "hookline.file_limits allows more"
+            )
 
 
 def _chunks(file: JsonlFile, start: int, count: int) -> Iterator[bytes]:
