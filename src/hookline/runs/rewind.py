@@ -55,7 +55,8 @@ def plan_rewind(
     Raises:
         RunError: The position is not valid.
     """
-    if not all(type(size) is int and size >= 0 for size in position.values()) or not position:
+    are_sizes = all(type(size) is int and size >= 0 for size in position.values())
+    if not are_sizes or not position.keys() & {"metrics", "step"}:
         raise RunError(
             f"The log {metrics.path} cannot continue at {printable(dict(position))}: expected "
             "'metrics' and 'rewinds', or 'step', as integers of 0 or more."
