@@ -32,6 +32,7 @@ from hookline.files.strict_json import parse_json
 from hookline.runs import Run, diff_runs, lease, open_run, read_records
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import describe_process, is_process_alive
+from hookline.runs.jsonl_file import JsonlReader
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint, list_run_folders
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 
@@ -350,6 +351,14 @@ def test_a_log_file_that_the_user_named_may_be_a_link(place: Place, tmp_path: Pa
     run.close()
 
 
+def test_a_log_that_is_cut_while_it_is_read_is_read_up_to_there(place: Place) -> None:
+    place.append("metrics.jsonl", *(metric(step=step) for step in range(10_000)))
+    rows = iter(JsonlReader(place.run / "metrics.jsonl"))
+    assert next(rows)["step"] == 1
+    os.truncate(place.run / "metrics.jsonl", 100)
+    assert 1000 < len(list(rows)) < 10_000
+
+
 def test_a_folder_with_another_name_than_its_run_id_is_a_run(place: Place) -> None:
     renamed = place.run.rename(place.runs / "my run")
     run = open_run(renamed)
@@ -463,10 +472,12 @@ def test_any_contents_of_a_lease_are_tolerated(tmp_path: Path, contents: Any) ->
 
 @fuzzed
 @given(config=st.dictionaries(TEXTS, VALUES), hooks=st.lists(VALUES, max_size=2), seed=VALUES)
+@example(config={}, hooks=[], seed={"run_id": "../../outside", "step": 10**400, "checkpoint": []})
 def test_what_a_run_writes_itself_is_always_valid(
     tmp_path: Path, config: dict[str, Any], hooks: list[Any], seed: Any
 ) -> None:
-    run = Run.create(tmp_path, config=config, hooks=hooks, seed=seed, name="näme", tags=["a", "b"])
+    labels = {"name": seed, "tags": hooks, "parent": seed if isinstance(seed, dict) else None}
+    run = Run.create(tmp_path, config=config, hooks=hooks, seed=seed, **labels)
     run.log(1, 0, "x", 1.0)
     run.event("end", reason=seed)
     run.close("error", RuntimeError(str(seed)))

@@ -180,8 +180,11 @@ def describe_part(
 def new_manifest(
     run_id: str, part: Mapping[str, Any], parent: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts with this part; forked from `parent`, if any."""
-    return {
+    """Return the manifest of a run that starts with this part; forked from `parent`, if any.
+
+    Fields that would not be valid are left out, such as the run id of a stranger's checkpoint.
+    """
+    manifest = {
         "format": _FORMAT,
         "version": _VERSION,
         "run_id": run_id,
@@ -195,12 +198,13 @@ def new_manifest(
         "lost_records": 0,
         "parts": [_without(part, _LONG_FIELDS)],
     }
+    return check_manifest_fields(manifest)[0]
 
 
 def continue_manifest(
     folder: Path, manifest: Mapping[str, Any], part: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest of a run that is resumed with this part."""
+    """Return the manifest of a run that is resumed with this part, as `new_manifest`."""
     parts = [dict(earlier) for earlier in manifest.get("parts") or ()]
     if parts:
         earlier = {n: manifest[n] for n in _LONG_FIELDS if n in manifest and n in part}
@@ -208,12 +212,13 @@ def continue_manifest(
         if parts[-1].get("ended") is None:  # its process died
             written = last_write_time(folder)
             parts[-1] |= {"status": "lost", "ended": written and _format_time(written)}
-    return {
+    continued = {
         **manifest,
         **{"status": "training", "ended": None, "last_error": None},
         **_without(part, _PART_FIELDS),
         "parts": [*parts, {**_without(part, _LONG_FIELDS), "number": len(parts) + 1}],
     }
+    return check_manifest_fields(continued)[0]
 
 
 def _format_time(seconds: float) -> str | None:
