@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["runs_app"]
 
 _WIDEST = 60
+_MAX_DAMAGED = 20  # runs whose problem is shown
 _STYLES = {
     r"\A.*": "bold",
     r"  (completed|stopped)(?=  )": "green",
@@ -116,10 +116,7 @@ def _list_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        show(_listing(found), _STYLES)
-        for damaged in (one for one in found if one["damage"]):
-            line = escape_controls(f"damaged: {damaged['path']}: {damaged['damage'][0]}")
-            print(line, file=sys.stderr)
+        show("\n\n".join([_listing(found), *_list_damage(found)]), _STYLES)
     else:
         reason = "has no runs yet" if folder.is_dir() else "does not exist yet"
         show(
@@ -147,6 +144,15 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
         if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]
+
+
+def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
+    """Return a text with the first problem of each damaged run; nothing if there is none."""
+    damaged = [one for one in overviews if one["damage"]]
+    lines = [f"damaged: {one['path']}: {one['damage'][0]}" for one in damaged[:_MAX_DAMAGED]]
+    if len(damaged) > _MAX_DAMAGED:
+        lines.append(f"… and {len(damaged) - _MAX_DAMAGED} more damaged runs")
+    return [escape_controls("\n".join(lines))] if lines else []
 
 
 def _commit(git: dict[str, Any]) -> str:
