@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
     from hookline.events import EVENTS as EVENTS
+    from hookline.files.limits import file_limits as file_limits
     from hookline.hook import ForwardHook as ForwardHook
     from hookline.hook import Hook as Hook
     from hookline.hook import UpdateHook as UpdateHook
@@ -123,6 +124,7 @@ _MODULES = {
         *("UnknownHookError",),
     ),
     "events": ("EVENTS",),
+    "files.limits": ("file_limits",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),
     "hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
     "hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),

@@ -16,7 +16,7 @@ from hookline.cli.command_base import (
     new_group,
 )
 from hookline.cli.text_output import print_json, show, terminal_width
-from hookline.printable import printable
+from hookline.printable import escape_controls, printable
 from hookline.text_tables import cell_width, format_table
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = ["runs_app"]
 
 _WIDEST = 60
 _MAX_ROWS = 100  # of one section of a diff
+_MAX_DAMAGED = 20  # runs whose problem is shown
 _STYLES = {
     r"\A.*": "bold",
     r"  (completed|stopped)(?=  )": "green",
@@ -117,7 +118,7 @@ def _list_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        show(_listing(found), _STYLES)
+        show("\n\n".join([_listing(found), *_list_damage(found)]), _STYLES)
     else:
         reason = "has no runs yet" if folder.is_dir() else "does not exist yet"
         show(
@@ -145,6 +146,15 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
         if width is None or not less_needed or max(map(cell_width, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]
+
+
+def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
+    """Return a text with the first problem of each damaged run; nothing if there is none."""
+    damaged = [one for one in overviews if one["damage"]]
+    lines = [f"damaged: {one['path']}: {one['damage'][0]}" for one in damaged[:_MAX_DAMAGED]]
+    if len(damaged) > _MAX_DAMAGED:
+        lines.append(f"… and {len(damaged) - _MAX_DAMAGED} more damaged runs")
+    return [escape_controls("\n".join(lines))] if lines else []
 
 
 def _commit(git: dict[str, Any]) -> str:

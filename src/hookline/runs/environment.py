@@ -97,7 +97,9 @@ def is_process_alive(process: Mapping[str, Any]) -> bool | None:
         process: What `describe_process` returned in that process.
     """
     pid = process.get("pid")
-    if type(pid) is not int or process.get("host") != socket.gethostname() or os.name != "posix":
+    if type(pid) is not int or not 0 < pid < 2**31:  # others mean groups of processes
+        return None
+    if process.get("host") != socket.gethostname() or os.name != "posix":
         return None
     # Several hosts may have the same name.
     if process.get("pid_namespace") != _pid_namespace() or process.get("boot_id") != _boot_id():

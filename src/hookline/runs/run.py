@@ -40,6 +40,7 @@ from hookline.runs.manifest import (
 )
 from hookline.runs.media import make_histogram, save_image
 from hookline.runs.rewind import finish_rewind, plan_rewind
+from hookline.runs.run_files import find_refused_entries
 
 __all__ = ["Kind", "Run"]
 
@@ -161,12 +162,22 @@ class Run:
             seed: The seed, if a configuration or hooks are given.
             hooks: A description of each hook; None if they are the same.
             **fields: Further fields of the manifest, as for `create`.
+
+        Raises:
+            RunError: The manifest is not valid, another process writes the run, or a file in its
+                folder is a link or not a regular file. Nothing was written.
         """
         path = Path(path)
         manifest = read_run_manifest(path)
         if not resume:
             return cls(path, manifest)
         path = path.absolute()
+        refused = find_refused_entries(path)
+        if refused:
+            raise RunError(
+                f"The run {path} cannot be resumed: {'; '.join(refused)}. Nothing in a run's "
+                "folder may lead out of it."
+            )
         lease: Lease | None = None
         try:
             lease = Lease.acquire(path)

@@ -138,7 +138,8 @@ class JSONLogHook(BuiltIn):
             run = getattr(trainer, "run", None)
             path = self._requested_path or (run.path if run else Path()) / "log.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file, self._run_id = JsonlFile(path), getattr(run, "id", None)
+            self._file = JsonlFile(path, follow_links=self._requested_path is not None)
+            self._run_id = getattr(run, "id", None)
             restored, self._restored = self._restored, {}
             is_same_run = restored.get("run_id") == self._run_id  # it is another one in a fork
             if restored.get("path") == str(path) and is_same_run:
