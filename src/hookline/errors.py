@@ -5,6 +5,7 @@
     │   ├── NotAHookError          (also a TypeError) an object is not a hook
     │   ├── SignatureError         unknown event or parameter, coroutine, event under two names
     │   └── OrderError             contradicting `before=` and `after=`
+    ├── ArgumentError              (also a TypeError and ValueError) an argument is not valid
     ├── NameTakenError             (also a ValueError) a hook's name is in use
     ├── UnknownHookError           (also a KeyError) no hook has the name
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
@@ -22,7 +23,8 @@
     │       └── RandomNumberError  it used a global generator, whose state was restored
     └── HookStateError             a hook could not load its saved state
 
-Messages say what was found, what was expected and what to do.
+Messages say what was found, what was expected and what to do. Whatever value is in one, it can be
+printed: characters that UTF-8 cannot encode are escaped, and a very long line is cut in the middle.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "ConfigError",
     "HookConfigError",
@@ -55,8 +58,32 @@ __all__ = [
 ]
 
 
+_MAX_LINE = 1200  # characters of one line of a message
+
+
 class HooklineError(Exception):
     """The base class of all errors that Hookline raises."""
+
+    def __str__(self) -> str:  # not in __init__, which torch.compile could not trace
+        return _as_message(Exception.__str__(self))  # KeyError would show it in quotes
+
+
+def _as_message(text: str) -> str:
+    """Return a text that can be printed: lone surrogates escaped, long lines cut in the middle."""
+    if len(text) > _MAX_LINE:
+        text = "\n".join(map(_cut_line, text.split("\n")))
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _cut_line(line: str) -> str:
+    if len(line) <= _MAX_LINE:
+        return line
+    half = _MAX_LINE // 2
+    return f"{line[:half]} […] {line[-half:]}"
+
+
+class ArgumentError(HooklineError, TypeError, ValueError):
+    """A value that was passed to a function or method is not valid; the message names both."""
 
 
 class RegistrationError(HooklineError):
@@ -81,8 +108,6 @@ class NameTakenError(HooklineError, ValueError):
 
 class UnknownHookError(HooklineError, KeyError):
     """No hook has this name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class UnknownEventError(HooklineError, ValueError):

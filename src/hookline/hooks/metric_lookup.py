@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import TrainingError, listed, nearest
 
 __all__ = [
@@ -36,7 +37,7 @@ def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any 
         return float(value)
     except (TypeError, ValueError):
         raise TrainingError(
-            f"{hook} monitors the metric '{name}', which is {value!r}, not a number."
+            f"{hook} monitors the metric '{name}', which is {show_value(value)}, not a number."
         ) from None
 
 

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from hookline.arguments import check_instance, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
 from hookline.options import BuiltIn
@@ -36,8 +37,6 @@ _MEMORY_LIMIT_MB = 1024.0
 
 class NotCapturedError(ProbeError, KeyError):
     """Nothing was captured under this name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class Capture(BuiltIn, Probe):
@@ -262,6 +261,7 @@ class Capture(BuiltIn, Probe):
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
+        check_instance("module", module, str, "the name of a module or tap")
         clean = clean_name(module)  # without the prefixes of wrappers
         candidates = (module, clean, clean.removeprefix("module."))
         return next((self._names[name] for name in candidates if name in self._names), module)
@@ -291,6 +291,8 @@ class Capture(BuiltIn, Probe):
 
     def _explain_missing(self, module: str) -> str:
         known = [*self._names, *self]
+        if not isinstance(module, str):
+            return f"A module or tap has a name, not {show_value(module)}."
         if module in self._names:
             cause = "it was not called, or its states did not fit and were dropped, or were cleared"
             return f"There is no state of '{module}': {cause} ({self.counts})."

@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookline.arguments import check_path
+from hookline.errors import RunError
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
 __all__ = [
@@ -224,7 +226,12 @@ def _quote(name: str) -> str:
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines."""
-    with Path(path).open("rb") as file:
+    path = Path(check_path("read_records(path)", path, "a file of records"))
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise RunError(f"The records cannot be read: {error}.") from error
+    with file:
         for line in file:  # the last line may be incomplete
             if line.endswith(b"\n") and (record := _parse_line(line)) is not None:
                 yield record

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
 from hookline.runs.environment import describe_environment
@@ -114,7 +115,7 @@ def describe_part(
     fields |= {"status": "training", "resumed_from": resumed_from, "error": None}
     if config is not None:
         fields |= {"config": to_jsonable(config), "config_hash": config_hash or hash_config(config)}
-    labels = {"training": training, "name": name, "tags": list(tags) or None}
+    labels = {"training": training, "name": name, "tags": listed_strings("tags", tags) or None}
     fields |= {key: to_jsonable(value) for key, value in labels.items() if value is not None}
     if hooks is not None:
         fields["hooks"] = to_jsonable(list(hooks))
