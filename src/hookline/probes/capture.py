@@ -289,7 +289,7 @@ class Capture(BuiltIn, Probe):
         """Free the states and reset the counts."""
         self._store.forget(self.key)
 
-    def _explain_missing(self, module: str) -> str:
+    def _explain_missing(self, module: Any) -> str:
         known = [*self._names, *self]
         if not isinstance(module, str):
             return f"A module or tap has a name, not {show_value(module)}."

@@ -215,7 +215,8 @@ class Run:
         element: it is read when the buffer is written. Other kinds are converted at once.
         """
         metrics_log = self.metrics_log or self._writable_log()
-        if type(kind) is not str or kind != "scalar":
+        given: Any = kind  # arrays have a != of their own
+        if type(given) is not str or given != "scalar":
             value, kind = self._convert(step, name, value, kind)
         elif type(value) is not float and type(value) is not LazyFloat:
             value = _freeze_scalar(value)

@@ -76,7 +76,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         **unknown: Never,
     ) -> None:
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
-        count = None if counts_itself else tokens_fn
+        count: Any = None if counts_itself else tokens_fn
         functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
         check_arguments(config, model, optimizers, unknown, **functions)
         fields, listed_hooks = split_hooks(config)
@@ -320,7 +320,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Record a value with this step: a scalar, histogram, text or image, as `kind` says."""
-        if type(name) is not str or type(kind) is not str or kind not in _KINDS:
+        texts: Any = name, kind
+        if type(texts[0]) is not str or type(texts[1]) is not str or kind not in _KINDS:
             check_name("trainer.log(name)", name)
             if not isinstance(kind, str) or kind not in _KINDS:
                 raise RunError(f"Unknown kind {show_value(kind)}. There are {listed(_KINDS)}.")

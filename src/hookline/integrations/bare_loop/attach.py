@@ -144,7 +144,7 @@ def _is_auto(tokens: Any) -> bool:
     return isinstance(tokens, str) and tokens == "auto"
 
 
-def _hooks(given: Any) -> list[Hook] | HookManager | Hook:
+def _hooks(given: Any) -> Any:
     """Return the hooks in a list; the manager refuses a hook alone, with what to write instead."""
     if given is None or isinstance(given, Hook | HookManager):
         return given or []

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -190,8 +191,9 @@ class Session(AttachedLoop):
         """
         if optimizer is not None and not any(optimizer is own for own in self.optimizers):
             raise _unknown_optimizer("clip", optimizer)
-        if not isinstance(max_norm, torch.Tensor):
-            check_number("clip(max_norm)", max_norm, 0)
+        norm: Any = max_norm  # a tensor works, too, and infinity only measures
+        if not isinstance(norm, torch.Tensor) and not (isinstance(norm, float) and norm == inf):
+            check_number("clip(max_norm)", norm, 0)
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
         for clipped in self.optimizers:
