@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Schedule as Schedule
     from hookline.dispatch import StateReport as StateReport
     from hookline.dispatch import Summary as Summary
+    from hookline.errors import ArgumentError as ArgumentError
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import ConfigError as ConfigError
     from hookline.errors import HookConfigError as HookConfigError
@@ -116,7 +117,7 @@ _MODULES = {
         *("Schedule", "StateReport", "Summary"),
     ),
     "errors": (
-        *("CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
+        *("ArgumentError", "CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
         *("HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),

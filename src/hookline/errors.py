@@ -5,6 +5,7 @@
     │   ├── NotAHookError          (also a TypeError) an object is not a hook
     │   ├── SignatureError         unknown event or parameter, coroutine, event under two names
     │   └── OrderError             contradicting `before=` and `after=`
+    ├── ArgumentError              (also a TypeError and ValueError) an argument is not valid
     ├── NameTakenError             (also a ValueError) a hook's name is in use
     ├── UnknownHookError           (also a KeyError) no hook has the name
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
@@ -34,6 +35,7 @@ from difflib import get_close_matches
 from hookline.printable import printable, printable_lines, printable_message
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "ConfigError",
     "HookConfigError",
@@ -67,6 +69,10 @@ class HooklineError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(printable_message(str(message)) for message in self.args)
+
+
+class ArgumentError(HooklineError, TypeError, ValueError):
+    """A value that was passed to a function or method is not valid; the message names both."""
 
 
 class RegistrationError(HooklineError):

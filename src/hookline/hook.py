@@ -13,6 +13,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
+from hookline.arguments import show_value
 from hookline.errors import NotAHookError
 
 __all__ = ["ForwardHook", "Hook", "Rank", "UpdateHook", "as_hook"]
@@ -318,7 +319,8 @@ def as_hook(hook: Any, kind: str | None = None) -> Hook:
     if kind in _FUNCTION_HOOKS and callable(hook) and not isinstance(hook, type):
         return _FUNCTION_HOOKS[kind](hook)
     raise NotAHookError(
-        f"{hook!r} is a {type(hook).__name__}, not a hook. A hook inherits from hookline.Hook "
+        f"{show_value(hook)} is a {type(hook).__name__}, not a hook. A hook inherits from "
+        "hookline.Hook "
         "and has on_… methods: class MyHook(hookline.Hook). A function is registered with "
         "kind='forward' or kind='update'."
     )

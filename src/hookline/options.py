@@ -11,13 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from typing import Any, ClassVar, Self, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
-from hookline.masking import MASK, masked_repr, remember_secrets
+from hookline.masking import MASK, remember_secrets
 
 __all__ = [
     "REGISTRATION_KEYS",
@@ -34,6 +36,7 @@ REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "s
 """The arguments of `add_hook` that a configuration may have beside a hook's name."""
 
 _EMPTY = inspect.Parameter.empty
+_MAX_PROBLEMS = 10  # that a message shows
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,28 @@ class Option:
             return None
         try:
             valid = self._adapter.validate_python(value)
+            if isinstance(value, list | dict) and type(value) not in (list, dict):
+                list(value)  # pydantic does not use the methods of subclasses
         except ValidationError as error:
-            return "; ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
+            return _join_messages(error)
+        except Exception as error:  # of the value's own methods, or too deeply nested
+            return f"It cannot be read ({type(error).__name__})"
+        # The value is passed on unconverted.
         if isinstance(value, str) and isinstance(valid, int | float):
-            return "Write the number without quotes"  # the value is passed on unconverted
+            return "Write the number without quotes"
+        if isinstance(valid, int | float) and not isinstance(value, int | float):
+            return f"Give a Python number: {type(valid).__name__}(…)"
+        if isinstance(valid, str) and not isinstance(value, str):
+            return "Input should be a valid string"
+        if isinstance(valid, list | tuple) and not isinstance(value, list | tuple):
+            return "Input should be a valid list"
         return None
+
+
+def _join_messages(error: ValidationError) -> str:
+    """Return what pydantic says, each message once."""
+    messages = dict.fromkeys(str(detail["msg"]) for detail in error.errors(include_url=False))
+    return "; ".join(islice(messages, _MAX_PROBLEMS))
 
 
 @dataclass(frozen=True)
@@ -174,7 +194,7 @@ def check_options(
         if name in known:
             problem = known[name].find_problem(value) if check_values else None
             if problem is not None:
-                shown = MASK if name in hook_class.secret_options else masked_repr(value, name)
+                shown = MASK if name in hook_class.secret_options else show_value(value, name)
                 problems.append(OptionProblem(name, f"'{name}' is {shown}. {problem}."))
         elif open_ended:
             continue

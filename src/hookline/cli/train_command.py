@@ -131,6 +131,9 @@ def train(
     the signal if the run was preempted: 143 after SIGTERM. After 130 and 143, **--resume**
     continues the run.
     """
+    for option, given in (("--resume", resume), ("--from", start_from)):
+        if given is not None and not given.strip():
+            raise typer.BadParameter("the value is empty; give a run.", param_hint=f"'{option}'")
     if start_from is not None and resume not in (None, _NEWEST):
         raise typer.BadParameter(
             "a run is given to --resume and to --from; give it to one of them.",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import TrainingError, listed, nearest
 from hookline.printable import printable, printable_message
 from hookline.text_tables import join_some
@@ -38,7 +39,7 @@ def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any 
         return float(value)
     except (TypeError, ValueError):
         raise TrainingError(
-            f"{hook} monitors the metric '{name}', which is {value!r}, not a number."
+            f"{hook} monitors the metric '{name}', which is {show_value(value)}, not a number."
         ) from None
 
 

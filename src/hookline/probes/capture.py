@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from hookline.arguments import check_instance, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
 from hookline.options import BuiltIn
@@ -261,6 +262,7 @@ class Capture(BuiltIn, Probe):
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
+        check_instance("module", module, str, "the name of a module or tap")
         clean = clean_name(module)  # without the prefixes of wrappers
         candidates = (module, clean, clean.removeprefix("module."))
         return next((self._names[name] for name in candidates if name in self._names), module)
@@ -288,8 +290,10 @@ class Capture(BuiltIn, Probe):
         """Free the states and reset the counts."""
         self._store.forget(self.key)
 
-    def _explain_missing(self, module: str) -> str:
+    def _explain_missing(self, module: Any) -> str:
         known = [*self._names, *self]
+        if not isinstance(module, str):
+            return f"A module or tap has a name, not {show_value(module)}."
         if module in self._names:
             cause = "it was not called, or its states did not fit and were dropped, or were cleared"
             return f"There is no state of '{module}': {cause} ({self.counts})."

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookline.arguments import check_path
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_handle, open_regular_file
@@ -252,10 +253,10 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        RunError: It cannot be read: it is a link or not a regular file, or a line is longer than
-            `hookline.file_limits` allows.
+        RunError: It cannot be read: it is missing, a link or not a regular file, or a line is
+            longer than `hookline.file_limits` allows.
     """
+    path = Path(check_path("read_records(path)", path, "a file of records"))
     try:
         with open_regular_file(path) as file:
             while line := file.readline(file_limits.line_bytes + 1):
@@ -264,8 +265,6 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 if line.endswith(b"\n"):  # the last line may be incomplete
                     with suppress(ValueError):
                         yield _parse_line(line)
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error}.") from error
 

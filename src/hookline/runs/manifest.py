@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
@@ -168,7 +169,7 @@ def describe_part(
     if config is not None:
         recorded = mask_secrets(to_jsonable(config))
         fields |= {"config": recorded, "config_hash": config_hash or hash_config(config)}
-    labels = {"training": training, "name": name, "tags": list(tags) or None}
+    labels = {"training": training, "name": name, "tags": listed_strings("tags", tags) or None}
     labels = {key: to_jsonable(value) for key, value in labels.items() if value is not None}
     fields |= mask_secrets(labels)
     if hooks is not None:

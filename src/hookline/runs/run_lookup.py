@@ -7,6 +7,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from hookline.arguments import check_path
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest
@@ -39,7 +40,8 @@ def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs
     Raises:
         RunError: No run matches, or several do. The message names the closest ids.
     """
-    path = Path(given)
+    path = Path(check_path("The run", given, "its folder or its id"))
+    root = check_path("runs", root, "the folder of all runs")
     if _is_run(path):
         return path
     if _is_folder(path):

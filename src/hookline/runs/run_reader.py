@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import check_instance, listed_strings
 from hookline.errors import RunError
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
@@ -108,6 +109,8 @@ class OpenedRun:
             repeated: Also include, before the others, the values of steps that were trained again
                 because the run was resumed from an earlier checkpoint.
         """
+        listed_strings("metrics(*names)", names)
+        check_instance("metrics(kind=…)", kind, str | None, "a kind of value")
         files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
         records = chain.from_iterable(JsonlReader(self.path / n, growing=True) for n in files)
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
@@ -129,6 +132,7 @@ class OpenedRun:
 
     def events(self, *kinds: str) -> list[Row]:
         """Return the events, all or those of some kinds: starts, checkpoints, toggles, the end."""
+        listed_strings("events(*kinds)", kinds)
         records = JsonlReader(self.path / "events.jsonl", growing=True)
         events = [{name: v for name, v in record.items() if name != "v"} for record in records]
         return [event for event in events if not kinds or event.get("kind") in kinds]

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
@@ -154,13 +155,14 @@ class _Fork:
         if schedule is not None and trainer.schedulers:
             was, new = differing[schedule]
             problems.append(
-                f"{schedule} is {new!r} instead of {was!r}: the position of the schedulers counts "
+                f"{schedule} is {show_value(new)} instead of {show_value(was)}: the position of "
+                "the schedulers counts "
                 f"{was}s. Keep {schedule}={was}."
             )
         changes, impossible = apply_optimizer_settings(trainer, state, self._before, self._now)
         self._changes += changes
         self._changes += [
-            f"{name} is {new!r} instead of {was!r}"
+            f"{name} is {show_value(new)} instead of {show_value(was)}"
             for name, (was, new) in differing.items()
             if name.partition(".")[0] not in _REPORTED_APART
         ]
@@ -224,7 +226,7 @@ class _Fork:
                 **diff_configs(hook.get("options") or {}, options),
             }
             self._changes += [
-                f"hook {info.name}: {name} is {new!r} instead of {was!r}"
+                f"hook {info.name}: {name} is {show_value(new)} instead of {show_value(was)}"
                 for name, (was, new) in pairs.items()
                 if was != new
             ]
