@@ -114,11 +114,13 @@ def test_damaged_runs_are_listed_among_the_others(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         if text is not None:
             (tmp_path / name / "manifest.json").write_text(text)
-    lines = printed("--runs", tmp_path).splitlines()
+    *lines, _, broken, empty = printed("--runs", tmp_path).splitlines()
     assert [line.split()[0] for line in lines[1:]] == [
         *(good.id, "20200101-000000-bbbbbb", "20200101-000000-aaaaaa")
     ]
     assert "unknown" in lines[2]
+    assert "20200101-000000-bbbbbb/manifest.json cannot be read: Expecting" in broken
+    assert "20200101-000000-aaaaaa: manifest.json is missing" in empty
 
 
 # -- one run --------------------------------------------------------------------------------------

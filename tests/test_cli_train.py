@@ -415,7 +415,7 @@ def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
     assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
     assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
     assert set(re.findall(r"--[a-z]+", done.stdout)) == {
-        *("--from", "--resume", "--help", "--json", "--out")
+        *("--from", "--resume", "--trust", "--help", "--json", "--out")
     }
 
 

@@ -52,7 +52,6 @@ class Watch(Hook):
 
 VALID: dict[str, Any] = {
     "seed": 1,
-    "trust": ["fuzz_project"],
     "model": {
         "class_path": "fuzz_project.FuzzNet",
         "init_args": {"width": 4, "act": {"class_path": "torch.nn.GELU", "init_args": {}}},
@@ -197,7 +196,7 @@ def outcome(file: Path, text: str) -> str:
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     said = f"a trainer from {file.name}"
     try:
-        load_training(file)
+        load_training(file, project=file.parent)
     except HooklineError as error:
         said = str(error)
     assert file.name in said or "command line" in said
@@ -205,7 +204,7 @@ def outcome(file: Path, text: str) -> str:
 
 
 def test_what_is_mutated_here_is_valid(project: Path) -> None:
-    training = load_training(_write(project / "valid.json", VALID))
+    training = load_training(_write(project / "valid.json", VALID), project=project)
     assert training.trainer.hooks.list_hooks()[:2] == ["watch", "mine"]
     training.fit()
     assert training.trainer.status == "completed"

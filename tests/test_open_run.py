@@ -245,7 +245,8 @@ def test_results_are_those_of_the_rows_whatever_lines_are_between_them(tmp_path:
     assert results["x"].count == 300 + 3 + 1
     lines = 300 * 4 + 9
     assert opened.damage == [
-        f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}, {lines + 2})",
+        f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}: Expecting ':' delimiter (column "
+        f"15); line {lines + 2}: Expecting value (column 1))",
         "metrics.jsonl: records of version 7 were skipped; this hookline reads up to 1. Install a "
         "newer one: pip install -U hookline",
     ]
@@ -445,7 +446,8 @@ def test_torn_lines_are_counted_and_left_out(finished: hookline.Trainer, tmp_pat
     lines = len((finished.run.path / "metrics.jsonl").read_bytes().splitlines())
     assert run.damage == [
         "metrics.jsonl: its last line is incomplete",
-        f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}, {lines + 2})",
+        f"metrics.jsonl: 2 lines cannot be read (line {lines + 1}: Unterminated string starting at "
+        f"(column 10); line {lines + 2}: it is not an object)",
         "metrics.jsonl: records of version 2 were skipped; this hookline reads up to 1. "
         "Install a newer one: pip install -U hookline",
         "events.jsonl is missing",

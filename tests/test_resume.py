@@ -248,7 +248,7 @@ def test_attributes_that_hooks_register_are_restored(tmp_path):
     second = Trainer(settings(tmp_path), *make(), hooks=[Best()])
     second.fit(batches(4), resume_from=first.run.path)
     assert (first.best_step, second.best_step) == (3, 3)
-    with pytest.raises(AttributeError, match="no attribute 'worst'"):
+    with pytest.raises(hookline.ArgumentError, match="no attribute 'worst'"):
         second.register_for_checkpoint("worst")
 
 

@@ -569,7 +569,7 @@ def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
 
 
 def test_what_only_sounds_like_a_secret_stays():
-    from hookline.runs.jsonable import mask_secrets
+    from hookline.masking import mask_secrets
 
     config = {
         "tokens_seen": 3,

@@ -43,7 +43,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "runs": (
         "Runs",
         "Write and read run folders. See [runs](../runs.md).",
-        ("hookline.runs",),
+        ("hookline.runs", "hookline.files"),
     ),
     "config_files": (
         "Config files",

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from hookline._version import __version__ as __version__
 from hookline.lazy_exports import lazy_exports
+from hookline.log_records import make_records_printable
+from hookline.masking import mask_log_records
 
 if TYPE_CHECKING:
     from hookline.config.registry import HookRegistry as HookRegistry
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Schedule as Schedule
     from hookline.dispatch import StateReport as StateReport
     from hookline.dispatch import Summary as Summary
+    from hookline.errors import ArgumentError as ArgumentError
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import ConfigError as ConfigError
     from hookline.errors import HookConfigError as HookConfigError
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
     from hookline.events import EVENTS as EVENTS
+    from hookline.files.limits import file_limits as file_limits
     from hookline.hook import ForwardHook as ForwardHook
     from hookline.hook import Hook as Hook
     from hookline.hook import UpdateHook as UpdateHook
@@ -113,7 +117,7 @@ _MODULES = {
         *("Schedule", "StateReport", "Summary"),
     ),
     "errors": (
-        *("CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
+        *("ArgumentError", "CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
         *("HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
@@ -121,6 +125,7 @@ _MODULES = {
         *("UnknownHookError",),
     ),
     "events": ("EVENTS",),
+    "files.limits": ("file_limits",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),
     "hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
     "hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
@@ -163,6 +168,9 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     *_ALIASES,
     *(name for names in _MODULES.values() for name in names),
 ]
+
+mask_log_records()
+make_records_printable()
 
 __getattr__, __dir__ = lazy_exports(
     __name__, _MODULES, _ALIASES, ("config_files", "probes", "updates")

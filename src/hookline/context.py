@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
 from hookline.errors import NotSuppliedError, nearest
+from hookline.printable import printable
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +206,11 @@ class Metrics(LazyDict):
             loss = float(self["val/loss"])
             return math.inf if loss > 700 else math.exp(loss)
         known = list(self.keys())
-        raise KeyError(f"There is no metric {key!r}.{nearest(str(key), known)} There are: {known}")
+        raise KeyError(
+            printable(
+                f"There is no metric {key!r}.{nearest(str(key), known)} There are: {known}", 2000
+            )
+        )
 
     def __contains__(self, key: object) -> bool:
         name = self._name(key)

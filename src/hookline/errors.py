@@ -5,6 +5,7 @@
     │   ├── NotAHookError          (also a TypeError) an object is not a hook
     │   ├── SignatureError         unknown event or parameter, coroutine, event under two names
     │   └── OrderError             contradicting `before=` and `after=`
+    ├── ArgumentError              (also a TypeError and ValueError) an argument is not valid
     ├── NameTakenError             (also a ValueError) a hook's name is in use
     ├── UnknownHookError           (also a KeyError) no hook has the name
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
@@ -22,7 +23,8 @@
     │       └── RandomNumberError  it used a global generator, whose state was restored
     └── HookStateError             a hook could not load its saved state
 
-Messages say what was found, what was expected and what to do.
+Messages say what was found, what was expected and what to do. They may contain names from files
+and from users: control characters are shown escaped, and long messages are cut.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from hookline.printable import printable, printable_lines, printable_message
+
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "ConfigError",
     "HookConfigError",
@@ -55,8 +60,19 @@ __all__ = [
 ]
 
 
+_MAX_NAMES = 30
+_MAX_NAME = 100  # characters
+
+
 class HooklineError(Exception):
-    """The base class of all errors that Hookline raises."""
+    """The base class of all errors that Hookline raises; each argument is one message."""
+
+    def __str__(self) -> str:
+        return "\n".join(printable_message(str(message)) for message in self.args)
+
+
+class ArgumentError(HooklineError, TypeError, ValueError):
+    """A value that was passed to a function or method is not valid; the message names both."""
 
 
 class RegistrationError(HooklineError):
@@ -81,8 +97,6 @@ class NameTakenError(HooklineError, ValueError):
 
 class UnknownHookError(HooklineError, KeyError):
     """No hook has this name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class UnknownEventError(HooklineError, ValueError):
@@ -120,6 +134,9 @@ class RunError(HooklineError):
 class HookFailedError(HooklineError):
     """A hook that training depends on failed; its own exception is the `__cause__`."""
 
+    def __str__(self) -> str:
+        return printable_lines(Exception.__str__(self))  # has the lines of the hook's exception
+
 
 class HookConfigError(ConfigError, HookFailedError):
     """A hook's options do not fit the model, which is found when training starts."""
@@ -143,10 +160,14 @@ class HookStateError(HooklineError):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean …?" with the most similar known word, or "" if none is similar."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else ""
+    short = [name for name in known if len(name) <= _MAX_NAME]  # comparing long ones is slow
+    close = get_close_matches(word, short, n=1, cutoff=0.6) if len(word) <= _MAX_NAME else []
+    return f" Did you mean '{printable(close[0])}'?" if close else ""
 
 
 def listed(names: Iterable[str]) -> str:
     """Return names for a message: quoted and separated by commas, or "none"."""
-    return ", ".join(f"'{name}'" for name in names) or "none"
+    every = list(names)
+    shown = [f"'{printable(name, _MAX_NAME)}'" for name in every[:_MAX_NAMES]]
+    more = len(every) - len(shown)
+    return (", ".join(shown) or "none") + (f" and {more} more" if more else "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from hookline.arguments import show_value
 from hookline.errors import UnknownEventError, nearest
 
 __all__ = ["COMMON", "EVENTS", "FLOWS", "LOOP_MAP", "Argument", "Event", "find_event"]
@@ -235,13 +236,13 @@ def find_event(name: str) -> Event:
     Raises:
         UnknownEventError: with the nearest valid name.
     """
-    try:
-        return EVENTS[NAMES[name]]
-    except KeyError:
+    event = NAMES.get(name) if isinstance(name, str) else None
+    if event is None:
+        hint = nearest(name, NAMES) if isinstance(name, str) else ""
         raise UnknownEventError(
-            f"There is no event '{name}'.{nearest(name, NAMES)} "
-            f"The events are: {', '.join(EVENTS)}."
-        ) from None
+            f"There is no event {show_value(name)}.{hint} The events are: {', '.join(EVENTS)}."
+        )
+    return EVENTS[event]
 
 
 LOOP_MAP = """\

@@ -8,11 +8,12 @@ belong to the registration, so a hook has no attributes that could collide with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
+from hookline.arguments import show_value
 from hookline.errors import NotAHookError
 
 __all__ = ["ForwardHook", "Hook", "Rank", "Ranks", "UpdateHook", "as_hook"]
@@ -60,6 +61,9 @@ class Hook:
     ranks: ClassVar[Ranks] = "all"
     """In which processes of a run this hook is called: "all", "main" (rank 0), or "local_main" (the
     first process of each node)."""
+
+    secret_options: ClassVar[Set[str]] = frozenset()
+    """The names of options whose values are secret; they are masked in records, logs and errors."""
 
     hookline_kind: ClassVar[str] = "loop"
     hookline_function: Callable[..., Any] | None = None
@@ -321,7 +325,8 @@ def as_hook(hook: Any, kind: str | None = None) -> Hook:
     if kind in _FUNCTION_HOOKS and callable(hook) and not isinstance(hook, type):
         return _FUNCTION_HOOKS[kind](hook)
     raise NotAHookError(
-        f"{hook!r} is a {type(hook).__name__}, not a hook. A hook inherits from hookline.Hook "
+        f"{show_value(hook)} is a {type(hook).__name__}, not a hook. A hook inherits from "
+        "hookline.Hook "
         "and has on_… methods: class MyHook(hookline.Hook). A function is registered with "
         "kind='forward' or kind='update'."
     )

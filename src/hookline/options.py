@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from typing import Any, ClassVar, Self, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
+from hookline.masking import MASK, remember_secrets
 
 __all__ = [
     "REGISTRATION_KEYS",
@@ -26,12 +29,14 @@ __all__ = [
     "OptionsError",
     "check_options",
     "get_options",
+    "mask_declared",
 ]
 
 REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict", "ranks")
 """The arguments of `add_hook` that a configuration may have beside a hook's name."""
 
 _EMPTY = inspect.Parameter.empty
+_MAX_PROBLEMS = 10  # that a message shows
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,28 @@ class Option:
             return None
         try:
             valid = self._adapter.validate_python(value)
+            if isinstance(value, list | dict) and type(value) not in (list, dict):
+                list(value)  # pydantic does not use the methods of subclasses
         except ValidationError as error:
-            return "; ".join(dict.fromkeys(detail["msg"] for detail in error.errors()))
+            return _join_messages(error)
+        except Exception as error:  # of the value's own methods, or too deeply nested
+            return f"It cannot be read ({type(error).__name__})"
+        # The value is passed on unconverted.
         if isinstance(value, str) and isinstance(valid, int | float):
-            return "Write the number without quotes"  # the value is passed on unconverted
+            return "Write the number without quotes"
+        if isinstance(valid, int | float) and not isinstance(value, int | float):
+            return f"Give a Python number: {type(valid).__name__}(…)"
+        if isinstance(valid, str) and not isinstance(value, str):
+            return "Input should be a valid string"
+        if isinstance(valid, list | tuple) and not isinstance(value, list | tuple):
+            return "Input should be a valid list"
         return None
+
+
+def _join_messages(error: ValidationError) -> str:
+    """Return what pydantic says, each message once."""
+    messages = dict.fromkeys(str(detail["msg"]) for detail in error.errors(include_url=False))
+    return "; ".join(islice(messages, _MAX_PROBLEMS))
 
 
 @dataclass(frozen=True)
@@ -108,14 +130,15 @@ class BuiltIn(Hook):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""
         hook = super().__new__(cls)
-        hook.hookline_options = check_options(cls, options, args, require_all=False)
+        resolved = check_options(cls, options, args, require_all=False)
+        hook.hookline_options = mask_declared(cls, resolved)
         return hook
 
     @classmethod
     def from_checked(cls, options: Mapping[str, Any], resolved: Mapping[str, Any]) -> Self:
         """Return a hook created with options that `check_options` has checked, as `resolved`."""
         hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
-        hook.hookline_options = resolved
+        hook.hookline_options = mask_declared(cls, resolved)
         initialize: Any = cls.__init__
         initialize(hook, **options)
         return hook
@@ -163,13 +186,16 @@ def check_options(
     """
     known = get_options(hook_class)
     given = dict(zip(known, args, strict=False)) | dict(options)
+    remember_secrets(given)
+    remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
     problems: list[OptionProblem] = []
     for name, value in given.items():
         if name in known:
             problem = known[name].find_problem(value) if check_values else None
             if problem is not None:
-                problems.append(OptionProblem(name, f"'{name}' is {value!r}. {problem}."))
+                shown = MASK if name in hook_class.secret_options else show_value(value, name)
+                problems.append(OptionProblem(name, f"'{name}' is {shown}. {problem}."))
         elif open_ended:
             continue
         elif name in REGISTRATION_KEYS:
@@ -185,6 +211,12 @@ def check_options(
     if problems:
         raise OptionsError(hook_class.__name__, problems)
     return {name: one.default for name, one in known.items() if not one.required} | given
+
+
+def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those masked that the hook declares secret."""
+    given = [name for name in hook_class.secret_options if options.get(name) is not None]
+    return {**options, **dict.fromkeys(given, MASK)}
 
 
 def _belongs_to_registration(hook_class: Any, name: str) -> str:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from hookline.files.regular_files import open_handle
+
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
@@ -75,7 +77,7 @@ def create_folder(folder: Path) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the xxh3_64 hash of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    with os.fdopen(open_handle(path), "rb") as file:
         return hash_stream(file)
 
 
@@ -165,7 +167,7 @@ def _lock(marker: Path) -> BaseFileLock:
     from filelock import FileLock  # here, because the import takes 50 ms
 
     # Never a soft lock: it would outlive its process.
-    lock = FileLock(marker, blocking=False, fallback_to_soft=False)
+    lock = FileLock(marker, mode=0o600, blocking=False, fallback_to_soft=False)
     lock.acquire()
     return lock
 

@@ -26,9 +26,12 @@ from torch import Tensor
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
-from hookline.checkpoint.state_tree import decode
+from hookline.checkpoint.state_tree import Decoder, decode
 from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file, read_regular_file
+from hookline.printable import printable
 
 __all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -91,7 +94,7 @@ def duplicate_checkpoint(path: Path, folder: Path) -> Path:
     with ExitStack() as opened:
         files: dict[str, memoryview] = {}
         for name, facts in manifest["files"].items():
-            file = opened.enter_context((path / name).open("rb"))
+            file = opened.enter_context(open_regular_file(path / name))
             if facts["size"]:  # an empty file cannot be mapped
                 mapped = opened.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
                 files[name] = opened.enter_context(memoryview(mapped))
@@ -126,11 +129,12 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
         name = "state.safetensors"
         tensors = read_tensors(path / name, torch.device("cpu"))
         name = "state.json"
-        tree = json.loads((path / name).read_bytes())
-        state = decode(tree["state"], tensors)
-        model.update(decode(tree["model"], tensors))
+        tree = json.loads(read_regular_file(path / name, file_limits.state_bytes))
+        decoder = Decoder(tensors)
+        state = _expect_mapping(decoder.decode(tree["state"]), "state")
+        model.update(_expect_mapping(decoder.decode(tree["model"]), "model"))
         if "metadata" in tree:  # older checkpoints do not have it
-            model._metadata = decode(tree["metadata"], tensors)  # type: ignore[attr-defined]
+            model._metadata = _read_versions(decoder.decode(tree["metadata"]))  # type: ignore[attr-defined]
         name = "manifest.json"
         return Checkpoint(path, decode(manifest["info"], {}), model, state)
     except CheckpointError:
@@ -138,3 +142,19 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
     except Exception as error:  # a file with the right hash may still have the wrong content
         problem = f"cannot be read: {type(error).__name__}: {error}"
         raise damage_error(path, name, problem) from error
+
+
+def _expect_mapping(value: Any, section: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"'{section}' is not a mapping with names")
+    return value
+
+
+def _read_versions(value: Any) -> dict[str, Any]:
+    """Return the versions of modules, which modules compare with numbers when they load."""
+    versions = _expect_mapping(value, "metadata")
+    for name in versions:
+        found = _expect_mapping(versions[name], f"metadata of {printable(name, 60)}").get("version")
+        if found is not None and type(found) is not int:
+            raise TypeError(f"the version of '{printable(name, 60)}' is not a number")
+    return versions

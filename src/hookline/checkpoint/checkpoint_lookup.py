@@ -5,17 +5,29 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import xxhash
+from typing import Literal, NamedTuple
 
 from hookline.checkpoint.atomic_files import write_atomic
+from hookline.checkpoint.checkpoint_manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    InvalidCheckpointError,
+    Manifest,
+    check_files,
+    check_hashes,
+    hash_manifest,
+    is_checkpoint_name,
+    parse_manifest,
+    read_json,
+)
 from hookline.errors import CheckpointError, listed
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import read_regular_file
 
 __all__ = [
     "FORMAT",
@@ -37,14 +49,10 @@ __all__ = [
 
 log = logging.getLogger("hookline")
 
-FORMAT = "hookline.checkpoint"
-FORMAT_VERSION = 1
-_MANIFEST = "manifest.json"
 _STATE_FILES = ("state.safetensors", "state.json")  # other folders can have a model.safetensors
-_BLOCK = 1 << 20  # bytes that are read at once
 _POINTERS = ("last", "best")
-
-Manifest = dict[str, Any]
+_POINTER_BYTES = 4096
+_FOLDER = "checkpoints"
 
 
 class CheckpointScan(NamedTuple):
@@ -57,18 +65,6 @@ class CheckpointScan(NamedTuple):
 
     complete: dict[Path, Manifest]
     damage: dict[str, str]
-
-
-class _InvalidCheckpointError(Exception):
-    """A file of a checkpoint is missing, damaged, or written in an unknown format."""
-
-    def __init__(self, name: str, problem: str, advice: str = "") -> None:
-        super().__init__(f"{name} {problem}")
-        self.advice = advice or "The checkpoint is damaged and was not loaded."
-
-    def in_checkpoint(self, path: Path) -> CheckpointError:
-        """Return the error for users, with the folder and the other checkpoints beside it."""
-        return CheckpointError(f"{path}{os.sep}{self}. {self.advice}{_describe_others(path)}")
 
 
 # -- manifests ------------------------------------------------------------------------------------
@@ -85,16 +81,16 @@ def read_manifest(path: Path, *, verify_files: bool = False) -> Manifest:
         CheckpointError: The folder is not a checkpoint, or it is damaged. The message names the
             file and the complete checkpoints beside it.
     """
-    if not (path / _MANIFEST).exists():
-        problem = f"it has no {_MANIFEST}" if path.is_dir() else "there is no such folder"
+    if not (path / MANIFEST).exists():
+        problem = f"it has no {MANIFEST}" if path.is_dir() else "there is no such folder"
         raise CheckpointError(f"{path} is not a checkpoint: {problem}.{_describe_others(path)}")
     try:
-        manifest = _parse_manifest(path)
+        manifest = parse_manifest(path)
         if verify_files:
-            _check_files(path, manifest)
-            _check_hashes(path, manifest, _ignore_progress)
-    except _InvalidCheckpointError as error:
-        raise error.in_checkpoint(path) from error.__cause__
+            check_files(path, manifest)
+            check_hashes(path, manifest, _ignore_progress)
+    except InvalidCheckpointError as error:
+        raise error.in_checkpoint(path, _describe_others(path)) from error
     return manifest
 
 
@@ -106,10 +102,10 @@ def verify_checkpoint(path: Path, on_progress: Callable[[int], object] | None = 
         on_progress: Called with the number of bytes that were read since the last call.
     """
     try:
-        manifest = _parse_manifest(path)
-        _check_files(path, manifest)
-        _check_hashes(path, manifest, on_progress or _ignore_progress)
-    except _InvalidCheckpointError as error:
+        manifest = parse_manifest(path)
+        check_files(path, manifest)
+        check_hashes(path, manifest, on_progress or _ignore_progress)
+    except InvalidCheckpointError as error:
         return str(error)
     return None
 
@@ -119,79 +115,9 @@ def is_emergency(manifest: Manifest) -> bool:
     return bool(manifest["info"].get("emergency"))
 
 
-def hash_manifest(manifest: Manifest) -> str:
-    """Return the hash that a manifest has in its field `check`, which is not part of the hash."""
-    return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def damage_error(path: Path, name: str, problem: str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint."""
-    return _InvalidCheckpointError(name, problem).in_checkpoint(path)
-
-
-def _parse_manifest(path: Path) -> Manifest:
-    try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise _InvalidCheckpointError(_MANIFEST, "is missing") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise _InvalidCheckpointError(_MANIFEST, f"cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise _InvalidCheckpointError(
-            *(_MANIFEST, f"is not the manifest of a checkpoint: its 'format' is not '{FORMAT}'"),
-            "Give the folder of a checkpoint.",
-        )
-    version = manifest.get("version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise _InvalidCheckpointError(
-            *(_MANIFEST, f"has format version {version}, and this hookline reads {FORMAT_VERSION}"),
-            "Install a newer hookline: pip install -U hookline.",
-        )
-    if manifest.pop("check", None) != hash_manifest(manifest) or version != FORMAT_VERSION:
-        raise _InvalidCheckpointError(_MANIFEST, "does not match its own hash")
-    if not _has_valid_fields(manifest):
-        raise _InvalidCheckpointError(_MANIFEST, "has no valid 'created', 'files' or 'info'")
-    return manifest
-
-
-def _has_valid_fields(manifest: Manifest) -> bool:
-    files = manifest.get("files")
-    return (
-        isinstance(files, dict)
-        and all(
-            isinstance(file, dict) and {"size", "xxh3_64"} <= file.keys() for file in files.values()
-        )
-        and isinstance(manifest.get("created"), str)
-        and isinstance(manifest.get("info"), dict)
-        and isinstance(manifest.get("number", 0), int)
-    )
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    for name, expected in manifest["files"].items():
-        try:
-            size = (path / name).stat().st_size
-        except FileNotFoundError:
-            raise _InvalidCheckpointError(name, "is missing") from None
-        except (OSError, ValueError) as error:  # ValueError: it is not a valid name of a file
-            raise _InvalidCheckpointError(name, f"cannot be read: {error}") from error
-        if size != expected["size"]:
-            problem = f"has {size} bytes instead of {expected['size']}"
-            raise _InvalidCheckpointError(name, problem)
-
-
-def _check_hashes(path: Path, manifest: Manifest, on_progress: Callable[[int], object]) -> None:
-    for name, expected in manifest["files"].items():
-        hashed = xxhash.xxh3_64()
-        try:
-            with (path / name).open("rb") as file:
-                while block := file.read(_BLOCK):
-                    hashed.update(block)
-                    on_progress(len(block))
-        except OSError as error:
-            raise _InvalidCheckpointError(name, f"cannot be read: {error}") from error
-        if hashed.hexdigest() != expected["xxh3_64"]:
-            raise _InvalidCheckpointError(name, "has changed since it was written (wrong hash)")
+    return InvalidCheckpointError(name, problem).in_checkpoint(path, _describe_others(path))
 
 
 def _ignore_progress(_: int) -> None:
@@ -210,15 +136,17 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
     """
     found: dict[Path, Manifest] = {}
     damage: dict[str, str] = {}
+    if folder.name == _FOLDER and folder.is_symlink():
+        return CheckpointScan({}, {".": "is a symbolic link, which is not followed"})
     # Names with a dot are unfinished. glob() of a folder that cannot be read returns nothing.
     for path in folder.glob("[!.]*"):
         if not is_checkpoint(path):
             continue
         try:
-            manifest = _parse_manifest(path)
-            _check_files(path, manifest)
+            manifest = parse_manifest(path)
+            check_files(path, manifest)
             found[path] = manifest
-        except _InvalidCheckpointError as error:
+        except InvalidCheckpointError as error:
             if path.is_dir():  # otherwise it was removed meanwhile
                 damage[path.name] = str(error)
     by_age = sorted(found.items(), key=lambda item: _age_key(*item))
@@ -231,15 +159,17 @@ def _age_key(path: Path, manifest: Manifest) -> tuple[int, str, str]:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, complete or damaged, and not a run's folder."""
-    if (path / "checkpoints").is_dir():
+    if (path / _FOLDER).is_dir():
         return False
     try:
-        if any((path / name).exists() for name in _STATE_FILES):
+        if any(os.path.lexists(path / name) for name in _STATE_FILES):
             return True
-        manifest = json.loads((path / _MANIFEST).read_bytes())
+        manifest = read_json(path / MANIFEST, file_limits.manifest_bytes)
     except PermissionError:
         return path.is_dir()
-    except (ValueError, OSError, RecursionError):
+    except InvalidCheckpointError as error:
+        return isinstance(error.__cause__, PermissionError) and path.is_dir()
+    except (OSError, ValueError):  # ValueError: it is not a valid name of a file
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
@@ -277,10 +207,12 @@ def read_pointers(folder: Path) -> dict[str, str]:
     names: dict[str, str] = {}
     for pointer in _POINTERS:
         try:
-            text = (folder / pointer).read_bytes().decode(errors="replace")
+            text = read_regular_file(folder / pointer, _POINTER_BYTES).decode(errors="replace")
         except OSError:
             continue
-        names[pointer] = Path(text.removesuffix("\n")).name  # a name may end with a space
+        name = text.removesuffix("\n")  # it may end with a space
+        if is_checkpoint_name(name):
+            names[pointer] = name
     return names
 
 
@@ -303,12 +235,19 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
         raise CheckpointError(
             f"{path} does not exist. Give the folder of a checkpoint or of a run."
         )
+    if path.is_symlink() and path.parent.name != _FOLDER:
+        path = path.resolve()  # a link that was given is followed, none that a run contains
     if path.is_file():
         path = _follow_pointer(path)
     if is_checkpoint(path):
         read_manifest(path, verify_files=verify)  # raises if the manifest is missing or damaged
         return path
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / _FOLDER if (path / _FOLDER).is_dir() else path
+    if folder is not path and folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} is a symbolic link, which is not followed. To use the checkpoints there, "
+            f"give {folder.resolve()}."
+        )
     found = find_newest_checkpoint(folder, verify=verify)
     if found is not None:
         return found
@@ -358,11 +297,12 @@ def _follow_pointer(pointer: Path) -> Path:
             f"{pointer} is a file, and a checkpoint is a folder. Give the folder of a checkpoint "
             "or of a run, or the file 'last' or 'best' in checkpoints/."
         )
-    name = read_pointers(pointer.parent).get(pointer.name, "")
+    name = read_pointers(pointer.parent).get(pointer.name)
     complete = complete_checkpoints(pointer.parent)
-    if pointer.parent / name not in complete:
+    if name is None or pointer.parent / name not in complete:
+        problem = f"names '{name}', which is missing or damaged"
         raise CheckpointError(
-            f"{pointer} names '{name}', which is missing or damaged. Complete checkpoints there: "
-            f"{listed(p.name for p in complete)}."
+            f"{pointer} {problem if name is not None else 'names no checkpoint'}. Complete "
+            f"checkpoints there: {listed(p.name for p in complete)}."
         )
     return pointer.parent / name

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
+from hookline.checkpoint.tensor_header import read_header
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file, read_regular_file
 
 __all__ = ["CheckpointContents", "StateSection", "TensorEntry", "read_contents"]
 
@@ -79,7 +82,7 @@ def read_contents(path: Path) -> CheckpointContents:
         name = "state.safetensors"
         tensors = {entry.name: entry.size for entry in _read_weights(path / name)}
         name = "state.json"
-        tree = json.loads((path / name).read_bytes())
+        tree = json.loads(read_regular_file(path / name, file_limits.state_bytes))
         state = [_describe(key, value, tensors) for key, value in tree["state"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"cannot be read: {type(error).__name__}: {error}"
@@ -89,17 +92,13 @@ def read_contents(path: Path) -> CheckpointContents:
 
 def _read_weights(file: Path) -> list[TensorEntry]:
     """Return the tensors that the header of a safetensors file describes."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(min(size, file.stat().st_size)))
-    metadata = header.pop("__metadata__", None) or {}
-    viewed = json.loads(metadata.get("hookline.viewed", "{}"))
+    with open_regular_file(file) as stream:
+        header = read_header(stream)
     entries: dict[str, TensorEntry] = {}
-    for name, fields in header.items():
-        begin, end = fields["data_offsets"]
-        dtype, shape = viewed.get(name, (_torch_name(fields["dtype"]), fields["shape"]))
-        entries[name] = TensorEntry(name, dtype, shape, end - begin)
-    for name, other in json.loads(metadata.get("hookline.same", "{}")).items():
+    for one in header.tensors:
+        dtype, shape = one.viewed or (_torch_name(one.dtype), one.shape)
+        entries[one.name] = TensorEntry(one.name, dtype, shape, one.size)
+    for name, other in header.tied.items():
         tied = entries[other]
         entries[name] = TensorEntry(name, tied.dtype, tied.shape, 0, other)
     return list(entries.values())

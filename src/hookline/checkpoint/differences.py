@@ -69,6 +69,8 @@ def fit_checkpoint(
     what: str,
     advice: str,
     strict: bool,
+    unloadable: Mapping[tuple[str, int], list[str]],
+    problems: Sequence[str] = (),
     more: Callable[[], list[str]] = list,
 ) -> Checkpoint:
     """Return a checkpoint as a training can load it, after comparing all of it.
@@ -82,21 +84,34 @@ def fit_checkpoint(
         what: What it is loaded into, for the message.
         advice: What to do if it does not fit, for the message.
         strict: Raise if something does not fit; otherwise list it, and return what fits.
+        unloadable: Lines about sections that cannot be loaded, by section and index; -1 stands
+            for the whole section.
+        problems: Lines about what cannot be loaded and has no replacement: they always raise.
         more: Returns further lines for the message.
 
     Raises:
-        CheckpointError: It does not fit, and `strict` is set.
+        CheckpointError: It does not fit, and `strict` is set; or it has problems.
     """
     lines = describe_differences(checkpoint, model=model, state=state)
     hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state.get("hooks", {}))
-    if len(lines) == len(hooks):
+    if len(lines) == len(hooks) and not unloadable and not problems:
         return checkpoint
-    lines += more()
+    lines += [line for found in unloadable.values() for line in found]
+    lines += [*problems, *more()]
     text = f"The checkpoint {checkpoint.path} does not fit {what}"
-    if strict:
+    if strict or problems:
         raise CheckpointError(f"{text}. Nothing was changed. {advice}\n  " + "\n  ".join(lines))
     log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
-    return select_fitting(checkpoint, model=model, state=state)
+    fitting = select_fitting(checkpoint, model=model, state=state)
+    replaced = dict(fitting.state)
+    for section, index in unloadable:
+        own = state[section]
+        replaced[section] = (
+            [own[at] if at == index else one for at, one in enumerate(replaced[section])]
+            if index >= 0
+            else own
+        )
+    return replace(fitting, state=replaced)
 
 
 def describe_hook_differences(saved: State, here: State) -> list[str]:
@@ -121,7 +136,12 @@ def describe_mismatches(weights: State, expected: State) -> list[str]:
         for name, value in weights.items()
         if name in expected and not _has_same_shape(value, expected[name])
     ]
-    return lines + _limit(shapes, "other shapes")
+    kinds = [
+        f"'{name}' is a tensor only {'in the checkpoint' if hasattr(value, 'shape') else 'here'}"
+        for name, value in weights.items()
+        if name in expected and hasattr(value, "shape") != hasattr(expected[name], "shape")
+    ]
+    return lines + _limit(shapes, "other shapes") + _limit(kinds, "others")
 
 
 def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:
@@ -129,7 +149,9 @@ def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:
     fitting = OrderedDict(
         (name, value)
         for name, value in weights.items()
-        if name in expected and _has_same_shape(value, expected[name])
+        if name in expected
+        and _has_same_shape(value, expected[name])
+        and hasattr(value, "shape") == hasattr(expected[name], "shape")
     )
     return with_versions(fitting, weights)
 
@@ -205,7 +227,7 @@ def _describe_optimizer(name: str, saved: State, here: State) -> list[str]:
         f"'{key}' of parameter {index} of {name} is {tuple(value.shape)} in the checkpoint and "
         f"{tuple(here['state'][index][key].shape)} here"
         for index, values in saved["state"].items()
-        for key, value in values.items()
+        for key, value in (values.items() if isinstance(values, dict) else ())
         if not _has_same_shape(value, here["state"].get(index, {}).get(key))
     ]
     return lines + _limit(shapes, "other shapes")

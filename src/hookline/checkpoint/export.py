@@ -21,6 +21,7 @@ from hookline.checkpoint.atomic_files import replace_file, write_atomic
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import is_checkpoint
 from hookline.errors import CheckpointError, listed
+from hookline.printable import printable
 from hookline.tensors.memory import unshared
 
 __all__ = ["ExportedWeights", "export_weights"]
@@ -132,18 +133,26 @@ def _use_averages(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict
     states = checkpoint.state.get("hooks", {})
     found = {
         name: state["averages"]
-        for name, state in states.items()
-        if isinstance(state, dict) and isinstance(state.get("averages"), dict)
+        for name, state in (states.items() if isinstance(states, dict) else ())
+        if isinstance(state, dict)
+        and isinstance(state.get("averages"), dict)
+        and all(isinstance(weight, str) for weight in state["averages"])
     }
     if len(found) != 1:
         reason = f"several hooks have one: {listed(found)}" if found else "no EMA hook has saved it"
         raise CheckpointError(f"{checkpoint.path} has no average to export: {reason}.")
-    averages: dict[str, Tensor] = _remove_prefixes(next(iter(found.values())))
-    unknown = [name for name in averages if name not in weights]
+    averages: dict[str, Any] = _remove_prefixes(next(iter(found.values())))
+    unknown = [
+        name
+        for name, average in averages.items()
+        if name not in weights
+        or not isinstance(average, Tensor)
+        or average.shape != weights[name].shape
+    ]
     if unknown:
         raise CheckpointError(
             f"The average in {checkpoint.path} does not match the weights, which lack "
-            f"{listed(unknown[:5])}."
+            f"{listed(map(printable, unknown[:5]))}."
         )
     changed = {
         id(weights[name]): average.to(weights[name].dtype) for name, average in averages.items()

@@ -24,14 +24,16 @@ from hookline.checkpoint.atomic_files import (
     temporary_folder,
 )
 from hookline.checkpoint.checkpoint_lookup import FORMAT, read_manifest
-from hookline.errors import CheckpointError, ConfigError, listed
+from hookline.checkpoint.checkpoint_manifest import MANIFEST
+from hookline.errors import CheckpointError, ConfigError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import read_regular_file
 
 __all__ = ["fetch_checkpoint", "import_fsspec"]
 
 log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 22
-_MANIFEST = "manifest.json"
 
 
 def import_fsspec(url: str, problem: str) -> Any:
@@ -142,21 +144,22 @@ class _RemoteCheckpoint:
     @classmethod
     def read(cls, fs: Any, root: str, url: str, into: Path) -> _RemoteCheckpoint | None:
         """Return the checkpoint at a path; None if there is no checkpoint's manifest."""
+        limit = file_limits.manifest_bytes
         try:
-            data = fs.cat_file(f"{root}/{_MANIFEST}")
+            data = fs.cat_file(f"{root}/{MANIFEST}", start=0, end=limit + 1)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
+        if len(data) > limit:
+            raise CheckpointError(f"{url}/{MANIFEST} has more than {limit:,} bytes.")
         if FORMAT.encode() not in data:
             return None  # such as the manifest of a run
         with temporary_folder(into, "manifest") as temporary:
-            (temporary / _MANIFEST).write_bytes(data)
+            (temporary / MANIFEST).write_bytes(data)
             try:
                 manifest = read_manifest(temporary)
             except CheckpointError as error:
                 why = error.__context__ or error  # without the folder, which is a temporary one
                 raise CheckpointError(f"{url}/{why}.") from error
-        for name, file in manifest["files"].items():
-            _check_file(url, name, file)
         return cls(fs, root, url, manifest, data)
 
     @property
@@ -178,8 +181,8 @@ class _RemoteCheckpoint:
             copy.mkdir()
             for file, expected in self.manifest["files"].items():
                 self._fetch_file(file, expected, copy / file)
-            (copy / _MANIFEST).write_bytes(self.manifest_bytes)
-            sync(copy / _MANIFEST)
+            (copy / MANIFEST).write_bytes(self.manifest_bytes)
+            sync(copy / MANIFEST)
             sync(copy)
             path = _move(copy, into, name)
         sync(into)
@@ -187,11 +190,12 @@ class _RemoteCheckpoint:
 
     def _copies(self, into: Path, name: str) -> Iterator[Path]:
         """Yield complete copies of this checkpoint that exist already."""
+        limit = file_limits.manifest_bytes
         for path in _candidates(into, name):
             if not path.exists():
                 return
             with suppress(CheckpointError, OSError):
-                if (path / _MANIFEST).read_bytes() == self.manifest_bytes:
+                if read_regular_file(path / MANIFEST, limit) == self.manifest_bytes:
                     read_manifest(path, verify_files=True)
                     yield path
 
@@ -199,31 +203,20 @@ class _RemoteCheckpoint:
         digest, size = xxhash.xxh3_64(), 0
         try:
             with self.fs.open(f"{self.root}/{name}", "rb") as source, target.open("wb") as file:
-                while chunk := source.read(_CHUNK):
+                while size <= expected["size"] and (chunk := source.read(_CHUNK)):
                     digest.update(chunk)
                     size += len(chunk)
                     file.write(chunk)
         except FileNotFoundError:
             raise CheckpointError(f"{self.url}/{name} is missing.") from None
         if size != expected["size"]:
+            found = f"more than {expected['size']}" if size > expected["size"] else f"{size}"
             raise CheckpointError(
-                f"{self.url}/{name} has {size} bytes instead of {expected['size']}."
+                f"{self.url}/{name} has {found} bytes instead of {expected['size']}."
             )
         if digest.hexdigest() != expected["xxh3_64"]:
             raise CheckpointError(f"{self.url}/{name} has changed since it was written.")
         sync(target)
-
-
-def _check_file(url: str, name: Any, file: Any) -> None:
-    """Raise unless a manifest's entry has a plain file name, a size and a hash."""
-    is_plain = isinstance(name, str) and name not in ("", ".", "..", _MANIFEST)
-    if not is_plain or any(c in name for c in "/\\:\x00"):
-        raise CheckpointError(
-            f"{url}/{_MANIFEST} names the file {name!r}, which is not a plain file name. The "
-            "checkpoint was not fetched."
-        )
-    if not isinstance(file, dict) or not {"size", "xxh3_64"} <= file.keys():
-        raise CheckpointError(f"{url}/{_MANIFEST} has no size or hash of {listed([name])}.")
 
 
 def _folder_name(name: str) -> str:

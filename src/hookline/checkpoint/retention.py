@@ -11,7 +11,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -29,7 +28,10 @@ from hookline.checkpoint.checkpoint_lookup import (
     scan_checkpoints,
     set_pointer,
 )
+from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
 from hookline.errors import CheckpointError, listed
+from hookline.files.limits import file_limits
+from hookline.printable import printable
 
 __all__ = ["Mode", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
 
@@ -294,12 +296,17 @@ class Retention:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; `reconcile` then finds the checkpoints in the folder."""
+        """Restore the state; `reconcile` then finds the checkpoints in the folder.
+
+        Raises:
+            CheckpointError: `state_dict` does not return such a state.
+        """
+        if not isinstance(state, Mapping) or not is_count(state.get("number")):
+            raise CheckpointError("The saved list of checkpoints is damaged: it has no number.")
+        kept, latest = (_read_entries(state.get(name)) for name in ("kept", "latest"))
         self._start()
-        self._latest = [RetainedCheckpoint(**fields) for fields in state["latest"]]
-        kept = [RetainedCheckpoint(**fields) for fields in state["kept"]]
-        self._restored = list({c.name: c for c in (*kept, *self._latest)}.values())
-        self._number = int(state["number"])
+        self._latest, self._number = latest, state["number"]
+        self._restored = list({c.name: c for c in (*kept, *latest)}.values())
 
     def reconcile(self, path: Path, *, writer: str, run_id: str | None) -> None:
         """Find the writer's checkpoints in the folder, and apply the rules to them.
@@ -365,11 +372,10 @@ def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedChec
     from hookline.checkpoint.state_tree import decode  # here, because it imports torch
 
     try:
-        tree = json.loads((path / "state.json").read_bytes())
-        state = decode(tree["state"]["hooks"][writer]["checkpoints"]["latest"], {})
-        entries = [RetainedCheckpoint(**fields) for fields in state]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # saved by another writer
+        tree = read_json(path / "state.json", file_limits.state_bytes)
+        entries = _read_entries(decode(tree["state"]["hooks"][writer]["checkpoints"]["latest"], {}))
+    except Exception:  # saved by another writer, or not a state at all
+        return None
     for entry in entries:
         if entry.name == path.name:
             return entry
@@ -379,15 +385,41 @@ def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedChec
     return None
 
 
+def _read_entries(saved: Any) -> list[RetainedCheckpoint]:
+    """Return the checkpoints of a saved state, whose names stay in the folder.
+
+    Raises:
+        CheckpointError: An entry is not valid.
+    """
+    if not isinstance(saved, list):
+        raise CheckpointError("The saved list of checkpoints is damaged: it is not a list.")
+    for fields in saved:
+        if not (
+            isinstance(fields, dict)
+            and fields.keys() == {"name", "step", "number", "score"}
+            and is_checkpoint_name(fields["name"])
+            and is_count(fields["step"])
+            and is_count(fields["number"])
+            and (fields["score"] is None or type(fields["score"]) in (int, float))
+        ):
+            raise CheckpointError(
+                "The saved list of checkpoints is damaged: it has the entry "
+                f"{printable(fields)}. Expected the name of a folder, step, number and score."
+            )
+    return [RetainedCheckpoint(**fields) for fields in saved]
+
+
 def remove_checkpoint(path: Path) -> bool:
     """Remove a checkpoint's folder; return False and log a warning if it is not removed.
 
-    A folder is removed only if it has a valid manifest and no file that the manifest does not name.
+    A folder is removed only if it has a valid manifest, and nothing but the files that the manifest
+    names.
     It is first moved into a temporary folder, so that a crash leaves no partial checkpoint.
     """
     try:
         manifest = read_manifest(path)
-        foreign = {p.name for p in path.iterdir()} - {"manifest.json", *manifest["files"]}
+        names = {"manifest.json", *manifest["files"]}
+        foreign = {p.name for p in path.iterdir() if p.name not in names or p.is_dir()}
         if path.is_symlink() or foreign:
             reason = f"it also contains {listed(sorted(foreign))}" if foreign else "it is a link"
             log.warning("The checkpoint %s is not removed: %s.", path, reason)

@@ -21,7 +21,7 @@ from torch import Tensor
 from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
 
-__all__ = ["Encoder", "decode"]
+__all__ = ["Decoder", "Encoder", "decode"]
 
 _MAX_DEPTH = 100  # JSON parsers fail at several hundred levels
 _KEYS = (type(None), bool, int, float, str, bytes)
@@ -145,55 +145,102 @@ class Encoder:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `Encoder.encode` converted."""
-    if isinstance(value, list):
-        return [decode(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if "$" not in value:
-        return {k: decode(v, tensors) for k, v in value.items()}
-    kind = value["$"]
-    if kind not in _DECODERS:
-        raise ValueError(f"unknown type {kind!r}")
-    return _DECODERS[kind](value, tensors)
+    """Return the tree that `Encoder.encode` converted.
+
+    Raises:
+        Exception: `Encoder.encode` does not return such a value; any exception of Python's types.
+    """
+    return Decoder(tensors).decode(value)
 
 
-def _pairs(value: Any, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
-    return [(decode(k, tensors), decode(v, tensors)) for k, v in value["v"]]
+class Decoder:
+    """Converts JSON back to trees with these tensors.
+
+    The JSON may come from a stranger. What is returned needs no more memory than the files: a
+    tensor that occurs several times is one object, and an array occurs once.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._arrays: set[str] = set()
+
+    def decode(self, value: Any, depth: int = 0) -> Any:
+        """Return the tree that `Encoder.encode` converted."""
+        if depth > 2 * _MAX_DEPTH:
+            raise ValueError("it is nested too deep")
+        if isinstance(value, list):
+            return [self.decode(v, depth + 1) for v in value]
+        if not isinstance(value, dict):
+            return value
+        if "$" not in value:
+            return {k: self.decode(v, depth + 1) for k, v in value.items()}
+        kind, inner = value["$"], value["v"]
+        if kind in ("tuple", "Size", "set", "frozenset", "complex"):
+            return _COLLECTIONS[kind](self.decode(_expect(list, inner), depth + 1))
+        if kind in ("dict", "OrderedDict", "Counter"):
+            pairs = [
+                (self.decode(k, depth + 1), self.decode(v, depth + 1))
+                for k, v in _expect(list, inner)
+            ]
+            return _COLLECTIONS[kind](pairs)
+        if kind == "tensor":
+            return self._tensors[inner]
+        if kind in ("numpy", "ndarray"):
+            return self._decode_numpy(kind, value)
+        if kind not in _SCALARS:
+            raise ValueError(f"unknown type {kind!r}")
+        return _SCALARS[kind](_expect(str, inner))
+
+    def _decode_numpy(self, kind: str, value: Any) -> Any:
+        try:
+            import numpy
+        except ImportError:
+            raise CheckpointError(
+                "This checkpoint contains numpy values, and numpy is not installed: pip install "
+                "numpy"
+            ) from None
+        dtype = numpy.dtype(_expect(str, value["dtype"]))
+        if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
+            raise ValueError(f"an array of {dtype} cannot be read")
+        if kind == "numpy":
+            (number,) = numpy.frombuffer(base64.b64decode(value["v"]), dtype)
+            return number
+        name = value["v"]
+        if name in self._arrays:  # each array has a tensor of its own
+            raise ValueError(f"the array '{name}' occurs twice")
+        self._arrays.add(name)
+        raw = self._tensors[name].numpy().tobytes()
+        return numpy.frombuffer(raw, dtype).reshape(value["shape"]).copy()
 
 
-def _decode_numpy(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    try:
-        import numpy
-    except ImportError:
-        raise CheckpointError(
-            "This checkpoint contains numpy values, and numpy is not installed: pip install numpy"
-        ) from None
-    dtype = numpy.dtype(value["dtype"])
-    if value["$"] == "numpy":
-        return numpy.frombuffer(base64.b64decode(value["v"]), dtype)[0]
-    raw = tensors[value["v"]].numpy().tobytes()
-    return numpy.frombuffer(raw, dtype).reshape(value["shape"]).copy()
+def _expect(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {kind.__name__} is expected, not a {type(value).__name__}")
+    return value
 
 
-_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
-    "int": lambda value, _: int(value["v"], 16),
-    "float": lambda value, _: _decode_float(value["v"]),
-    "complex": lambda value, t: complex(*decode(value["v"], t)),
-    "str": lambda value, _: base64.b64decode(value["v"]).decode("utf-8", "surrogatepass"),
-    "bytes": lambda value, _: base64.b64decode(value["v"]),
-    "tuple": lambda value, t: tuple(decode(value["v"], t)),
-    "Size": lambda value, t: torch.Size(decode(value["v"], t)),
-    "set": lambda value, t: set(decode(value["v"], t)),
-    "frozenset": lambda value, t: frozenset(decode(value["v"], t)),
-    "dict": lambda value, t: dict(_pairs(value, t)),
-    "OrderedDict": lambda value, t: OrderedDict(_pairs(value, t)),
-    "Counter": lambda value, t: Counter(dict(_pairs(value, t))),
-    "dtype": lambda value, _: getattr(torch, value["v"]),
-    "device": lambda value, _: torch.device(value["v"]),
-    "tensor": lambda value, t: t[value["v"]],
-    "numpy": _decode_numpy,
-    "ndarray": _decode_numpy,
+def _decode_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = _expect(torch.dtype, getattr(torch, name, None))
+    return dtype
+
+
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {
+    "complex": lambda parts: complex(*parts),
+    "tuple": tuple,
+    "Size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+}
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": lambda text: _decode_float(text),
+    "str": lambda text: base64.b64decode(text).decode("utf-8", "surrogatepass"),
+    "bytes": base64.b64decode,
+    "dtype": _decode_dtype,
+    "device": torch.device,
 }
 
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
+
+from hookline.checkpoint.tensor_header import read_header
+from hookline.files.regular_files import open_handle
+from hookline.printable import printable
 
 __all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 
@@ -31,6 +36,7 @@ _NATIVE = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _NATIVE.items()}
 _ALIGNMENT = 64
 _SPARE = 1 << 20  # so that tensors may grow a little without a new allocation
 
@@ -66,9 +72,7 @@ class TensorBuffer:
     @property
     def data(self) -> memoryview:
         """The bytes of the file. They are valid until the next call of `reserve` or `copy`."""
-        memory = (ctypes.c_uint8 * self._size).from_address(self._memory.data_ptr())
-        memory._tensor = self._memory  # type: ignore[attr-defined]  # keeps the memory alive
-        return memoryview(memory).cast("B")
+        return _memory_of(self._memory, self._size)
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory for tensors like these, and write to every page of it."""
@@ -132,20 +136,41 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return all tensors of a file, copied to memory: the file may be removed afterwards."""
+    """Return all tensors of a file, copied to memory: the file may be removed afterwards.
+
+    Raises:
+        ValueError: The file is damaged, or not a safetensors file.
+        OSError: It cannot be read, is a link, or not a regular file.
+    """
     tensors: dict[str, Tensor] = {}
-    with safe_open(path, framework="pt") as file:
-        metadata: dict[str, str] = file.metadata() or {}
-        viewed = json.loads(metadata.get("hookline.viewed", "{}"))
-        for name in file.keys():  # noqa: SIM118 - it is not a mapping
-            tensor: Tensor = file.get_tensor(name).clone()  # it is a memory map of the file
-            if name in viewed:
-                dtype, shape = viewed[name]
-                tensor = tensor.view(getattr(torch, dtype)).reshape(shape)
-            tensors[name] = tensor.to(device)
-    for name, other in json.loads(metadata.get("hookline.same", "{}")).items():
-        tensors[name] = tensors[other]
-    return tensors
+    with os.fdopen(open_handle(path), "rb") as file:
+        header = read_header(file)
+        for stored in header.tensors:
+            data = torch.empty(stored.size, dtype=torch.uint8)
+            if stored.size and file.readinto(_memory_of(data, stored.size)) != stored.size:
+                raise ValueError("it ends before its last tensor")
+            dtype, shape = stored.viewed or (None, stored.shape)
+            kind = _DTYPES[stored.dtype] if dtype is None else _find_dtype(dtype)
+            if math.prod(shape) * kind.itemsize != stored.size:
+                raise ValueError(f"the tensor '{printable(stored.name)}' does not have its shape")
+            tensors[stored.name] = data.view(kind).view(shape).to(device)
+    by_name = dict(sorted(tensors.items()))
+    return by_name | {name: tensors[other] for name, other in header.tied.items()}
+
+
+def _find_dtype(name: str) -> torch.dtype:
+    """Return a dtype of torch; quantized ones are never written."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):
+        raise ValueError(f"unknown dtype '{printable(name, 40)}'")
+    return dtype
+
+
+def _memory_of(tensor: Tensor, size: int) -> memoryview:
+    """Return the first bytes of a tensor's memory, for reading and writing."""
+    memory = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+    memory._tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive
+    return memoryview(memory).cast("B")
 
 
 def _written(entries: list[_Entry]) -> list[_Entry]:

@@ -8,6 +8,7 @@ with `--debug`. Modules that import torch are imported by the commands that need
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -28,10 +29,12 @@ from hookline.cli.command_base import (
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
 from hookline.cli.runs_command import runs_app
-from hookline.cli.text_output import prepare_streams
+from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import add_training_commands
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
+from hookline.masking import mask_text
+from hookline.printable import printable, printable_lines
 
 __all__ = ["app", "main"]
 
@@ -57,7 +60,7 @@ def main() -> None:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
     except HooklineError as error:
         if isinstance(error, HookFailedError) and is_debug:
-            traceback.print_exception(error)  # shows where the hook failed
+            _print_traceback(error)  # shows where the hook failed
         _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", 130)
@@ -65,7 +68,8 @@ def main() -> None:
         _end(_usage_message(error), BAD_INPUT)
     except Exception as error:
         if is_debug:
-            raise
+            _print_traceback(error)
+            sys.exit(FAILED)
         _end(_unexpected_error_message(error), FAILED)
 
 
@@ -75,7 +79,7 @@ _USAGE_ERRORS: type[Exception] = typer.BadParameter.__mro__[1]
 
 def _usage_message(error: Any) -> str:
     command = error.ctx.command_path if error.ctx is not None else "hookline"
-    message = error.format_message()
+    message = printable(error.format_message(), 1000)
     return f"{message}{'' if message.endswith(('.', '?')) else '.'} See: {command} --help"
 
 
@@ -84,12 +88,17 @@ def _unexpected_error_message(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     place = f"{own[-1].filename}, line {own[-1].lineno}"
-    again = " ".join(["hookline", "--debug", *sys.argv[1:]])
+    again = printable(shlex.join(["hookline", "--debug", *sys.argv[1:]]), 1000)
     return f"{type(error).__name__}: {error} (from {place}). For the traceback, run: {again}"
 
 
+def _print_traceback(error: Exception) -> None:
+    text = mask_text("".join(traceback.format_exception(error)))
+    print_text(text.rstrip(), sys.stderr)
+
+
 def _end(message: str, code: int) -> NoReturn:
-    print(f"hookline: {message}", file=sys.stderr)
+    print_text(printable_lines(f"hookline: {mask_text(message)}"), sys.stderr)
     sys.exit(code)
 
 

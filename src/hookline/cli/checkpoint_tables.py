@@ -8,14 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hookline.printable import printable
 from hookline.runs.checkpoint_reader import decode_metrics
-from hookline.runs.formatting import format_duration, format_number, format_table, format_time
+from hookline.runs.formatting import format_duration, format_number, format_time
+from hookline.text_tables import format_table, join_some
 
 if TYPE_CHECKING:
     from hookline.checkpoint.contents import CheckpointContents
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
 __all__ = ["format_contents", "format_list", "format_pruning", "format_size"]
+
+_MAX_ROWS = 2000  # of the weights of one checkpoint
 
 
 def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
@@ -35,7 +39,10 @@ def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) 
         for one in complete
     ]
     rows += [(name, "", "", "", "", "damaged", "", "") for name in damage]
-    lines = [f"damaged: {name}{os.sep}{problem}" for name, problem in damage.items()]
+    lines = [
+        printable(f"damaged: {printable(name)}{os.sep}{problem}", 1000)
+        for name, problem in damage.items()
+    ]
     return "\n\n".join([format_table(headers, rows), *(["\n".join(lines)] if lines else [])])
 
 
@@ -71,7 +78,6 @@ def format_contents(path: Path, contents: CheckpointContents) -> str:
         "parameters": f"{contents.parameters:,}",
     }
     shown = [(name, str(value)) for name, value in fields.items() if value not in (None, "")]
-    width = max(len(name) for name, _ in shown)
     files = [
         (name, format_size(size), manifest["files"][name]["xxh3_64"])
         for name, size in sizes.items()
@@ -88,14 +94,17 @@ def format_contents(path: Path, contents: CheckpointContents) -> str:
     weights = [
         (
             *(one.name, one.dtype, str(tuple(one.shape))),
-            f"tied to {one.tied_to}" if one.tied_to else format_size(one.size),
+            f"tied to {printable(one.tied_to)}" if one.tied_to else format_size(one.size),
         )
         for one in contents.weights
     ]
-    blocks = ["\n".join(f"{name.ljust(width)}  {value}" for name, value in shown)]
-    blocks += [format_table(("file", "size", "xxh3_64"), files)]
-    blocks += [format_table(("state", "tensors", "size", "contents"), state)] * bool(state)
-    blocks += [format_table(("weights", "dtype", "shape", "size"), weights)] * bool(weights)
+    tables: dict[tuple[str, ...], Sequence[Sequence[str]]] = {
+        ("file", "size", "xxh3_64"): files,
+        ("state", "tensors", "size", "contents"): state,
+        ("weights", "dtype", "shape", "size"): weights,
+    }
+    blocks = [format_table(shown[0], shown[1:])]
+    blocks += [format_table(*table, limit=_MAX_ROWS) for table in tables.items() if table[1]]
     return "\n\n".join(blocks)
 
 
@@ -120,4 +129,4 @@ def _format_marks(one: SavedCheckpoint) -> str:
 
 
 def _format_metrics(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+    return join_some(f"{name} {format_number(value)}" for name, value in metrics.items())

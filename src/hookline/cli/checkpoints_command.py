@@ -21,6 +21,8 @@ from hookline.cli.command_base import (
 from hookline.cli.prune_command import prune
 from hookline.cli.text_output import print_json, show
 from hookline.errors import CheckpointError
+from hookline.printable import printable
+from hookline.text_tables import join_some
 
 __all__ = ["checkpoints_app"]
 
@@ -68,7 +70,8 @@ def list_checkpoints(
     elif complete or damage:
         show(format_list(complete, damage), _STYLES)
     else:
-        show(f"{folder.path} contains no checkpoints. To save some, add the hook ModelCheckpoint.")
+        place = printable(folder.path, 1000)
+        show(f"{place} contains no checkpoints. To save some, add the hook ModelCheckpoint.")
 
 
 # -- show -----------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def verify_checkpoints(
     """
     from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
     from hookline.cli.checkpoint_verification import verify_all
-    from hookline.runs.formatting import format_table
+    from hookline.text_tables import format_table
 
     folder = find_folder(run, runs)
     one = folder.choose(checkpoint) if checkpoint is not None else folder.named
@@ -194,12 +197,15 @@ def export(
     if as_json:
         print_json({"checkpoint": str(path), **asdict(done)})
         return
+    target = printable(done.path, 1000)
     lines = [
-        f"checkpoint  {path}",
-        f"file        {done.path}, {format_size(done.size)}, {done.tensors} tensors",
+        f"checkpoint  {printable(path, 1000)}",
+        f"file        {target}, {format_size(done.size)}, {done.tensors} tensors",
         f"sha256      {done.sha256}",
     ]
-    lines += [f"tied        {name} is {other}" for name, other in done.tied.items()]
+    lines += [
+        f"tied        {printable(name)} is {printable(other)}" for name, other in done.tied.items()
+    ]
     if done.left_out:
-        lines.append(f"left out    {', '.join(done.left_out)}: not a tensor")
+        lines.append(f"left out    {join_some(done.left_out)}: not a tensor")
     show("\n".join(lines), {})

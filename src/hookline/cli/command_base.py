@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from hookline.cli.text_output import print_text
+
 __all__ = [
     "Command",
     "Json",
@@ -94,7 +96,9 @@ def exit_on_interrupt() -> Generator[None, None, None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print("hookline: Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
+        print_text(
+            " ".join(["hookline: Interrupted.", *getattr(interrupt, "__notes__", ())]), sys.stderr
+        )
         raise typer.Exit(130) from None
 
 

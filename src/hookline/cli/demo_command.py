@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.config.trainer_config import TrainerConfig
 from hookline.context import Metrics
 from hookline.hook import Hook
+from hookline.printable import printable
 from hookline.runs.run_lookup import shorten_path
 from hookline.trainer.trainer import Trainer
 
@@ -33,7 +34,9 @@ PEAK_LR, WARM_UP, CLIP = 7e-3, 20, 1.0
 PROMPT, GENERATED, TEMPERATURE = "The ", 200, 0.7
 VALIDATIONS, GRADIENT_MEASUREMENTS = 10, 30  # approximate numbers, independent of the steps
 
-console = Console(highlight=False, soft_wrap=True)  # NO_COLOR and pipes are respected
+console = Console(
+    highlight=False, markup=False, emoji=False, soft_wrap=True
+)  # NO_COLOR and pipes are respected
 
 
 class ValidationCurve(Hook):
@@ -118,7 +121,9 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
         trainer.fit(train, val)
     except KeyboardInterrupt:
         if trainer.run is not None:
-            console.print(f"\nThe interrupted run is in {shorten_path(trainer.run.path)}")
+            console.print(
+                f"\nThe interrupted run is in {printable(shorten_path(trainer.run.path), 1000)}"
+            )
         raise
 
     hooks: dict[str, Any] = {name: trainer.hooks.get_hook(name) for name in trainer.hooks}
@@ -132,7 +137,7 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
 
 
 def _show_heading(title: str) -> None:
-    console.print(title, style="bold cyan", markup=False)
+    console.print(title, style="bold cyan")
 
 
 def _introduce(model: nn.Module, text: Text, steps: int, seed: int) -> None:
@@ -147,7 +152,7 @@ def _introduce(model: nn.Module, text: Text, steps: int, seed: int) -> None:
 def _show_text(title: str, generated: str) -> None:
     _show_heading(f"\n{title}")
     lines = textwrap.wrap(generated, 76, break_on_hyphens=False)
-    console.print(textwrap.indent("\n".join(lines), "  ") + "\n", markup=False)
+    console.print(textwrap.indent("\n".join(lines), "  ") + "\n")
 
 
 def _show_curve(points: list[tuple[int, float]]) -> None:
@@ -178,7 +183,7 @@ def _show_files(run: Path, checkpoint: Path | None) -> None:
     files["metrics"] = "metrics.jsonl in the run: every loss and gradient norm, one per line"
     files["source"] = __file__
     for name, value in files.items():
-        console.print(f"{name:10}  {value}", markup=False)
+        console.print(f"{name:10}  {printable(value, 1000)}")
 
 
 # -- data -----------------------------------------------------------------------------------------

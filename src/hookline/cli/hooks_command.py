@@ -13,6 +13,8 @@ import typer
 from hookline.cli.command_base import Command, Json, delay_interrupts, new_group
 from hookline.cli.text_output import print_json, show, terminal_width
 from hookline.errors import HooklineError
+from hookline.printable import printable
+from hookline.text_tables import cell_width, pad, printable_cells
 
 __all__ = ["events", "hooks_app"]
 
@@ -122,18 +124,19 @@ def _list_hooks(as_json: bool) -> None:
     if as_json:
         print_json(listed)
         return
-    widths = [max(len(one[key]) for one in listed) for key in ("name", "kind")]
+    widths = [max(cell_width(printable(one[key])) for one in listed) for key in ("name", "kind")]
     blocks: list[str] = []
     for group, ones in groups.items():
         rows = [(one["name"], one["kind"], one["problem"] or one["purpose"]) for one in ones]
-        blocks.append(f"{group}\n{_columns(rows, widths)}\n")
+        blocks.append(f"{printable(group)}\n{_columns(rows, widths)}\n")
     _show("\n".join(blocks))
     print("For options, events, cost and an example: hookline hooks show NAME")
     for known in known_hooks().values():
         name = known.name.removeprefix(f"{known.package}:")
         if name != known.name:
-            place = f"the hook of the package {known.package}"
-            print(f"The name '{name}' is taken. Use '{known.name}' for {place}.")
+            name, full_name = printable(name), printable(known.name)
+            place = f"the hook of the package {printable(known.package)}"
+            print(f"The name '{name}' is taken. Use '{full_name}' for {place}.")
 
 
 def _entry(known: Any) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def _as_text(facts: dict[str, Any]) -> str:
 
     events = _columns((one["event"], ", ".join(one["asks"])) for one in facts["events"])
     blocks = [
-        f"{facts['name']}: {facts['purpose']}",
+        printable(f"{facts['name']}: {facts['purpose']}", 1000),
         textwrap.indent(facts["text"], "  "),
         _columns(
             [
@@ -180,7 +183,7 @@ def _options(options: list[dict[str, Any]]) -> str:
     lines: list[str] = []
     for one in options:
         default = "required" if one["required"] else f"default {one['default']!r}"
-        lines.append(f"  {one['name']}: {one['type']} ({default})")
+        lines.append(f"  {one['name']}: {one['type']} ({printable(default)})")
         if one["meaning"]:
             lines.append(_wrapped(one["meaning"], "      "))
     return "\n".join(lines)
@@ -201,12 +204,13 @@ def _wrapped(text: str, indent: str) -> str:
 
 def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -> str:
     """Return rows as indented columns; the last column is not padded."""
-    rows = list(rows)
+    shown = [printable_cells(row) for row in rows]
     if widths is None:
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)] if rows else []
+        columns = list(zip(*shown, strict=True))[:-1]
+        widths = [max(map(cell_width, column)) for column in columns]
     lines = []
-    for *cells, last in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    for *cells, last in shown:
+        padded = [pad(cell, width) for cell, width in zip(cells, widths, strict=True)]
         lines.append("  " + "  ".join([*padded, last]).rstrip())
     return "\n".join(lines)
 

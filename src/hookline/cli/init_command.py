@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from hookline.printable import printable
+
 __all__ = ["init"]
 
 _FILES = {
@@ -44,7 +46,9 @@ def init(
             with (folder / name).open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
         if slurm:
-            (folder / "job.sh").chmod(0o755)
+            job = folder / "job.sh"
+            mode = job.stat().st_mode
+            job.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
     except OSError as error:
         raise _bad_parameter(f"'{error.filename}' cannot be written ({error.strerror}).") from error
     _print_summary(folder, slurm)
@@ -78,12 +82,12 @@ def _bad_parameter(message: str) -> typer.BadParameter:
 
 def _print_summary(folder: Path, slurm: bool) -> None:
     written = {**_FILES, **_SCHEMA, **(_SLURM if slurm else {})}
-    width = max(map(len, written))
-    print(f"In {folder}:" if folder != Path() else "In this folder:")
+    width, place = max(map(len, written)), printable(folder, 1000)
+    print(f"In {place}:" if folder != Path() else "In this folder:")
     for name, meaning in written.items():
         print(f"  {name.ljust(width)}  {meaning}")
     steps = [
-        *([] if folder == Path() else [(f"cd {folder}", "")]),
+        *([] if folder == Path() else [(f"cd {place}", "")]),
         ("hookline check train.yaml", "check everything without training"),
         ("hookline train train.yaml", "train in under a minute"),
         ("hookline runs", "list the results"),

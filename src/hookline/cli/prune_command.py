@@ -71,9 +71,10 @@ def prune(
             "--keep-best and --metric belong together.", param_hint="'--keep-best'"
         )
     folder = find_folder(run, runs)
-    found, damage = folder.read()
-    complete = [one for one in found if not one.path.is_symlink()]
-    linked = {one.path.resolve() for one in found if one.path.is_symlink()}
+    complete, damage = folder.read()
+    links = {name: path for name in damage if (path := folder.path / name).is_symlink()}
+    damage = {name: problem for name, problem in damage.items() if name not in links}
+    linked = {path.resolve() for path in links.values()}
     if metric is not None and metric.startswith("eval/"):  # another name of val/…
         metric = f"val/{metric.removeprefix('eval/')}"
     known = {name for one in complete for name in one.metrics}

@@ -16,6 +16,8 @@ from hookline.cli.command_base import (
     new_group,
 )
 from hookline.cli.text_output import print_json, show, terminal_width
+from hookline.printable import escape_controls, printable
+from hookline.text_tables import cell_width, format_table
 
 if TYPE_CHECKING:
     from hookline.runs.run_reader import OpenedRun
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["runs_app"]
 
 _WIDEST = 60
+_MAX_ROWS = 100  # of one section of a diff
+_MAX_DAMAGED = 20  # runs whose problem is shown
 _STYLES = {
     r"\A.*": "bold",
     r"  (completed|stopped)(?=  )": "green",
@@ -114,12 +118,12 @@ def _list_runs(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        show(_listing(found), _STYLES)
+        show("\n\n".join([_listing(found), *_list_damage(found)]), _STYLES)
     else:
         reason = "has no runs yet" if folder.is_dir() else "does not exist yet"
         show(
-            f"The folder {folder} {reason}. Trainer and hookline.attach(…, runs=…) write runs. For "
-            "an example, run: hookline demo"
+            f"The folder {printable(folder)} {reason}. Trainer and hookline.attach(…, runs=…) "
+            "write runs. For an example, run: hookline demo"
         )
 
 
@@ -138,15 +142,24 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
     }
     width, less_needed = terminal_width(), list(_LESS_NEEDED)
     while True:
-        text = formatting.format_table(list(columns), list(zip(*columns.values(), strict=True)))
-        if width is None or not less_needed or max(map(len, text.splitlines())) <= width:
+        text = format_table(list(columns), list(zip(*columns.values(), strict=True)))
+        if width is None or not less_needed or max(map(cell_width, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]
 
 
+def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
+    """Return a text with the first problem of each damaged run; nothing if there is none."""
+    damaged = [one for one in overviews if one["damage"]]
+    lines = [f"damaged: {one['path']}: {one['damage'][0]}" for one in damaged[:_MAX_DAMAGED]]
+    if len(damaged) > _MAX_DAMAGED:
+        lines.append(f"… and {len(damaged) - _MAX_DAMAGED} more damaged runs")
+    return [escape_controls("\n".join(lines))] if lines else []
+
+
 def _commit(git: dict[str, Any]) -> str:
     commit = git.get("commit")
-    return f"{commit[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
+    return f"{str(commit)[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
 
 
 def _as_dict(run: OpenedRun) -> dict[str, Any]:
@@ -161,12 +174,11 @@ def _as_dict(run: OpenedRun) -> dict[str, Any]:
 
 
 def _as_text(a: str, b: str, differences: dict[str, dict[str, list[Any]]]) -> str:
-    from hookline.runs.formatting import format_table
-
     blocks: list[str] = []
     for section, pairs in differences.items():
         rows = [(name, *map(_shorten, values)) for name, values in pairs.items()]
-        blocks.append(format_table((section, a, b), rows) if rows else f"{section}  identical")
+        table = format_table((section, a, b), rows, limit=_MAX_ROWS)
+        blocks.append(table if rows else f"{section}  identical")
     return "\n\n".join(blocks)
 
 
@@ -175,5 +187,4 @@ def _shorten(value: Any) -> str:
 
     if value is None:
         return "-"
-    text = value if isinstance(value, str) else format_number(value)
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    return printable(value if isinstance(value, str) else format_number(value), _WIDEST)

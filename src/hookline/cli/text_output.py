@@ -6,13 +6,16 @@ import io
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["prepare_streams", "print_json", "show", "terminal_width"]
+from hookline.printable import escape_controls
+from hookline.text_tables import cell_width
+
+__all__ = ["prepare_streams", "print_json", "print_text", "show", "terminal_width"]
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
+_WORDS = re.compile(r"\s*\S+")
 
 
 def terminal_width() -> int | None:
@@ -23,12 +26,20 @@ def terminal_width() -> int | None:
     return console.width if console.is_terminal else None
 
 
+def print_text(text: str, stream: TextIO | None = None) -> None:
+    """Print a text at once, with control characters escaped."""
+    print(escape_controls(text), file=stream, flush=True)
+
+
 def show(text: str, styles: Mapping[str, str] | None = None) -> None:
-    """Print a text, on a terminal with long lines wrapped and each pattern in its style."""
+    """Print a text, on a terminal with long lines wrapped and each pattern in its style.
+
+    Control characters are escaped.
+    """
     from rich.console import Console
     from rich.text import Text
 
-    width = terminal_width()
+    text, width = escape_controls(text), terminal_width()
     if width is not None:
         text = "\n".join(_wrap_line(line, width) for line in text.split("\n"))
     console = Console(highlight=False)
@@ -43,21 +54,28 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
 
 def _wrap_line(line: str, width: int) -> str:
     """Return a line that continues under its last column."""
-    if len(line) <= width:
+    if cell_width(line) <= width:
         return line
     column = _LAST_COLUMN.match(line)
-    indent = column.end() if column else len(line) - len(line.lstrip())
+    indent = cell_width(column[0]) if column else len(line) - len(line.lstrip())
     margin = " " * (indent if indent <= width * 2 // 3 else 4)
-    return textwrap.fill(
-        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
-    )
+    lines, used = [""], 0
+    for word in _WORDS.findall(line):
+        if used + cell_width(word) > width and lines[-1].strip():
+            lines, used, word = [*lines, margin], len(margin), word.lstrip()
+        lines[-1] += word
+        used += cell_width(word)
+    return "\n".join(lines)
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON."""
+    """Print a value as JSON, with secrets masked and control characters as JSON escapes."""
+    from hookline.masking import mask_secrets
     from hookline.runs.jsonable import to_jsonable
 
-    print(json.dumps(to_jsonable(value), indent=1, ensure_ascii=False))
+    shown = mask_secrets(to_jsonable(value), by_name=False)
+    text = json.dumps(shown, indent=1, ensure_ascii=False)
+    print(escape_controls(text, escape=lambda char: json.dumps(char)[1:-1]))
 
 
 class _PipeFile(io.FileIO):

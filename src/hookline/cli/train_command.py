@@ -17,14 +17,16 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, show
+from hookline.cli.text_output import print_json, print_text, show
+from hookline.printable import printable, printable_message
 
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
-__all__ = ["Config", "Overrides", "add_training_commands", "load_config"]
+__all__ = ["Config", "Overrides", "TrustedPackages", "add_training_commands", "load_config"]
 
 _NEWEST = "newest"
+_MAX_CELL = 1_000
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 Config = Annotated[
@@ -42,6 +44,17 @@ Overrides = Annotated[
         help="Override a key of the file, such as trainer.max_epochs=3 or hooks.0.every=5; the "
         "value is parsed as YAML. For a function: its arguments.",
         metavar="KEY=VALUE",
+        show_default=False,
+    ),
+]
+TrustedPackages = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trust",
+        help="A package that class paths of the file may name, because you trust its code; may be "
+        "repeated. Also: HOOKLINE_TRUST=PACKAGE,PACKAGE, and trust under tool.hookline in the "
+        "project's pyproject.toml.",
+        metavar="PACKAGE",
         show_default=False,
     ),
 ]
@@ -98,6 +111,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    trust: TrustedPackages = None,
 ) -> None:
     """Train as a config file describes, and print the run's folder.
 
@@ -117,14 +131,17 @@ def train(
     the signal if the run was preempted: 143 after SIGTERM. After 130 and 143, **--resume**
     continues the run.
     """
+    for option, given in (("--resume", resume), ("--from", start_from)):
+        if given is not None and not given.strip():
+            raise typer.BadParameter("the value is empty; give a run.", param_hint=f"'{option}'")
     if start_from is not None and resume not in (None, _NEWEST):
         raise typer.BadParameter(
             "a run is given to --resume and to --from; give it to one of them.",
             param_hint="'--from'",
         )
     with exit_on_interrupt():
-        training = load_config(config, overrides)
-        print(f"config {training.config_hash[:8]}  {training.source}", flush=True)
+        training = load_config(config, overrides, trust)
+        print_text(f"config {training.config_hash[:8]}  {printable(training.source, 1000)}")
         start = _find_start(training, resume, start_from)
         if "resume_from" not in start:
             _check_runs(training)
@@ -150,7 +167,7 @@ def _find_start(
     parent = None if start_from is None else find_fork(training, start_from)
     if resume is not None:
         start, message = find_resume(training, resume, parent)
-        print(message, flush=True)
+        print_text(printable_message(message))
         if start is not None:
             return {"resume_from": start}
     return {} if parent is None else {"fork_from": parent}
@@ -170,7 +187,7 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
     name = getattr(trainer, "stop_signal", None) or "SIGTERM"
     hint = _resume_hint(training, overrides)
     message = f"hookline: Preempted by {name} after step {trainer.step}. {hint}"
-    print(message.rstrip(), file=sys.stderr)
+    print_text(printable_message(message.rstrip()), sys.stderr)
     raise typer.Exit(128 + signal.Signals[name])
 
 
@@ -178,15 +195,21 @@ def _print_run_folder(training: Training) -> None:
     from hookline.runs.run_lookup import shorten_path
 
     if training.trainer.run is not None:
-        print(f"run {shorten_path(training.trainer.run.path)}", flush=True)
+        print_text(f"run {printable(shorten_path(training.trainer.run.path), 1000)}")
 
 
-def check(config: Config, overrides: Overrides = None, as_json: Json = False) -> None:
+def check(
+    config: Config,
+    overrides: Overrides = None,
+    trust: TrustedPackages = None,
+    as_json: Json = False,
+) -> None:
     """Check a config file without training.
 
     Checks that all classes exist, that arguments match their signatures, that hooks can be
     registered, that a batch passes through the model, the loss and backward, that monitored metrics
-    exist, and that a run can be written. No optimizer steps, and no run is written.
+    exist, and that a run can be written. No optimizer steps, and no run is written. Nothing that is
+    not trusted is imported.
 
     Example: **hookline check train.yaml**
     """
@@ -194,7 +217,7 @@ def check(config: Config, overrides: Overrides = None, as_json: Json = False) ->
 
     try:
         with exit_on_interrupt():
-            training = load_config(config, overrides)
+            training = load_config(config, overrides, trust)
             _check_runs(training)
             from hookline.config_files.dry_run import dry_run
 
@@ -203,7 +226,8 @@ def check(config: Config, overrides: Overrides = None, as_json: Json = False) ->
         if not as_json:
             raise
         problems = [vars(one) for one in getattr(error, "problems", ())]
-        print_json({"ok": False, "error": str(error), "problems": problems})
+        count = getattr(error, "count", len(problems))
+        print_json({"ok": False, "error": str(error), "problems": problems, "count": count})
         raise typer.Exit(1) from None
     if as_json:
         print_json({"ok": True, **facts})
@@ -236,10 +260,12 @@ def schema(
         raise typer.BadParameter(
             f"'{out}' cannot be written ({error.strerror}).", param_hint="'--out'"
         ) from None
-    print(out)
+    print_text(printable(out, 1000))
 
 
-def load_config(config: str, overrides: list[str] | None) -> Training:
+def load_config(
+    config: str, overrides: list[str] | None, trust: list[str] | None = None
+) -> Training:
     """Return the training that a config file or a Python function describes."""
     with delay_interrupts():
         import_module("hookline.config_files.building")  # which imports torch
@@ -259,7 +285,7 @@ def load_config(config: str, overrides: list[str] | None) -> Training:
             f"{config}:make_trainer.",
             param_hint="'CONFIG'",
         )
-    return load_training(config, *given)
+    return load_training(config, *given, trust=trust or ())
 
 
 def _check_runs(training: Training) -> None:
@@ -269,10 +295,11 @@ def _check_runs(training: Training) -> None:
 
 
 def _as_table(facts: dict[str, Any]) -> str:
-    from hookline.runs.formatting import format_number, format_table
+    from hookline.runs.formatting import format_number
+    from hookline.text_tables import format_table, join_some
 
     train, val = facts["train"], facts["val"]
-    hooks = ", ".join(
+    hooks = join_some(
         one["name"] + ("" if one["status"] == "enabled" else f" ({one['status']})")
         for one in facts["hooks"]
     )
@@ -292,6 +319,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
+    rows = [(name, printable(value, _MAX_CELL)) for name, value in rows]
     return format_table(rows[0], rows[1:])
 
 

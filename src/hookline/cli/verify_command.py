@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from hookline.cli.command_base import Json, exit_on_interrupt
-from hookline.cli.text_output import print_json
-from hookline.cli.train_command import Config, Overrides, load_config
+from hookline.cli.text_output import print_json, print_text
+from hookline.cli.train_command import Config, Overrides, TrustedPackages, load_config
+from hookline.printable import printable
 
 __all__ = ["verify"]
 
@@ -28,6 +29,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    trust: TrustedPackages = None,
     as_json: Json = False,
 ) -> None:
     """Check that resuming is exact, that hooks only observe, and that seeds determine weights.
@@ -45,12 +47,12 @@ def verify(
             f"it is {steps}; expected a whole number of 2 or more.", param_hint="'--steps'"
         )
     with exit_on_interrupt():
-        folder = load_config(config, overrides).folder
+        folder = load_config(config, overrides, trust).folder
         from hookline.config_files.trust import importable
         from hookline.verification import verify as verify_training
 
         def make_trainer() -> Any:
-            training = load_config(config, overrides)
+            training = load_config(config, overrides, trust)
             data = training.loaders, training.val_loaders
             return training.trainer if data == (None, None) else (training.trainer, *data)
 
@@ -59,7 +61,7 @@ def verify(
     if as_json:
         print_json(report.as_dict())
     else:
-        print(report)
+        print_text(str(report))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -71,12 +73,20 @@ def _progress() -> Generator[Callable[[str, int, int], object] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    label_column = TextColumn("{task.description}", markup=False)
+    columns = label_column, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
 
         def watch(label: str, step: int, steps: int) -> None:
-            bar.update(task, description=label, completed=step, total=steps)
+            bar.update(task, description=printable(label, 60), completed=step, total=steps)
 
         yield watch

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from hookline.arguments import show_value
 from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
 from hookline.errors import ConfigError, HooklineError, nearest
 from hookline.hook import Hook
-from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options
+from hookline.masking import mask_text
+from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options, mask_declared
+from hookline.printable import printable
 
 __all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook", "split_hooks"]
 
@@ -56,14 +59,14 @@ class HookItem:
         mapping = {"name": item} if isinstance(item, str) else item
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"{item!r} is a {type(item).__name__}; expected a hook's name, or a mapping with "
-                "'name' and options."
+                f"{show_value(item)} is a {type(item).__name__}; expected a hook's name, or a "
+                "mapping with 'name' and options."
             )
-        rest = {str(key): value for key, value in cast("Mapping[Any, Any]", mapping).items()}
+        rest = _as_options(mapping, "A hook")
         name, alias = _pop_names(rest)
         enabled = rest.pop("enabled", True)
         if not isinstance(enabled, bool):
-            raise ConfigError(f"'enabled' is {enabled!r}; expected true or false.")
+            raise ConfigError(f"'enabled' is {show_value(enabled)}; expected true or false.")
         hook_class = load_hook_class(name)
         own_kind = hook_class.hookline_kind
         if kind not in (None, own_kind):
@@ -84,11 +87,12 @@ class HookItem:
         except HooklineError:
             raise
         except Exception as error:  # whatever the class's own code raises
-            reason = f"{type(error).__name__}: {error}"
+            reason = mask_text(f"{type(error).__name__}: {error}")
+            options = show_value(dict(self.options))
             raise ConfigError(
-                f"'{self.name}' could not be created with {dict(self.options)} ({reason})."
+                f"'{self.name}' could not be created with {options} ({printable(reason, 500)})."
             ) from error
-        hook.hookline_options = hook.hookline_options or self.resolved
+        hook.hookline_options = hook.hookline_options or mask_declared(hook_class, self.resolved)
         return hook
 
 
@@ -118,7 +122,7 @@ def _pop_names(rest: dict[str, Any]) -> tuple[str, str | None]:
 def _pop_string(rest: dict[str, Any], key: str) -> str | None:
     value = rest.pop(key, None)
     if value is not None and not (isinstance(value, str) and value):
-        raise ConfigError(f"'{key}' is {value!r}; expected a non-empty string.")
+        raise ConfigError(f"'{key}' is {show_value(value)}; expected a non-empty string.")
     return value
 
 
@@ -130,8 +134,8 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
     """
     init_args = rest.pop("init_args", None)
     if init_args is not None and not isinstance(init_args, Mapping):
-        raise ConfigError(f"'init_args' is {init_args!r}; expected a mapping.")
-    options = {str(key): value for key, value in (init_args or {}).items()}
+        raise ConfigError(f"'init_args' is {show_value(init_args)}; expected a mapping.")
+    options = {} if init_args is None else _as_options(init_args, "'init_args'")
     own = () if options else get_options(hook_class)
     registration = {
         key: rest.pop(key) for key in REGISTRATION_KEYS if key in rest and key not in own
@@ -144,8 +148,10 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
 
 def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
     """Yield each hook of a configuration: its place, the kind its section requires, the item."""
-    if isinstance(config, Mapping) and "hooks" in config:
-        config = cast("Mapping[str, Any]", config)["hooks"]
+    for _ in range(2):  # the configuration, and its `hooks`
+        if isinstance(config, Mapping):
+            config = _as_dict(config, "The configuration of hooks")
+            config = config.get("hooks", config)
     if config is None:
         return
     if isinstance(config, HooksConfig):
@@ -154,9 +160,9 @@ def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
         sections = cast("Mapping[str, Any]", config)
         for name in sections:
             if name not in SECTIONS:
-                hint = nearest(str(name), [*SECTIONS, "hooks"])
+                hint = nearest(name, [*SECTIONS, "hooks"]) if isinstance(name, str) else ""
                 known = f"The sections are: {', '.join(SECTIONS)}."
-                raise ConfigError(f"Unknown section '{name}' of hooks.{hint} {known}")
+                raise ConfigError(f"Unknown section {show_value(name)} of hooks.{hint} {known}")
         for section, kind in SECTIONS.items():  # in this order, whatever the mapping's order is
             for i, item in enumerate(_as_list(sections.get(section), f"hooks.{section}")):
                 yield f"hooks.{section}[{i}]", kind, item
@@ -171,6 +177,8 @@ def split_hooks(config: Any) -> tuple[Any, Any]:
     In a mapping, `hooks` may be a list or have sections, as in a config file, besides the fields of
     a `HooksConfig`.
     """
+    if isinstance(config, Mapping):
+        config = _as_dict(config, "The configuration")
     hooks = config.get("hooks") if isinstance(config, Mapping) else None
     if hooks is None or isinstance(hooks, HooksConfig):
         return config, None
@@ -178,8 +186,8 @@ def split_hooks(config: Any) -> tuple[Any, Any]:
         return {**config, "hooks": {}}, hooks
     fields: dict[Any, Any] = {}
     sections: dict[Any, Any] = {}
-    for name, value in hooks.items():
-        is_field = name in HooksConfig.model_fields or not nearest(str(name), SECTIONS)
+    for name, value in _as_dict(hooks, "'hooks'").items():
+        is_field = name in HooksConfig.model_fields or not nearest(show_value(name), SECTIONS)
         (fields if is_field and name not in SECTIONS else sections)[name] = value
     return {**config, "hooks": fields}, sections
 
@@ -188,5 +196,26 @@ def _as_list(items: Any, place: str) -> list[Any]:
     if items is None:
         return []
     if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
-        raise ConfigError(f"'{place}' is {items!r}; expected a list of hooks.")
-    return list(items)
+        raise ConfigError(f"'{place}' is {show_value(items)}; expected a list of hooks.")
+    try:
+        return list(items)
+    except Exception as error:  # such as a tensor without dimensions
+        raise ConfigError(
+            f"'{place}' is a {type(items).__name__} that cannot be read ({show_value(error)}); "
+            "expected a list of hooks."
+        ) from error
+
+
+def _as_dict(mapping: Mapping[Any, Any], what: str) -> dict[Any, Any]:
+    try:
+        return dict(mapping.items())
+    except Exception as error:  # of the mapping's own methods
+        raise ConfigError(
+            f"{what} is a {type(mapping).__name__} that cannot be read ({show_value(error)}); "
+            "expected a dict."
+        ) from error
+
+
+def _as_options(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
+    options = _as_dict(mapping, what)
+    return {key if isinstance(key, str) else show_value(key): options[key] for key in options}

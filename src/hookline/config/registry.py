@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hookline.arguments import check_mapping, show_value
 from hookline.config.hook_items import SECTIONS, HookItem, iterate_items
 from hookline.config.hook_names import BUILT_INS, PROBES, packaged_hooks
 from hookline.config.trainer_config import HooksConfig
@@ -83,7 +84,7 @@ class HookRegistry(HookManager):
             for name in names:
                 self.remove_hook(name)
             self._removed = gone  # hooks that failed to register were never removed
-            raise ConfigError("\n".join(problems))
+            raise ConfigError(*problems)
         return names
 
     def add_item(self, item: HookItem) -> str:
@@ -148,7 +149,9 @@ class HookRegistry(HookManager):
         names = [name for name, _, _ in self.of_kind(_kind(kind))]
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(names):
             valid = ", ".join(f"{i} is '{name}'" for i, name in enumerate(names)) or "there is none"
-            raise UnknownHookError(f"There is no hook {index!r} of kind '{kind}': {valid}.")
+            raise UnknownHookError(
+                f"There is no hook {show_value(index)} of kind '{kind}': {valid}."
+            )
         return names[index]
 
     def get_active_hooks(self, kind: str | None = None) -> list[str]:
@@ -191,8 +194,9 @@ class HookRegistry(HookManager):
             gradients: gradients by parameter name; None for a parameter without gradient.
             given: further arguments for updates, such as `model=` or `step=`.
         """
+        gradients = check_mapping("call_update_hooks(gradients)", gradients)
         if self.dispatchers.update is None:
-            return dict(gradients)
+            return gradients
         changed = StandaloneGradients(gradients)
         given = {"optimizer_idx": 0, **given, "gradients": changed}
         self.dispatchers.update(EventArguments(self, FLOWS["update"], given))
@@ -202,9 +206,9 @@ class HookRegistry(HookManager):
 def _kind(name: str) -> str:
     """Return the kind of hook for a kind or a section name."""
     kinds = {**SECTIONS, **{kind: kind for kind in SECTIONS.values()}}
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
+        hint = nearest(name, kinds) if isinstance(name, str) else ""
         raise UnknownHookError(
-            f"Unknown kind '{name}'.{nearest(str(name), kinds)} "
-            f"The kinds are: {', '.join(SECTIONS.values())}."
+            f"Unknown kind {show_value(name)}.{hint} The kinds are: {', '.join(SECTIONS.values())}."
         )
     return kinds[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -21,8 +22,10 @@ from pydantic import (
     model_validator,
 )
 
+from hookline.arguments import check_mapping, show_value
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, listed, nearest
+from hookline.printable import printable
 
 __all__ = [
     "CheckpointConfig",
@@ -39,26 +42,41 @@ Length = Literal["sum", "longest", "shortest"]
 OnExhausted = Literal["cycle", "drop"]
 
 
+_MAX_PROBLEMS = 10  # that a message shows
+
+
 class Config(BaseModel):
     """Base class: unknown and invalid fields raise one `ConfigError` that names all of them."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     def __init__(self, **data: Any) -> None:
-        try:
+        with _named_errors(type(self)):
             super().__init__(**data)
-        except ValidationError as error:
-            raise ConfigError(_format_errors(type(self), error)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        try:
+        with _named_errors(type(self)):
             super().__setattr__(name, value)
-        except ValidationError as error:
-            raise ConfigError(_format_errors(type(self), error)) from None
 
     # Marks this as pydantic's own __init__: pydantic then does not call it for models within
     # models, whose errors keep their path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named_errors(model: type[BaseModel]) -> Generator[None]:
+    """Raise a `ConfigError` that names each field, whatever a value makes pydantic raise."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(_format_errors(model, error)) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # of the value's own methods, or too deeply nested
+        raise ConfigError(
+            f"{model.__name__}: A value cannot be read ({type(error).__name__}: "
+            f"{show_value(error)}). Give plain numbers, strings, lists and dicts."
+        ) from error
 
 
 UNKNOWN_FIELD_ERRORS = ("extra_forbidden", "no_such_attribute", "unexpected_keyword_argument")
@@ -67,17 +85,24 @@ UNKNOWN_FIELD_ERRORS = ("extra_forbidden", "no_such_attribute", "unexpected_keyw
 
 def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
     lines: list[str] = []
-    for detail in error.errors():
+    listed_fields: list[dict[str, str]] = []  # each of them once
+    details = error.errors(include_url=False)
+    for detail in details[:_MAX_PROBLEMS]:
         path = ".".join(str(part) for part in detail["loc"])
         if detail["type"] in UNKNOWN_FIELD_ERRORS:
             known = describe_fields(model, detail["loc"][:-1])
             hint = nearest(str(detail["loc"][-1]), known)
-            lines.append(f"Unknown field '{path}'.{hint} The fields are: {', '.join(known)}.")
+            valid = f" The fields are: {', '.join(known)}." if known not in listed_fields else ""
+            lines.append(f"Unknown field '{printable(path)}'.{hint}{valid}")
+            listed_fields.append(known)
         elif detail["type"] == "value_error":  # of a validator here, whose message is complete
             message = str(detail.get("ctx", {})["error"])
             lines.append(f"{path}: {message}" if path else message)
         else:
-            lines.append(f"'{path}' is {detail['input']!r}. {detail['msg']}.")
+            shown = show_value(detail["input"], *detail["loc"])
+            lines.append(f"'{path}' is {shown}. {detail['msg']}.")
+    if len(details) > _MAX_PROBLEMS:
+        lines.append(f"And {len(details) - _MAX_PROBLEMS} more problems.")
     return f"{model.__name__}: " + "\n  ".join(lines)
 
 
@@ -242,7 +267,9 @@ class MixConfig(Config):
 def _check_choice(name: str, value: Any, known: tuple[str, ...], or_else: str = "") -> None:
     if value not in known:
         hint = nearest(value, known) if isinstance(value, str) else ""
-        raise ValueError(f"{name} is {value!r}; expected one of {listed(known)}{or_else}.{hint}")
+        raise ValueError(
+            f"{name} is {show_value(value)}; expected one of {listed(known)}{or_else}.{hint}"
+        )
 
 
 def _check_belongs(name: str, value: Any, to: str, order: Any) -> None:
@@ -250,34 +277,38 @@ def _check_belongs(name: str, value: Any, to: str, order: Any) -> None:
         raise ValueError(f"order='{to}' needs {name}; expected MixConfig('{to}', {name}=...).")
     if value is not None and order != to:
         raise ValueError(
-            f"{name} is {value!r} with order='{order}'; expected {name} with order='{to}' only."
+            f"{name} is {show_value(value)} with order='{order}'; expected {name} with "
+            f"order='{to}' only."
         )
 
 
 def _check_pattern(pattern: Any) -> None:
     if not isinstance(pattern, list | tuple) or not pattern:
         raise ValueError(
-            f"pattern is {pattern!r}; expected at least one loader, by name or number, in a "
+            f"pattern is {show_value(pattern)}; expected at least one loader, by name or number, "
+            "in a "
             "tuple, such as ('web', 'web', 'code')."
         )
     for entry in pattern:
         if isinstance(entry, bool) or not isinstance(entry, str | int):
             raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
-                f"pattern has {entry!r}; expected loaders by name or number."
+                f"pattern has {show_value(entry)}; expected loaders by name or number."
             )
 
 
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, Mapping | list | tuple):
         raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
-            f"weights is {weights!r}; expected a mapping from loader to number, or a list of "
+            f"weights is {show_value(weights)}; expected a mapping from loader to number, or a "
+            "list of "
             "numbers."
         )
     for key, weight in weights.items() if isinstance(weights, Mapping) else enumerate(weights):
         number: Any = None if isinstance(weight, bool) else weight
         if not isinstance(number, Real) or not 0 < cast("float", number) < math.inf:
             raise ValueError(
-                f"weights[{key!r}] is {weight!r}; expected a number above 0 that is finite. To "
+                f"weights[{show_value(key)}] is {show_value(weight)}; expected a number above 0 "
+                "that is finite. To "
                 "leave a loader out, do not pass it."
             )
 
@@ -399,7 +430,5 @@ def checked_hparams(hparams: Any) -> dict[str, Any]:
     """Return the hyperparameters as a dict; an `argparse.Namespace` counts as a mapping."""
     if hparams is None:
         return {}
-    values = hparams if isinstance(hparams, Mapping) else getattr(hparams, "__dict__", None)
-    if values is None or not all(isinstance(name, str) for name in values):
-        raise TypeError(f"hparams is {hparams!r}; expected a mapping from names to values.")
-    return dict(values)
+    is_plain = isinstance(hparams, Mapping | type) or not hasattr(type(hparams), "__dict__")
+    return check_mapping("hparams", hparams if is_plain else getattr(hparams, "__dict__", hparams))

@@ -96,7 +96,7 @@ class _Builder:
         }
         train, val = self._loaders("train"), self._loaders("val")
         labels = _run_labels(config)
-        outside = {"include", "trust", "trainer", "seed", *labels} - {"hparams"}
+        outside = {"include", "trainer", "seed", *labels} - {"hparams"}
         sections = config.model_dump(mode="json", exclude=outside)
         sections = {name: value for name, value in sections.items() if name not in _LABELS or value}
         with self._creating(("trainer",)):

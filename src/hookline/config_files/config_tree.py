@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hookline.errors import ConfigError
+from hookline.masking import mask_text, masked_repr
+from hookline.printable import escape_controls, printable
 
 __all__ = [
     "COMMAND_LINE",
+    "MAX_PROBLEMS",
     "ConfigTree",
     "FileError",
     "Key",
     "Problem",
+    "ProblemList",
     "describe_result",
     "format_key",
+    "format_name",
     "format_value",
+    "shorten",
 ]
 
 Key = tuple[str | int, ...]
 """The path to a value: `("hooks", 0, "every")`."""
 
 COMMAND_LINE = "command line"
-_MAX_LENGTH = 80
+MAX_PROBLEMS = 20
+"""The number of mistakes that are reported at once."""
+
+_MAX_VALUE = 80  # characters of a value or name in a message
+_MAX_KEY = 200
+_MAX_TEXT = 1_500
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config file.
+    """One mistake in a config file; texts are cut, and control characters in them escaped.
 
     Attributes:
         file: the file, as it was given; or "command line".
@@ -42,19 +53,66 @@ class Problem:
     key: str
     text: str
 
+    def __post_init__(self) -> None:
+        shown = {
+            "file": printable(self.file, _MAX_TEXT),
+            "key": printable(self.key, _MAX_KEY),
+            "text": escape_controls(shorten(self.text, _MAX_TEXT)),
+        }
+        for name, text in shown.items():
+            object.__setattr__(self, name, text)
+
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
 
 
 class FileError(ConfigError):
-    """A config file is not valid; `problems` has every mistake that was found."""
+    """A config file is not valid.
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
-        lines = [str(problem) for problem in self.problems]
-        head = f"{len(lines)} problems:\n  " if len(lines) > 1 else ""
-        super().__init__(head + "\n  ".join(lines))
+    Attributes:
+        problems: the mistakes that were found, up to 20, with secrets masked.
+        count: the number of all mistakes, as far as it is known.
+    """
+
+    def __init__(self, problems: Iterable[Problem], count: int = 0) -> None:
+        found = tuple(dict.fromkeys(problems))
+        shown = (replace(problem, text=mask_text(problem.text)) for problem in found[:MAX_PROBLEMS])
+        self.problems = tuple(dict.fromkeys(shown))
+        self.count = max(count, len(found))
+        head = ""
+        if self.count > len(found[:MAX_PROBLEMS]):
+            head = f"{self.count:,} problems, of which the first {MAX_PROBLEMS} are:\n  "
+        elif len(self.problems) > 1:
+            head = f"{len(self.problems)} problems:\n  "
+        super().__init__(head + "\n  ".join(str(problem) for problem in self.problems))
+
+
+class ProblemList(list[Problem]):
+    """Problems that are collected to be reported together.
+
+    As soon as there are as many as are reported, no others are looked for: `append` raises.
+    """
+
+    def append(self, problem: Problem) -> None:
+        """Add a problem.
+
+        Raises:
+            FileError: the list is full.
+        """
+        super().append(problem)
+        if len(self) >= MAX_PROBLEMS:
+            raise FileError(self)
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        """Add problems, as `append` does."""
+        for problem in problems:
+            self.append(problem)
+
+    def raise_any(self) -> None:
+        """Raise a `FileError` if there are problems."""
+        if self:
+            raise FileError(self)
 
 
 @dataclass
@@ -77,10 +135,12 @@ class ConfigTree:
         file, line = self.place(key)
         return Problem(file, line, format_key(key), text)
 
-    def forget_places(self, key: Key) -> None:
-        """Remove the places of a key and of all keys below it."""
-        for known in [one for one in self.places if one[: len(key)] == key]:
-            del self.places[known]
+    def forget_places(self, key: Key, value: Any) -> None:
+        """Remove the places of a key with this value, and of all keys below it."""
+        self.places.pop(key, None)
+        if isinstance(value, dict | list):
+            for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                self.forget_places((*key, name), inner)
 
 
 def format_key(key: Key) -> str:
@@ -95,10 +155,20 @@ def describe_result(result: object) -> str:
     return f"a {type(result).__name__}"
 
 
-def format_value(value: object) -> str:
-    """Return the repr of a value for a message, shortened if it is long."""
+def format_value(value: object, key: Key = ()) -> str:
+    """Return the repr of a key's value for a message, shortened if it is long; no secrets."""
     try:
-        text = repr(value)
+        text = masked_repr(value, *key)
     except Exception as error:  # an integer with too many digits, or a user's own __repr__
         text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
-    return text if len(text) <= _MAX_LENGTH else text[: _MAX_LENGTH - 1] + "…"
+    return shorten(text, _MAX_VALUE)
+
+
+def format_name(name: object) -> str:
+    """Return a name for a message, on one line and shortened if it is long."""
+    return printable(name, _MAX_VALUE)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return a text that is cut after a number of characters."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

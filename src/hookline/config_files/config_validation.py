@@ -17,11 +17,14 @@ from hookline.config.hook_items import HookItem
 from hookline.config.hook_names import find_hook
 from hookline.config.trainer_config import UNKNOWN_FIELD_ERRORS, describe_fields
 from hookline.config_files.config_tree import (
+    MAX_PROBLEMS,
     ConfigTree,
     FileError,
     Key,
     Problem,
+    ProblemList,
     format_key,
+    format_name,
     format_value,
 )
 from hookline.config_files.file_model import TAGS, HookConfig, HooksByKind, TrainingConfig
@@ -33,6 +36,7 @@ from hookline.config_files.object_specs import (
     iterate_section,
     iterate_specs,
 )
+from hookline.config_files.project import VARIABLE
 from hookline.config_files.trust import Trust, load_object
 from hookline.errors import HooklineError, nearest
 from hookline.options import OptionsError
@@ -40,6 +44,11 @@ from hookline.options import OptionsError
 __all__ = ["ResolvedObjects", "check_objects", "validate"]
 
 _OPEN_SECTIONS = ("init_args", "loader", "hparams")  # mappings with keys of any name
+_TRUST_IN_FILE = (
+    "A config file does not decide which packages are trusted. Pass `--trust PACKAGE`, set "
+    f"{VARIABLE}=PACKAGE, or set `trust` under `[tool.hookline]` in the project's pyproject.toml; "
+    "from Python, call load_training(…, trust=[…])."
+)
 
 
 # -- keys and values ------------------------------------------------------------------------------
@@ -51,11 +60,13 @@ def validate(tree: ConfigTree) -> TrainingConfig:
     Raises:
         FileError: names every unknown, missing or invalid key.
     """
+    if "trust" in tree.values:
+        raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
     try:
         return TrainingConfig.model_validate(tree.values)
     except ValidationError as error:
-        problems = [_describe(tree, dict(detail)) for detail in error.errors(include_url=False)]
-    raise FileError(problems)
+        found = error.errors(include_url=False)
+    raise FileError([_describe(tree, dict(one)) for one in found[:MAX_PROBLEMS]], len(found))
 
 
 def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
@@ -65,13 +76,13 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
         name, known = str(path[-1]), _fields_at(path[:-1])
         hint = f" The keys here are: {', '.join(known)}." if known else ""
         hint = _indentation_hint(tree, path, key) or f"{nearest(name, known)}{hint}"
-        return tree.problem(key, f"Unknown key '{name}'.{hint}")
+        return tree.problem(key, f"Unknown key '{format_name(name)}'.{hint}")
     if error["type"] == "missing":
         meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
         hint = f" Expected {meaning}." if meaning else ""
         return Problem(file, line, format_key(key), f"The key is missing.{hint}")
-    return tree.problem(key, f"It is {format_value(error['input'])}. {_expectation(error)}.")
+    return tree.problem(key, f"It is {format_value(error['input'], key)}. {_expectation(error)}.")
 
 
 def _indentation_hint(tree: ConfigTree, path: Key, key: Key) -> str:
@@ -140,7 +151,7 @@ def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> Res
 class _ObjectChecker:
     def __init__(self, config: TrainingConfig, tree: ConfigTree, trust: Trust) -> None:
         self._config, self._tree, self._trust = config, tree, trust
-        self._problems: list[Problem] = []
+        self._problems = ProblemList()
         self._resolved = ResolvedObjects()
 
     def check(self) -> ResolvedObjects:
@@ -148,27 +159,23 @@ class _ObjectChecker:
         hook_paths = list(self._hook_paths())
         for key, path in [*((_path_key(spec), spec.path) for spec in specs), *hook_paths]:
             self._add_problem(key, self._trust.find_problem(path))
-        self._raise_problems()
+        self._problems.raise_any()
         for spec in specs:
             self._resolve(_path_key(spec), spec.path)
             if spec.path in self._resolved.targets and not spec.is_reference:
                 target = self._resolved.targets[spec.path]
-                self._problems += find_argument_problems(spec, target, self._tree)
+                find_argument_problems(spec, target, self._tree, self._problems)
         for key, path in hook_paths:
             self._resolve(key, path)
         for hook_key, kind, hook in iterate_hooks(self._config):
             self._check_hook(hook_key, kind, hook)
         self._check_consistency()
-        self._raise_problems()
+        self._problems.raise_any()
         return self._resolved
 
     def _add_problem(self, key: Key, text: str | None) -> None:
         if text is not None:
             self._problems.append(self._tree.problem(key, text))
-
-    def _raise_problems(self) -> None:
-        if self._problems:
-            raise FileError(self._problems)
 
     def _resolve(self, key: Key, path: str) -> None:
         """Import the class or function of a class path."""

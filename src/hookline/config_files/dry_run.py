@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from hookline.config_files.building import format_origin
+from hookline.config_files.config_tree import shorten
 from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
+from hookline.printable import escape_controls
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.checks import check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer
@@ -20,6 +22,7 @@ from hookline.trainer.trainer import Trainer
 __all__ = ["dry_run"]
 
 _VALIDATED = ("val/", "eval/")
+_MAX_MESSAGE = 4_000
 
 
 def dry_run(training: Training) -> dict[str, Any]:
@@ -101,11 +104,14 @@ def _errors_name(subject: str) -> Generator[None]:
     try:
         yield
     except HooklineError as error:
-        raise TrainingError(f"With {subject}: {error}") from error
+        raise TrainingError(_shorten(f"With {subject}: {error}")) from error
     except Exception as error:  # whatever the user's code raises
-        raise TrainingError(
-            f"With {subject}: {type(error).__name__}: {error}{format_origin(error)}"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise TrainingError(_shorten(f"With {subject}: {reason}") + format_origin(error)) from error
+
+
+def _shorten(text: str) -> str:
+    return escape_controls(shorten(text, _MAX_MESSAGE))
 
 
 def _describe(training: Training) -> dict[str, Any]:

@@ -232,11 +232,6 @@ class TrainingConfig(Config):
         description="other files, relative to this one; this file overrides them, and later files "
         "override earlier ones",
     )
-    trust: list[str] = Field(
-        default=[],
-        description="packages that class paths may name, besides the folder of this file, "
-        'hookline, torch, and installed packages with hooks; "*" for all. Class paths run code',
-    )
     name: str | None = Field(default=None, min_length=1, description="the run's name")
     tags: list[str] = Field(default=[], description="words to find the run by")
     hparams: dict[str, Any] = Field(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
@@ -18,23 +17,29 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from hookline.config_files.config_tree import FileError, Key, Problem, format_value
+from hookline.config_files.config_tree import FileError, Key, Problem, format_name, format_value
+from hookline.config_files.toml_lines import find_error_line, find_key_lines, has_deep_key
 from hookline.errors import listed, nearest
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file
 
 __all__ = ["MAX_DEPTH", "MAX_VALUES", "ParsedFile", "parse_file", "parse_value"]
 
 MAX_DEPTH = 40
-MAX_VALUES = 100_000  # YAML aliases can multiply values until memory is full
+MAX_VALUES = 20_000  # a second to parse; YAML aliases can multiply values until memory is full
+_MAX_BITS = 3_322  # of an integer: 1,000 digits
 _TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 @dataclass
 class ParsedFile:
-    """The values of a file, and the line of each key."""
+    """The values of a file, the line of each key, the number of values, and the bytes."""
 
     values: Any
     lines: dict[Key, int] = field(default_factory=dict[Key, int])
+    count: int = 0
+    size: int = 0
 
 
 class _ParseError(Exception):
@@ -45,21 +50,38 @@ class _ParseError(Exception):
         self.text, self.line = text, line
 
 
-def parse_file(path: Path, name: str | None = None) -> ParsedFile:
-    """Return the values of a file, which are a mapping; `name` is the file's name in messages.
+def parse_file(
+    path: Path,
+    name: str | None = None,
+    max_bytes: int | None = None,
+    max_values: int = MAX_VALUES,
+    target: Path | None = None,
+) -> ParsedFile:
+    """Return the values of a file, which are a mapping.
+
+    Args:
+        path: the file.
+        name: its name in messages.
+        max_bytes: how large it may be; by default as `file_limits.config_bytes` allows.
+        max_values: how many values it may have.
+        target: the file that the path is a link to, if the link may be followed.
 
     Raises:
         FileError: the file cannot be read or parsed.
     """
     name = str(path) if name is None else name
     try:
-        parsed = _parser(path)(_read_text(path))
+        parse = _parser(path)
+        max_bytes = file_limits.config_bytes if max_bytes is None else max_bytes
+        contents = _read(path if target is None else target, max_bytes)
+        parsed = parse(_decode(contents), max_values)
         if parsed.values is None:
             parsed.values = {}  # an empty file
         if not isinstance(parsed.values, dict):
             found = format_value(parsed.values)
             raise _ParseError(f"The file contains {found}; expected a mapping of sections.")
         parsed.values.pop("$schema", None)  # only for editors
+        parsed.size = len(contents)
     except _ParseError as error:
         raise FileError([Problem(name, error.line, "", error.text)]) from None
     return parsed
@@ -77,7 +99,7 @@ def parse_value(text: str) -> Any:
         raise ValueError(error.text) from None
 
 
-def _parser(path: Path) -> Callable[[str], ParsedFile]:
+def _parser(path: Path) -> Callable[[str, int], ParsedFile]:
     parsers = {
         ".yaml": _parse_yaml,
         ".yml": _parse_yaml,
@@ -93,25 +115,59 @@ def _parser(path: Path) -> Callable[[str], ParsedFile]:
     return parsers[suffix]
 
 
-def _read_text(path: Path) -> str:
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _ParseError(f"The file is not encoded in UTF-8 ({error}).") from None
+        with open_regular_file(path) as file:
+            contents = file.read(max_bytes + 1)
     except FileNotFoundError:
         names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise _ParseError(f"There is no such file.{nearest(path.name, names)}") from None
     except (OSError, ValueError) as error:
         raise _ParseError(f"The file cannot be read ({error}).") from None
+    if len(contents) > max_bytes:
+        limit = file_limits.config_bytes
+        raise _ParseError(
+            f"The file, with those that it is included by and with, has more than {limit:,} bytes. "
+            "hookline.file_limits.config_bytes allows more."
+        )
+    return contents
+
+
+def _decode(contents: bytes) -> str:
+    try:
+        return contents.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _ParseError(f"The file is not encoded in UTF-8 ({error}).") from None
+
+
+def _too_many(line: int | None = None) -> _ParseError:
+    return _ParseError(f"The configuration contains more than {MAX_VALUES:,} values.", line)
 
 
 # -- YAML -----------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A loader that resolves plain scalars by the rules of YAML 1.2."""
+    """A loader that resolves plain scalars by the rules of YAML 1.2, and stops at the limits."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - as PyYAML declares it
+
+    def __init__(self, text: str, max_values: int) -> None:
+        super().__init__(text)
+        self._nodes_left = 2 * max_values + 1  # keys are nodes, too
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next node; PyYAML calls this for each node."""
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            raise _too_many(self.get_mark().line + 1)
+        if self._depth > MAX_DEPTH:
+            raise _ParseError(_TOO_DEEP, self.get_mark().line + 1)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 for _tag, _pattern in {
@@ -127,14 +183,14 @@ for _tag, _pattern in {
     )
 
 
-def _parse_yaml(text: str) -> ParsedFile:
+def _parse_yaml(text: str, max_values: int = MAX_VALUES) -> ParsedFile:
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, max_values)
         try:
             root = loader.get_single_node()
-            constructor = _YamlConstructor(loader)
+            constructor = _YamlConstructor(max_values)
             values = None if root is None else constructor.construct(root, ())
-            return ParsedFile(values, constructor.lines)
+            return ParsedFile(values, constructor.lines, max_values - constructor.values_left)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -193,18 +249,15 @@ def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
 class _YamlConstructor:
     """Constructs plain values from YAML nodes, and collects the lines of keys."""
 
-    def __init__(self, loader: _Loader) -> None:
-        self._loader = loader
-        self._flattened: set[int] = set()
-        self._count = 0
+    def __init__(self, max_values: int) -> None:
+        self._pairs: dict[int, dict[str, tuple[Any, Any]] | None] = {}
+        self.values_left = max_values
         self.lines: dict[Key, int] = {}
 
     def construct(self, node: Any, key: Key) -> Any:
         line = node.start_mark.line + 1
         self.lines.setdefault(key, line)
-        self._count += 1
-        if self._count > MAX_VALUES:
-            raise _ParseError(f"The file contains more than {MAX_VALUES:,} values.", line)
+        self._count(line)
         if len(key) > MAX_DEPTH:
             raise _ParseError(_TOO_DEEP, line)
         if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
@@ -215,28 +268,45 @@ class _YamlConstructor:
             return _scalar(node)
         raise _unknown_tag(node)
 
+    def _count(self, line: int) -> None:
+        self.values_left -= 1
+        if self.values_left < 0:
+            raise _too_many(line)
+
     def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
-        if id(node) not in self._flattened:
-            self._flattened.add(id(node))
-            _check_duplicates(node)
-            self._loader.flatten_mapping(node)  # puts the keys of `<<` first, so that others win
         mapping: dict[str, Any] = {}
-        for name_node, value in node.value:
-            name = _key_text(name_node)
+        for name, (name_node, value) in self._merged_pairs(node).items():
             self.lines[*key, name] = name_node.start_mark.line + 1
             mapping[name] = self.construct(value, (*key, name))
         return mapping
 
-
-def _check_duplicates(node: Any) -> None:
-    seen: dict[str, int] = {}
-    for name_node, _ in node.value:
-        if name_node.tag == _MERGE_TAG:
-            continue
-        name, line = _key_text(name_node), name_node.start_mark.line + 1
-        if name in seen:
-            raise _ParseError(f"Duplicate key '{name}', first given in line {seen[name]}.", line)
-        seen[name] = line
+    def _merged_pairs(self, node: Any) -> dict[str, tuple[Any, Any]]:
+        """Return the keys and values of a mapping, with those of the mappings in its `<<`."""
+        line = node.start_mark.line + 1
+        known = self._pairs.setdefault(id(node), None)
+        if known is not None:
+            return known
+        own: dict[str, tuple[Any, Any]] = {}
+        merged: dict[str, tuple[Any, Any]] = {}
+        for name_node, value in node.value:
+            if name_node.tag == _MERGE_TAG:
+                for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if self._pairs.get(id(source), own) is None:
+                        raise _ParseError("A mapping merges itself with `<<`.", line)
+                    if not isinstance(source, yaml.MappingNode):
+                        raise _ParseError("`<<` needs a mapping, or a list of mappings.", line)
+                    for name, pair in self._merged_pairs(source).items():
+                        self._count(line)
+                        merged.setdefault(name, pair)
+                continue
+            name, name_line = _key_text(name_node), name_node.start_mark.line + 1
+            if name in own:
+                first = own[name][0].start_mark.line + 1
+                text = f"Duplicate key '{format_name(name)}', first given in line {first}."
+                raise _ParseError(text, name_line)
+            own[name] = name_node, value
+        self._pairs[id(node)] = pairs = merged | own
+        return pairs
 
 
 def _key_text(node: Any) -> str:
@@ -251,7 +321,7 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
     "merge": str,
     "null": lambda text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
-    "int": lambda text: int(text, 0 if text[:2] in ("0o", "0x") else 10),
+    "int": lambda text: _check_integer(int(text, 0 if text[:2] in ("0o", "0x") else 10)),
     "float": lambda text: float(text.replace(".inf", "inf").replace(".nan", "nan").lower()),
 }
 
@@ -264,36 +334,40 @@ def _scalar(node: Any) -> Any:
         return _SCALARS[kind](node.value)
     except (ValueError, KeyError):
         text = f"{format_value(node.value)} is not a valid {kind}."
+        if kind == "int" and len(node.value) > 500:
+            text += " It has too many digits."
         raise _ParseError(text, node.start_mark.line + 1) from None
 
 
 def _unknown_tag(node: Any) -> _ParseError:
     tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
-    return _ParseError(f"Unknown tag '{tag}'.", node.start_mark.line + 1)
+    return _ParseError(f"Unknown tag '{format_name(tag)}'.", node.start_mark.line + 1)
 
 
 # -- JSON -----------------------------------------------------------------------------------------
 
 
-def _parse_json(text: str) -> ParsedFile:
+def _parse_json(text: str, max_values: int) -> ParsedFile:
     try:
-        values = _to_plain(json.loads(text, object_pairs_hook=_unique_pairs))
+        loaded = json.loads(text, object_pairs_hook=_unique_pairs)
     except json.JSONDecodeError as error:
         raise _ParseError(f"Not valid JSON: {error.msg}.", error.lineno) from None
     except (RecursionError, ValueError) as error:
         raise _ParseError(f"Not valid JSON: {error}.") from None
+    values, count = _to_plain(loaded, max_values)
     try:
         # YAML includes JSON, apart from tabs, which JSON does not allow within strings.
-        return ParsedFile(values, _parse_yaml(text.replace("\t", " ")).lines)
+        lines = _parse_yaml(text.replace("\t", " "), max_values).lines
     except _ParseError:  # rare characters that only JSON allows: no lines
-        return ParsedFile(values)
+        lines = {}
+    return ParsedFile(values, lines, count)
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for name, value in pairs:
         if name in mapping:
-            raise _ParseError(f"Duplicate key '{name}'.")
+            raise _ParseError(f"Duplicate key '{format_name(name)}'.")
         mapping[name] = value
     return mapping
 
@@ -301,95 +375,46 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # -- TOML -----------------------------------------------------------------------------------------
 
 
-def _parse_toml(text: str) -> ParsedFile:
+def _parse_toml(text: str, max_values: int) -> ParsedFile:
+    if has_deep_key(text, MAX_DEPTH):
+        raise _ParseError(_TOO_DEEP)
     try:
-        values = tomllib.loads(text)
+        loaded = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _ParseError(f"Not valid TOML: {error}.", _toml_error_line(text)) from None
+        line = find_error_line(text, error)
+        raise _ParseError(f"Not valid TOML: {error}.", line) from None
     except (RecursionError, ValueError) as error:
         raise _ParseError(f"Not valid TOML: {error}.") from None
-    return ParsedFile(_to_plain(values), _toml_lines(text))
+    values, count = _to_plain(loaded, max_values)
+    return ParsedFile(values, find_key_lines(text), count)
 
 
-def _toml_lines(text: str) -> dict[Key, int]:
-    """Return the line of each key of a valid text: the first line of its statement."""
-    lines: dict[Key, int] = {}
-    table: Key = ()
-    indices: dict[Key, int] = {}  # of the last item of each array of tables
-    for start, statement in _toml_statements(text):
-        parsed = tomllib.loads(statement)
-        if statement.lstrip().startswith("["):
-            *_, path = _paths(parsed)
-            names = tuple(part for part in path if isinstance(part, str))
-            table = _with_indices(names, indices)
-            if len(names) < len(path):  # `[[name]]`, parsed as a list
-                indices[table] = indices.get(table, -1) + 1
-                table = (*table, indices[table])
-            lines[table] = start
-        else:
-            for path in _paths(parsed):
-                lines.setdefault((*table, *path), start)
-    return lines
+def _to_plain(value: Any, max_values: int) -> tuple[Any, int]:
+    """Return values as all formats have them, and their number.
 
-
-def _toml_error_line(text: str) -> int:
-    """Return the first line of the first statement that makes a text invalid."""
-    statements = list(_toml_statements(text))
-    ends = [start + statement.count("\n") - 1 for start, statement in statements]
-    lines = text.split("\n")
-    first = bisect_left(ends, True, key=lambda end: not _is_toml("\n".join(lines[:end])))
-    return statements[first][0]
-
-
-def _toml_statements(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each table header, key and value, comment or blank line, with its first line number.
-
-    A statement that is not valid is extended by the next line: arrays and strings may go on over
-    several lines, and are only valid when they are closed. Invalid statements go on to the end.
+    TOML's dates and times become strings.
     """
-    statement, start = "", 1
-    for number, line in enumerate(text.split("\n"), 1):
-        statement += line + "\n"
-        if _is_toml(statement):
-            yield start, statement
-            statement, start = "", number + 1
-    if statement:
-        yield start, statement
+    count = 0
+
+    def convert(value: Any, depth: int) -> Any:
+        nonlocal count
+        count += 1
+        if count > max_values:
+            raise _too_many()
+        if depth > MAX_DEPTH:
+            raise _ParseError(_TOO_DEEP)
+        if isinstance(value, dict):
+            return {name: convert(inner, depth + 1) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [convert(inner, depth + 1) for inner in value]
+        if isinstance(value, int):
+            return _check_integer(value)
+        return value.isoformat() if isinstance(value, datetime | date | time) else value
+
+    return convert(value, 0), count
 
 
-def _is_toml(text: str) -> bool:
-    try:
-        tomllib.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _paths(value: Any, path: Key = ()) -> Iterator[Key]:
-    """Yield the path of each value within a value, outer before inner."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for name, inner in items:
-        yield (*path, name)
-        if isinstance(inner, dict | list):
-            yield from _paths(inner, (*path, name))
-
-
-def _with_indices(names: tuple[str, ...], indices: dict[Key, int]) -> Key:
-    """Return the key of a table, with the index of each array of tables that it is in."""
-    key: Key = ()
-    for i, name in enumerate(names):
-        key = (*key, name)
-        if key in indices and i < len(names) - 1:
-            key = (*key, indices[key])
-    return key
-
-
-def _to_plain(value: Any, depth: int = 0) -> Any:
-    """Return values as all formats have them: TOML's dates and times become strings."""
-    if depth > MAX_DEPTH:
-        raise _ParseError(_TOO_DEEP)
-    if isinstance(value, dict):
-        return {name: _to_plain(inner, depth + 1) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_to_plain(inner, depth + 1) for inner in value]
-    return value.isoformat() if isinstance(value, datetime | date | time) else value
+def _check_integer(value: int) -> int:
+    if value.bit_length() > _MAX_BITS:
+        raise _ParseError("An integer has more than 1,000 digits.")
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,8 +18,14 @@ from hookline.config_files.config_tree import (
 )
 from hookline.config_files.config_validation import check_objects, validate
 from hookline.config_files.merging import merge_files, parse_override
+from hookline.config_files.project import (
+    find_import_folder,
+    find_project,
+    find_trusted_packages,
+)
 from hookline.config_files.trust import Trust, importable, is_in, load_object
 from hookline.errors import ConfigError, nearest
+from hookline.masking import mask_secrets, remember_secrets
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -37,6 +43,7 @@ class Training:
         folder: the project's folder, whose modules can be imported during training.
         loaders: the training data, if the trainer does not have it yet.
         val_loaders: the validation data, likewise.
+        trust: the packages that the caller trusts.
     """
 
     trainer: Trainer
@@ -44,20 +51,22 @@ class Training:
     folder: Path
     loaders: Any = None
     val_loaders: Any = None
+    trust: tuple[str, ...] = ()
 
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration, as in the run's manifest."""
-        from hookline.runs.jsonable import mask_secrets
+        from hookline.runs.jsonable import to_jsonable
 
-        return cast("dict[str, Any]", mask_secrets(self.trainer.config.model_dump(mode="json")))
+        dumped = to_jsonable(self.trainer.config.model_dump(mode="json"))
+        return cast("dict[str, Any]", mask_secrets(dumped))
 
     @property
     def config_hash(self) -> str:
         """The hash of the resolved configuration, as in the run's manifest."""
         from hookline.runs.jsonable import config_hash
 
-        return config_hash(self.config)
+        return config_hash(self.trainer.config.model_dump(mode="json"))
 
     def fit(self, resume_from: Any = None, fork_from: Any = None) -> Trainer:
         """Train; return the trainer."""
@@ -66,12 +75,18 @@ class Training:
             return self.trainer.fit(self.loaders, self.val_loaders, **start)
 
 
-def load_training(path: str | Path, *overrides: str) -> Training:
+def load_training(
+    path: str | Path, *overrides: str, trust: Iterable[str] = (), project: str | Path | None = None
+) -> Training:
     """Return the training that a config file describes, ready to start.
 
     Args:
         path: a YAML, TOML or JSON file.
         overrides: `key=value`, such as `trainer.max_epochs=3`; the value is parsed as YAML.
+        trust: packages that class paths may name, besides those that the environment variable
+            HOOKLINE_TRUST and the project's pyproject.toml name; "*" for all.
+        project: the folder whose modules class paths may name, and whose files may be included; by
+            default that of the current working directory.
 
     Raises:
         FileError: names every mistake, with file, line and key.
@@ -79,13 +94,16 @@ def load_training(path: str | Path, *overrides: str) -> Training:
     from hookline.config_files.building import build_trainer
 
     path = Path(path)
-    tree = merge_files(path, overrides)
+    root = find_project() if project is None else Path(project).resolve()
+    trust = (trust,) if isinstance(trust, str) else tuple(trust)
+    packages = find_trusted_packages(trust, root)
+    tree = merge_files(path, overrides, project=root)
     config = validate(tree)
-    folder = path.resolve().parent
+    folder = find_import_folder(path, root)
     with importable(folder):
-        resolved = check_objects(config, tree, Trust(folder, config.trust))
+        resolved = check_objects(config, tree, Trust(root, packages, folder, path.resolve().parent))
         trainer = build_trainer(config, tree, resolved)
-    return Training(trainer, str(path), folder)
+    return Training(trainer, str(path), folder, trust=trust)
 
 
 # -- a Python function ----------------------------------------------------------------------------
@@ -120,6 +138,7 @@ def load_python(target: str, *overrides: str) -> Training:
         own_folder = folder if place.endswith(".py") else None
         function = _load_function(target, f"{module}.{name}", own_folder)
         arguments = _parse_arguments(target, function, overrides)
+        remember_secrets(arguments)
         result = function(**arguments)
     trainer, *data = result if isinstance(result, tuple) else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:

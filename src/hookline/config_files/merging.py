@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +14,89 @@ from hookline.config_files.config_tree import (
     FileError,
     Key,
     Problem,
+    ProblemList,
     format_key,
     format_value,
 )
-from hookline.config_files.file_parsing import parse_file, parse_value
+from hookline.config_files.file_parsing import MAX_DEPTH, MAX_VALUES, parse_file, parse_value
 from hookline.config_files.references import resolve_references, split_key
+from hookline.files.limits import file_limits
+from hookline.masking import remember_secrets
 
 __all__ = ["merge_files", "parse_override"]
 
+MAX_FILES = 100
+MAX_INCLUDE_DEPTH = 10
 _NULLS = ("null", "Null", "NULL", "~")
 
 
+@dataclass
+class _Includes:
+    """What the files of a configuration have in common.
+
+    Attributes:
+        folders: the folders that files may be included from.
+        environment: the environment variables.
+        count: the number of files read so far.
+        bytes_left: how many bytes the remaining files may have together.
+        values_left: how many values they may have.
+    """
+
+    folders: tuple[Path, ...]
+    environment: Mapping[str, str]
+    count: int = 0
+    bytes_left: int = field(default_factory=lambda: file_limits.config_bytes)
+    values_left: int = MAX_VALUES
+
+    def find_problem(self, path: Path, depth: int) -> str | None:
+        """Return why a file is not included, or None if it may be."""
+        if self.count > MAX_FILES:
+            return f"The configuration includes more than {MAX_FILES} files."
+        if depth > MAX_INCLUDE_DEPTH:
+            return f"Files include each other in more than {MAX_INCLUDE_DEPTH} levels."
+        folder = path.parent.resolve()
+        if not any(one in (folder, *folder.parents) for one in self.folders):
+            return (
+                f"It is outside of the project ({self.folders[0]}). Move it there, or run the "
+                "command in a folder that contains both."
+            )
+        return None
+
+
 def merge_files(
-    path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+    path: Path,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+    project: Path | None = None,
 ) -> ConfigTree:
     """Return the configuration of a file and of all files it includes.
 
     Args:
-        path: the file.
+        path: the file; it may be a link.
         overrides: `key=value`, applied in this order to the merged files.
         environment: the environment variables; by default those of the process.
+        project: the folder of the project. Files are included from it, and from the file's folder.
 
     Raises:
         FileError: names everything that cannot be read or resolved.
     """
     environment = os.environ if environment is None else environment
-    tree = _merge_includes(path, str(path), environment, ())
-    problems: list[Problem] = []
+    try:
+        folder = path.parent.resolve()
+        file = path.resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FileError([Problem(str(path), None, "", f"It cannot be read ({error}).")]) from None
+    includes = _Includes((folder if project is None else project, folder), environment)
+    tree = _merge_includes(folder / path.name, str(path), includes, (), file)
+    problems = ProblemList()
     for text in overrides:
         try:
             _apply_override(tree, text)
         except ValueError as error:
             problems.append(Problem(COMMAND_LINE, None, "", str(error)))
-    if problems:
-        raise FileError(problems)
+    problems.raise_any()
     resolve_references(tree, environment)
+    remember_secrets(tree.values)
     return tree
 
 
@@ -55,46 +104,60 @@ def merge_files(
 
 
 def _merge_includes(
-    path: Path, name: str, environment: Mapping[str, str], including: tuple[str, ...]
+    path: Path,
+    name: str,
+    includes: _Includes,
+    including: tuple[Path, ...],
+    target: Path | None = None,
 ) -> ConfigTree:
-    """Return a file, called `name` in messages, merged over the files it includes."""
-    resolved_path = str(path.resolve())
-    if resolved_path in including:
-        chain = " includes ".join(Path(file).name for file in (*including, resolved_path))
+    """Return a file, called `name` in messages, merged over the files it includes.
+
+    Args:
+        path: the file.
+        name: its name in messages.
+        includes: what the files have in common.
+        including: the files that lead to it.
+        target: the file to read, if the path is a link that may be followed.
+    """
+    place = path.parent.resolve() / path.name
+    if place in including:
+        chain = " includes ".join(file.name for file in (*including, place))
         raise FileError([Problem(name, None, "include", f"Files include each other: {chain}.")])
-    parsed = parse_file(path, name)
+    includes.count += 1
+    reason = includes.find_problem(path, len(including))
+    if reason is not None:
+        raise FileError([Problem(name, None, "", reason)])
+    parsed = parse_file(place, name, includes.bytes_left, includes.values_left, target)
+    includes.bytes_left -= parsed.size
+    includes.values_left -= parsed.count
     own = ConfigTree(name, parsed.values, {key: (name, line) for key, line in parsed.lines.items()})
     merged = ConfigTree(name, {}, {})
-    problems: list[Problem] = []
-    for key, include in _pop_includes(own, environment, problems):
+    problems = ProblemList()
+    for key, include in _pop_includes(own, includes.environment, problems):
         file, included_name = path.parent / include, str(Path(name).parent / include)
         try:
-            included = _merge_includes(
-                file, included_name, environment, (*including, resolved_path)
-            )
-            _merge_tree(merged, included)
+            _merge_tree(merged, _merge_includes(file, included_name, includes, (*including, place)))
         except FileError as error:
             for problem in error.problems:
                 has_place = problem.line is not None or problem.key
                 text = f"'{problem.file}': {problem.text}"
                 problems.append(problem if has_place else own.problem(key, text))
-        except (OSError, ValueError) as error:  # a name that no file can have
+        except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have
             problems.append(own.problem(key, f"{format_value(include)} cannot be read ({error})."))
-    if problems:
-        raise FileError(problems)
+    problems.raise_any()
     _merge_tree(merged, own)
     return merged
 
 
 def _pop_includes(
-    tree: ConfigTree, environment: Mapping[str, str], problems: list[Problem]
+    tree: ConfigTree, environment: Mapping[str, str], problems: ProblemList
 ) -> list[tuple[Key, str]]:
     """Remove `include` from a tree; return the key and the name of each file."""
     includes = ConfigTree(tree.file, {"include": tree.values.pop("include", None)}, tree.places)
     try:
         resolve_references(includes, environment)
     except FileError as error:
-        problems += error.problems
+        problems.extend(error.problems)
         return []
     given = includes.values["include"]
     names: list[Any] = [] if given is None else given if isinstance(given, list) else [given]
@@ -120,7 +183,7 @@ def _merge_values(base: ConfigTree, old: Any, new: Any, key: Key) -> Any:
     if not are_mappings or (
         "class_path" in new and "class_path" in old and new["class_path"] != old["class_path"]
     ):
-        base.forget_places(key)
+        base.forget_places(key, old)
         return new
     merged = dict(old)
     for name, value in new.items():
@@ -145,6 +208,8 @@ def parse_override(text: str) -> tuple[Key, Any]:
             f"{format_value(text)} is not a valid override. Expected key=value, such as "
             "trainer.max_epochs=3 or hooks.0.every=5."
         )
+    if len(parts) > MAX_DEPTH:
+        raise ValueError(f"{format_value(text)} has more than {MAX_DEPTH} parts.")
     try:
         value = parse_value(value_text)
     except ValueError as error:
@@ -178,11 +243,11 @@ def _apply_override(tree: ConfigTree, text: str) -> None:
         else:
             raise ValueError(  # noqa: TRY004 - an invalid override, like all others
                 f"'{format_key(parts)}' cannot be set: '{format_key(key)}' is "
-                f"{format_value(current)}, which has no keys."
+                f"{format_value(current, key)}, which has no keys."
             )
         key = (*key, last)
+    tree.forget_places(key, parent[last])
     parent[last] = value
-    tree.forget_places(key)
     tree.places[key] = (COMMAND_LINE, None)
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from hookline.config.hook_items import SECTIONS
-from hookline.config_files.config_tree import ConfigTree, Key, Problem, format_value
+from hookline.config_files.config_tree import (
+    ConfigTree,
+    Key,
+    ProblemList,
+    format_name,
+    format_value,
+)
 from hookline.config_files.file_model import HookConfig, LoaderConfig, TrainingConfig
 from hookline.config_files.trust import load_object
 from hookline.errors import nearest
@@ -49,7 +55,7 @@ class ObjectSpec:
 
 
 def iterate_specs(
-    config: TrainingConfig, tree: ConfigTree, problems: list[Problem]
+    config: TrainingConfig, tree: ConfigTree, problems: ProblemList
 ) -> Iterator[ObjectSpec]:
     """Yield every object, including objects within objects; add malformed ones to `problems`."""
     for name in ("model", "optimizer", "scheduler", "loss_fn", "step_fn", "tokens_fn"):
@@ -113,7 +119,7 @@ def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, Hoo
 
 
 def _specs_within(
-    value: Any, key: Key, tree: ConfigTree, problems: list[Problem]
+    value: Any, key: Key, tree: ConfigTree, problems: ProblemList
 ) -> Iterator[ObjectSpec]:
     """Yield the objects within a value."""
     if isinstance(value, list):
@@ -128,12 +134,12 @@ def _specs_within(
 
 
 def _spec_of(
-    value: Mapping[str, Any], key: Key, tree: ConfigTree, problems: list[Problem]
+    value: Mapping[str, Any], key: Key, tree: ConfigTree, problems: ProblemList
 ) -> Iterator[ObjectSpec]:
     known_problems = len(problems)
     for name in value:
         if name not in _KEYS:
-            text = f"Unknown key '{name}'.{nearest(name, _KEYS)} The keys here are: "
+            text = f"Unknown key '{format_name(name)}'.{nearest(name, _KEYS)} The keys here are: "
             problems.append(tree.problem((*key, name), text + ", ".join(_KEYS) + "."))
     path, args, call = value["class_path"], value.get("init_args"), value.get("call", True)
     args = {} if args is None else args
@@ -161,12 +167,14 @@ def _is_path(text: str) -> bool:
 # -- arguments ------------------------------------------------------------------------------------
 
 
-def find_argument_problems(spec: ObjectSpec, target: Any, tree: ConfigTree) -> list[Problem]:
-    """Return the arguments that do not match the signature of a class or function."""
+def find_argument_problems(
+    spec: ObjectSpec, target: Any, tree: ConfigTree, problems: ProblemList
+) -> None:
+    """Add the arguments that do not match the signature of a class or function."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):  # some functions written in C have no signature
-        return []
+        return
     name = spec.path.rpartition(".")[2]
     key: Key = spec.key if spec.key[-1] == "loader" else (*spec.key, "init_args")
     parameters = list(signature.parameters.values())
@@ -180,23 +188,24 @@ def find_argument_problems(spec: ObjectSpec, target: Any, tree: ConfigTree) -> l
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in taken
     }
     open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    texts: dict[str, str | None] = {}
     for argument, value in spec.args.items():
+        text: str | None = None
         if argument in known:
-            texts[argument] = _find_value_problem(target, known[argument], value)
+            text = _find_value_problem(target, known[argument], value)
         elif argument in taken:
             text = f"The argument '{argument}' of {name} is passed automatically. Remove it."
-            texts[argument] = text
         elif not open_ended:
             valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
             hint = nearest(argument, known)
-            texts[argument] = f"{name} has no argument '{argument}'.{hint} {valid}"
+            text = f"{name} has no argument '{format_name(argument)}'.{hint} {valid}"
+        if text is not None:
+            problems.append(tree.problem((*key, argument), text))
     missing = [
         one.name for one in known.values() if one.default is one.empty and one.name not in spec.args
     ]
     if missing and (spec.is_called or isinstance(target, type)):
-        texts[missing[0]] = f"{name} requires the argument '{missing[0]}'."
-    return [tree.problem((*key, one), text) for one, text in texts.items() if text is not None]
+        text = f"{name} requires the argument '{missing[0]}'."
+        problems.append(tree.problem((*key, missing[0]), text))
 
 
 def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:
@@ -227,7 +236,7 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
         hint = " To create an instance, remove `call: false`."
     elif isinstance(value, str) and _is_path(value) and "instance of" in problem:
         hint = f" To create it, write {{class_path: {value}}}."
-    return f"It is {format_value(value)}. {problem}.{hint}"
+    return f"It is {format_value(value, (parameter.name,))}. {problem}.{hint}"
 
 
 def contains_object(value: Any) -> bool:

@@ -23,7 +23,7 @@ from hookline.config_files.config_tree import (
     ConfigTree,
     FileError,
     Key,
-    Problem,
+    ProblemList,
     format_key,
     format_value,
 )
@@ -38,7 +38,7 @@ REFERENCE_PATTERN = r"^\$\{[^{}]+\}$"
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}:]*)(?::([^{}]*))?\}|\$\{")
 _NAME = re.compile(r"[^\s{}:.\[\]$]+(?:\.[^\s{}:.\[\]$]+|\[\d+\])*")
 _INDEX = re.compile(r"\[(\d+)\]")
-_MAX_TEXT = 1_000_000  # characters: references within references can multiply text
+_MAX_TEXT = 1_000_000  # characters of all strings: references can multiply text
 _MISSING = object()
 
 
@@ -49,7 +49,7 @@ def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None
         FileError: names every reference that is malformed, cyclic, or refers to nothing.
     """
     resolver = _Resolver(tree, environment)
-    problems: list[Problem] = []
+    problems = ProblemList()
 
     def resolve(value: Any, key: Key) -> Any:
         if isinstance(value, dict):
@@ -63,8 +63,7 @@ def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None
             return value
 
     values = resolve(tree.values, ())
-    if problems:
-        raise FileError(problems)
+    problems.raise_any()
     tree.values = values
 
 
@@ -77,7 +76,7 @@ class _Resolver:
     def __init__(self, tree: ConfigTree, environment: Mapping[str, str]) -> None:
         self._tree, self._environment = tree, environment
         self._active: list[Key] = []  # the strings that are being resolved, outermost first
-        self._count = self._depth = 0
+        self._count = self._depth = self._length = 0
 
     def resolve(self, value: Any, key: Key) -> Any:
         """Return a copy of a value in which all references are replaced."""
@@ -106,8 +105,9 @@ class _Resolver:
                 value, is_text = self._find_value(single)
                 return _typed(value) if is_text else value
             result = _REFERENCE.sub(self._text_of, text)
-            if len(result) > _MAX_TEXT:
-                self._fail(f"The text has more than {_MAX_TEXT:,} characters.")
+            self._length += len(result)
+            if self._length > _MAX_TEXT:
+                self._fail(f"References multiply text to more than {_MAX_TEXT:,} characters.")
             return result
         finally:
             self._active.pop()

@@ -10,6 +10,7 @@ from typing import Any
 from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError, listed
+from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint
@@ -95,7 +96,8 @@ def describe_resume_command(training: Training, overrides: Sequence[str]) -> str
     run = training.trainer.run
     if run is None or training.trainer.status in ("completed", "stopped"):
         return ""
-    command = ["hookline", "train", training.source, *overrides]
+    trust = [part for name in training.trust for part in ("--trust", name)]
+    command = ["hookline", "train", training.source, *mask_arguments(overrides), *trust]
     try:
         find_checkpoint(run.path)
     except CheckpointError:

@@ -1,8 +1,9 @@
-"""Trust in class paths: the packages that a config file may import code from."""
+"""Trust in class paths: what a config file may name, because naming it runs its code."""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
@@ -13,74 +14,113 @@ from pkgutil import iter_modules
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from hookline.config.hook_names import known_hooks
-from hookline.errors import listed, nearest
+from hookline.config.hook_names import packaged_hooks
+from hookline.config_files.default_trust import DESCRIPTION, is_default_path, is_default_target
+from hookline.config_files.project import VARIABLE
+from hookline.errors import nearest
+from hookline.printable import printable
 
 __all__ = ["Trust", "importable", "load_object"]
 
-_ALWAYS = ("hookline", "torch")
 _DEFINED_IN_MODULES = (type, FunctionType, BuiltinFunctionType, MethodType)
 _projects: set[Path] = set()  # the folders that this process imported modules from
 
 
 class Trust:
-    """The packages that class paths may name, because importing a module runs its code.
+    """The objects that class paths may name.
 
     Args:
-        folder: the project's folder, whose modules are trusted.
-        packages: further packages or modules; "*" for all.
+        project: the project's folder, whose modules are trusted.
+        packages: further packages, modules or class paths; "*" for all.
+        folder: the folder in it that modules are imported from; by default the project's.
+        file_folder: the folder of the config file; if it is not in the project, a message says
+            that its modules are not trusted.
     """
 
-    def __init__(self, folder: Path, packages: Iterable[str] = ()) -> None:
-        self.folder = folder.resolve()
+    def __init__(
+        self,
+        project: Path,
+        packages: Iterable[str] = (),
+        folder: Path | None = None,
+        file_folder: Path | None = None,
+    ) -> None:
+        self.project = project.resolve()
+        self.folder = self.project if folder is None else folder.resolve()
         self.packages = tuple(packages)
+        self._foreign_folder = None if file_folder == self.folder else file_folder
 
     def find_problem(self, path: str) -> str | None:
-        """Return why a class path is not trusted, or None if it is. Nothing is imported."""
-        if any(part.startswith("__") for part in path.split(".")):
-            return f"'{path}' has a part that begins with '__'. Expected a class or a function."
-        if self._trusts(path) or self._is_in_project(path.partition(".")[0]):
+        """Return why a class path is not trusted, or None if it may be. Nothing is imported."""
+        shown = printable(path, 80)
+        parts = path.split(".")
+        if not all(part.isidentifier() for part in parts):
+            return f"'{shown}' is not a class path, `package.module.Name`."
+        if any(part.startswith("__") for part in parts):
+            return f"'{shown}' has a part that begins with '__'. Expected a class or a function."
+        top = parts[0]
+        if self._trusts(path) or self._is_in_project(top) or path in _plug_ins():
             return None
-        top = path.partition(".")[0]
+        if is_default_path(path):
+            return None
+        foreign = self._foreign_folder
+        if foreign is not None and PathFinder.find_spec(top, [str(foreign)]) is not None:
+            return (
+                f"'{shown}': '{top}' beside the file is not trusted: the file is not in the "
+                f"project ({self.project}). If you trust it, run the command in the file's folder."
+            )
         if not _is_installed(top):
             modules = [module.name for module in iter_modules([str(self.folder)])]
-            return f"'{path}': There is no module '{top}'.{nearest(top, modules)}"
-        return f"'{path}' is not trusted, and importing it would run its code. {self._advice(path)}"
+            return f"'{shown}': There is no module '{printable(top, 80)}'.{nearest(top, modules)}"
+        known = dir(sys.modules[top]) if top in ("torch", "hookline") else parts
+        if len(parts) > 1 and parts[1] not in known:
+            return f"'{shown}': '{top}' has no module '{parts[1]}'.{nearest(parts[1], known)}"
+        return (
+            f"'{shown}' is not trusted, and importing it would run its code. {self._advise(path)}"
+        )
 
     def find_target_problem(self, path: str, target: Any) -> str | None:
         """Return why the object at a class path is not trusted, or None if it is.
 
-        A trusted package may also contain objects that it imported from elsewhere.
+        A package also contains objects that it imported from elsewhere.
         """
-        is_in_project = self._is_in_project(path.partition(".")[0])
-        if is_in_project or not isinstance(target, _DEFINED_IN_MODULES):
+        if self._is_in_project(path.partition(".")[0]) or path in (*self.packages, *_plug_ins()):
             return None
-        module = getattr(target, "__module__", None)
-        if not isinstance(module, str) or self._trusts(module):
+        if self._trusts(path):
+            module = getattr(target, "__module__", None)
+            if not isinstance(target, _DEFINED_IN_MODULES) or not isinstance(module, str):
+                return None
+            if self._trusts(module) or self._is_in_project(module.partition(".")[0]):
+                return None
+            if is_default_path(f"{module}.{target.__qualname__}"):
+                return None
+            text = f"'{path}' is defined in '{module}', which is not trusted."
+            return f"{text} {self._advise(module)}"
+        if is_default_path(path) and is_default_target(path, target, _load(path)[0]):
             return None
-        if self._is_in_project(module.partition(".")[0]):
-            return None
-        return f"'{path}' is defined in '{module}', which is not trusted. {self._advice(module)}"
+        return f"'{path}' is not trusted. {self._advise(path)}"
 
     def _trusts(self, path: str) -> bool:
-        hooks = (hook.path.partition(".")[0] for hook in known_hooks().values())
-        trusted = (*_ALWAYS, *self.packages, *hooks)
-        return any(one == "*" or path == one or path.startswith(f"{one}.") for one in trusted)
+        return any(one == "*" or path == one or path.startswith(f"{one}.") for one in self.packages)
 
     def _is_in_project(self, top: str) -> bool:
         """Return whether Python imports this module from the project's folder."""
         loaded = sys.modules.get(top)
-        if loaded is not None:
-            return is_in(loaded, self.folder)
-        return _has_module(self.folder, top)
+        places = _places_of(loaded) if loaded is not None else _find_places(self.folder, top)
+        return any(_is_own(place, self.project) for place in places)
 
-    def _advice(self, path: str) -> str:
+    def _advise(self, path: str) -> str:
         top = path.partition(".")[0]
+        name = printable(path if top in ("torch", "hookline") else top, 80)
         return (
-            f"Trusted are the modules in {self.folder}, {listed([*_ALWAYS, *self.packages])} and "
-            f"installed packages with hooks. If you trust '{top}', add it to the config file: "
-            f"`trust: [{', '.join([*self.packages, top])}]`."
+            f"A file may name modules of the project ({self.project}), {DESCRIPTION}. If you trust "
+            f"'{name}', pass `--trust {name}`, set {VARIABLE}={name}, or add it to the project's "
+            f'pyproject.toml: `[tool.hookline]`, `trust = ["{name}"]`.'
         )
+
+
+def _plug_ins() -> set[str]:
+    """Return the class paths of the hooks of installed packages."""
+    return {hook.path for hook in packaged_hooks()}
 
 
 @contextmanager
@@ -118,37 +158,10 @@ def load_object(path: str) -> Any:
     """Import and return the class or function of a path, or a class's method, `pkg.Net.tiny`.
 
     Raises:
-        LookupError: it does not exist, or its module cannot be imported.
+        LookupError: it does not exist, its module cannot be imported, or the path goes through a
+            module that is imported there, `pkg.os.system`.
     """
-    parts = path.split(".")
-    module: ModuleType | None = None
-    used = 0
-    for used in range(1, len(parts)):
-        name = ".".join(parts[:used])
-        inner = getattr(module, parts[used - 1], None)
-        if module is not None and inner is not None and not isinstance(inner, ModuleType):
-            used -= 1
-            break
-        try:
-            module = import_module(name)
-        except (Exception, SystemExit) as error:  # whatever the module's own code raises
-            if isinstance(error, ModuleNotFoundError) and error.name == name:
-                where = f"'{module.__name__}' has" if module is not None else "There is"
-                known = dir(module) if module is not None else sorted(sys.modules)
-                raise LookupError(
-                    f"{where} no module '{parts[used - 1]}'.{nearest(parts[used - 1], known)}"
-                ) from error
-            raise LookupError(
-                f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
-            ) from error
-    found: Any = module
-    for part in parts[used:]:
-        owner = found
-        try:
-            found = getattr(found, part)
-        except Exception as error:
-            name = getattr(owner, "__name__", "it")
-            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, dir(owner))}") from error
+    _, found = _load(path)
     if isinstance(found, ModuleType):
         kind = "a module; expected a class or a function in it"
     elif not callable(found):
@@ -158,11 +171,86 @@ def load_object(path: str) -> Any:
     raise LookupError(f"It is {kind}.")
 
 
+def _load(path: str) -> tuple[Any, Any]:
+    """Return the object of a path, after the module or class that it was found in."""
+    parts = path.split(".")
+    module: ModuleType | None = None
+    used = 0
+    for used in range(1, len(parts)):
+        inner = getattr(module, parts[used - 1], None)
+        if module is not None and inner is not None and not isinstance(inner, ModuleType):
+            used -= 1
+            break
+        module = _import_module(".".join(parts[:used]), module, inner)
+    owner: Any = None
+    found: Any = module
+    for part in parts[used:]:
+        if isinstance(owner, type) and isinstance(found, ModuleType):
+            raise _detour(path, found)
+        owner = found
+        try:
+            found = getattr(found, part)
+        except Exception as error:
+            name = getattr(owner, "__name__", "it")
+            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, dir(owner))}") from error
+    return owner, found
+
+
+def _import_module(name: str, parent: ModuleType | None, attribute: Any) -> ModuleType:
+    """Import a module of a package; `attribute` is what the package has under its name."""
+    try:
+        return import_module(name)
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        if not isinstance(error, ModuleNotFoundError) or error.name != name:
+            raise LookupError(
+                f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
+            ) from error
+        if isinstance(attribute, ModuleType):
+            raise _detour(name, attribute) from error
+        last = name.rpartition(".")[2]
+        where = f"'{parent.__name__}' has" if parent is not None else "There is"
+        known = dir(parent) if parent is not None else sorted(sys.modules)
+        raise LookupError(f"{where} no module '{last}'.{nearest(last, known)}") from error
+
+
+def _detour(path: str, module: ModuleType) -> LookupError:
+    name = module.__name__
+    return LookupError(f"'{path}' goes through the module '{name}', which is only imported there.")
+
+
 def is_in(module: ModuleType, folder: Path) -> bool:
     """Return whether a module's file is in a folder."""
+    return any(folder in place.parents for place in _places_of(module))
+
+
+def _places_of(module: ModuleType) -> list[Path]:
+    """Return the file of a module, or the folders of a package without one."""
     file = getattr(module, "__file__", None)
-    paths = [file] if isinstance(file, str) else list(getattr(module, "__path__", []))
-    return any(folder in Path(path).resolve().parents for path in paths)
+    places = [file] if isinstance(file, str) else list(getattr(module, "__path__", []))
+    return [Path(place).resolve() for place in places]
+
+
+def _find_places(folder: Path, name: str) -> list[Path]:
+    """Return where Python would import a module from, with a folder first in its search path."""
+    try:
+        spec = PathFinder.find_spec(name, [str(folder), *sys.path])
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+    return [Path(place).resolve() for place in places]
+
+
+def _is_own(place: Path, project: Path) -> bool:
+    """Return whether a module's file is the project's, not of an environment in its folder."""
+    if project not in place.parents:
+        return False
+    if {"site-packages", "dist-packages"} & set(place.relative_to(project).parts):
+        return False
+    installed = (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
+    environments = {Path(one).resolve() for one in installed}
+    return not any(project in one.parents and one in place.parents for one in environments)
 
 
 def _is_installed(name: str) -> bool:
@@ -171,15 +259,3 @@ def _is_installed(name: str) -> bool:
         return name in sys.modules or find_spec(name) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _has_module(folder: Path, name: str) -> bool:
-    """Return whether Python would import a module of this name from the folder."""
-    try:
-        spec = PathFinder.find_spec(name, [str(folder), *sys.path])
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    return any(folder in Path(place).resolve().parents for place in places)

@@ -12,11 +12,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
 from hookline.dispatch.settings import HookSettings
+from hookline.printable import printable, printable_lines
+from hookline.text_tables import format_table
 
 __all__ = ["CallStats", "HookInfo", "HookStatus", "RunClock", "Summary", "make_timing_gaps"]
 
@@ -109,6 +111,8 @@ class HookInfo:
     purpose: str = ""
     cost: str = ""
     critical: bool = False
+    unmasked_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """The options with their secrets, for the configuration hash; never recorded or shown."""
 
     @property
     def enabled(self) -> bool:
@@ -138,11 +142,14 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as plain data."""
-        return {"seconds": self.seconds, "hooks": [asdict(hook) for hook in self.hooks]}
+        hooks = [asdict(replace(hook, unmasked_options={})) for hook in self.hooks]
+        for hook in hooks:
+            del hook["unmasked_options"]
+        return {"seconds": self.seconds, "hooks": hooks}
 
     def __str__(self) -> str:
-        rows = [("hook", "calls", "time", "share", "failures", "status")]
-        rows += [
+        headers = ("hook", "calls", "time", "share", "failures", "status")
+        rows = [
             (
                 h.name,
                 f"{h.calls}",
@@ -153,14 +160,13 @@ class Summary:
             )
             for h in self.hooks
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(row)) for row in rows]
+        lines = [format_table(headers, rows)]
         lines += [
-            f"{hook.name}: last error: {hook.last_error}"
+            f"{printable(hook.name)}: last error: {printable_lines(hook.last_error)}"
             for hook in self.hooks
             if hook.last_error and not hook.critical  # a critical hook's error was raised
         ]
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(lines)
 
 
 class RunClock:

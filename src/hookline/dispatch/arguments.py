@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hookline.context import StepContext
 from hookline.errors import NotSuppliedError, UnknownEventError, nearest
-from hookline.events import Event, find_event
+from hookline.events import NAMES, Event, find_event
 
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager
 
-__all__ = ["EventArguments", "name_positional_arguments"]
+__all__ = ["EventArguments", "make_event_method"]
 
 # Loops of small trainers call these events by position; all other arguments are named.
 _POSITIONS: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +60,18 @@ class EventArguments:
         )
 
 
-def name_positional_arguments(event: str, values: tuple[Any, ...]) -> dict[str, Any]:
+def make_event_method(name: str) -> Callable[..., None]:
+    """Return the method of a manager that fires this event."""
+
+    def fire_event(self: HookManager, *values: Any, **given: Any) -> None:
+        self.fire(name, **_name_positional_arguments(name, values), **given)
+
+    fire_event.__name__ = name
+    fire_event.__doc__ = f"Fire `{NAMES[name]}` by hand, with these arguments."
+    return fire_event
+
+
+def _name_positional_arguments(event: str, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return positional arguments by name, for the events that may be called by position."""
     positions = _POSITIONS.get(event, ())
     if len(values) > len(positions):

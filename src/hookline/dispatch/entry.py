@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hookline.arguments import check_flag, check_name, show_value
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
-from hookline.errors import NameTakenError
+from hookline.errors import ArgumentError, NameTakenError, UnknownHookError, listed, nearest
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank, Ranks
+from hookline.masking import mask_secrets, remember_secrets
 
-__all__ = ["Entry", "RemovedEntry", "choose_name"]
+__all__ = ["Entry", "RemovedEntry", "check_registration", "choose_name", "unknown_hook"]
 
 
 @dataclass(eq=False)
@@ -42,6 +45,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.call_stats = {event: CallStats() for event in self.bindings}
+        for name in self.hook.secret_options:
+            remember_secrets(getattr(self.hook, name, None), is_secret=True)
 
     def is_clocked(self, event: str) -> bool:
         """Return whether each call is timed, because the hook is slow or has a schedule."""
@@ -112,10 +117,11 @@ class Entry:
             calls=sum(stats.calls for stats in self.call_stats.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
-            options=dict(self.hook.hookline_options),
+            options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
             critical=self.critical,
+            unmasked_options=dict(self.hook.hookline_options),
         )
 
     def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
@@ -149,6 +155,23 @@ class RemovedEntry:
         )
 
 
+def check_registration(names: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
+    """Raise for arguments of `add_hook` that are not what they should be, names may be None."""
+    for option, name in names.items():
+        if name is not None:
+            check_name(f"add_hook(…, {option}=…)", name)
+    for option, flag in flags.items():
+        check_flag(f"add_hook(…, {option}=…)", flag)
+
+
+def unknown_hook(name: Any, known: list[str]) -> UnknownHookError:
+    """Return the error for a name that no hook has."""
+    hint = nearest(name, known) if isinstance(name, str) else ""
+    return UnknownHookError(
+        f"There is no hook {show_value(name)}.{hint} There are: {listed(known)}."
+    )
+
+
 def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
     """Return the name of a new hook: the given one, the hook's own, or one from its class.
 
@@ -158,7 +181,9 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
     given = name if name is not None else hook.hookline_name
     if given is not None:
         if not (isinstance(given, str) and given):
-            raise ValueError(f"A hook's name must be a non-empty string, not {given!r}.")
+            raise ArgumentError(
+                f"A hook's name must be a non-empty string, not {show_value(given)}."
+            )
         if given in taken and not replace:
             raise NameTakenError(
                 f"The name '{given}' is taken. Choose another with name=…, or pass replace=True."

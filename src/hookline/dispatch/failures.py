@@ -10,6 +10,7 @@ from hookline.context import read_lazy
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError, RandomNumberError
+from hookline.masking import mask_text
 
 __all__ = ["FailureHandler"]
 
@@ -36,14 +37,14 @@ class FailureHandler:
             raise error
         if isinstance(error, RandomNumberError) and not entry.critical:
             entry.count_failure(method, call)
-            entry.last_error = str(error)
+            entry.last_error = mask_text(str(error))
             self._disable(entry, str(error), logging.WARNING)
             return None
         if isinstance(error, HookFailedError):
             return error  # raised by an event that this hook fired: still fatal
         label = entry.bindings[method].label if method in entry.bindings else method
         streak = entry.count_failure(method, call)
-        entry.last_error = f"{type(error).__name__}: {error}"
+        entry.last_error = mask_text(f"{type(error).__name__}: {error}")
         is_explained = entry.critical and isinstance(error, HooklineError)  # it will be raised
         if self._settings.log_errors and not is_explained:
             log.error(
@@ -77,7 +78,7 @@ class FailureHandler:
         errors = _find_missing_args(entries, event, context)
         if raise_error or not self._settings.isolate:
             raise NotSuppliedError(
-                "\n".join(
+                *(
                     f"{entry.name} ({entry.bindings[event].label}): {error}"
                     for entry, error in errors.items()
                 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.failures import FailureHandler
 from hookline.errors import HookStateError
@@ -56,6 +57,12 @@ def load_states(entries: Sequence[Entry], states: Mapping[str, Mapping[str, Any]
             "Expected what state_dict() returned, a mapping from hook names to states, "
             f"not a {type(states).__name__}."
         )
+    try:
+        states = dict(states.items())
+    except Exception as error:
+        raise HookStateError(
+            f"The states of hooks, a {type(states).__name__}, cannot be read ({show_value(error)})."
+        ) from error
     stateful = {entry.name: entry for entry in entries if entry.has_state}
     report = StateReport(
         tuple(name for name in stateful if name not in states),

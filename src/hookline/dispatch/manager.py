@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from hookline.arguments import check_choice, check_instance, read_items
 from hookline.dispatch.accounting import (
     CallStats,
     HookInfo,
@@ -32,21 +33,26 @@ from hookline.dispatch.accounting import (
     Summary,
     make_timing_gaps,
 )
-from hookline.dispatch.arguments import EventArguments, name_positional_arguments
+from hookline.dispatch.arguments import EventArguments, make_event_method
 from hookline.dispatch.binding import bind
 from hookline.dispatch.dispatcher import DispatcherTable
-from hookline.dispatch.entry import Entry, RemovedEntry, choose_name
+from hookline.dispatch.entry import (
+    Entry,
+    RemovedEntry,
+    check_registration,
+    choose_name,
+    unknown_hook,
+)
 from hookline.dispatch.failures import FailureHandler
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
 from hookline.dispatch.settings import HookSettings, Schedule
 from hookline.errors import (
+    ArgumentError,
     NameTakenError,
     NotSuppliedError,
     RegistrationError,
-    UnknownHookError,
     listed,
-    nearest,
 )
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
@@ -75,6 +81,8 @@ class HookManager:
         settings: HookSettings | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
+        check_instance("settings", settings, HookSettings | None, "HookSettings or None")
+        check_instance("on_change", on_change, Callable | None, "a function or None")
         self.settings = settings or HookSettings()
         self.source = source
         self.raise_on_missing_args = False
@@ -88,7 +96,7 @@ class HookManager:
         self.dispatchers: Any = self._table.dispatchers
         self._failures = FailureHandler(self.settings, self._apply_status)
         self._next_gap = make_timing_gaps()
-        self.register_hooks(hooks or ())
+        self.register_hooks(() if hooks is None else hooks)
 
     # -- registration -----------------------------------------------------------------------------
 
@@ -126,6 +134,10 @@ class HookManager:
                 its class says.
             replace: replace a hook of the same name.
         """
+        check_registration(
+            names={"kind": kind, "before": before, "after": after},
+            flags={"enabled": enabled, "strict": strict, "replace": replace},
+        )
         with self._lock:
             entry = self._make_entry(as_hook(hook, kind), name, replace)
             if kind is not None and kind != entry.hook.hookline_kind:
@@ -174,10 +186,9 @@ class HookManager:
             entries = registration_order(hooks._entries)
             return [self.add_hook(e.hook, e.name, **e.registration()) for e in entries]
         if isinstance(hooks, Hook):
-            raise TypeError(
-                f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
-            )
-        return [self.add_hook(hook) for hook in hooks]
+            message = f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
+            raise ArgumentError(message)
+        return [self.add_hook(hook) for hook in read_items("hooks", hooks, "a list of hooks")]
 
     def remove_hook(self, name: str) -> Hook:
         """Remove a hook and return it. It is not called any more, not even in this event."""
@@ -216,7 +227,7 @@ class HookManager:
         return [entry.name for entry in self._entries]
 
     def __contains__(self, name: object) -> bool:
-        return any(entry.name == name for entry in self._entries)
+        return isinstance(name, str) and any(entry.name == name for entry in self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -232,12 +243,9 @@ class HookManager:
 
     def _entry(self, name: str) -> Entry:
         for entry in self._entries:
-            if entry.name == name:
+            if isinstance(name, str) and entry.name == name:
                 return entry
-        known = self.list_hooks()
-        raise UnknownHookError(
-            f"There is no hook '{name}'.{nearest(str(name), known)} There are: {listed(known)}."
-        )
+        raise unknown_hook(name, self.list_hooks())
 
     def _make_entry(
         self,
@@ -336,6 +344,7 @@ class HookManager:
 
     def listening(self, event: str) -> list[Entry]:
         """Return the entries of the hooks that are called for an event."""
+        check_instance("event", event, str, "the name of an event")
         return [entry for entry in self._entries if entry.enabled and event in entry.bindings]
 
     def guard(self, name: str) -> Callable[..., Any]:
@@ -454,22 +463,10 @@ class HookManager:
 
 def _checked_ranks(entry: Entry, given: Any) -> Ranks:
     ranks: Any = type(entry.hook).ranks if given is None else given
-    if ranks not in get_args(Ranks):
-        raise RegistrationError(
-            f"The ranks of '{entry.name}' are {ranks!r}. Expected {listed(get_args(Ranks))}."
-        )
+    check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
     return cast("Ranks", ranks)
-
-
-def _event_method(name: str) -> Callable[..., None]:
-    def fire_event(self: HookManager, *values: Any, **given: Any) -> None:
-        self.fire(name, **name_positional_arguments(name, values), **given)
-
-    fire_event.__name__ = name
-    fire_event.__doc__ = f"Fire `{NAMES[name]}` by hand, with these arguments."
-    return fire_event
 
 
 # Methods instead of __getattr__, which would slow down every attribute access of the class.
 for _name in NAMES:
-    setattr(HookManager, _name, _event_method(_name))
+    setattr(HookManager, _name, make_event_method(_name))

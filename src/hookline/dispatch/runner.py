@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, MutableSequence
 from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex, overload
 
+from hookline.arguments import read_items
 from hookline.context import StepContext
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
@@ -62,7 +63,7 @@ class HookRunner(HookManager):
     def set_hooks(self, hooks: Iterable[Hook]) -> None:
         """Replace the hooks by these; hooks that stay keep their name, schedule and stats."""
         with self._lock:
-            hooks = list(hooks)
+            hooks = read_items("hooks", hooks, "a list of hooks")
             if len({id(hook) for hook in hooks}) < len(hooks):
                 raise NameTakenError("A hook is in the list twice. Create another instance of it.")
             registered = {id(entry.hook): entry for entry in self._entries}

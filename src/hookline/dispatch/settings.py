@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
+from hookline.arguments import check_flag, check_number, check_whole_number, show_value
+from hookline.errors import ArgumentError
+
 __all__ = ["HookSettings", "Schedule"]
 
 
@@ -29,6 +32,14 @@ class HookSettings:
     budget: Annotated[float, Gt(0)] | None = 0.05
     budget_after: Annotated[float, Ge(0)] = 5.0
     log_errors: bool = True
+
+    def __post_init__(self) -> None:
+        check_flag("HookSettings(isolate=…)", self.isolate)
+        check_flag("HookSettings(log_errors=…)", self.log_errors)
+        check_whole_number("HookSettings(max_failures=…)", self.max_failures, 1)
+        check_number("HookSettings(budget_after=…)", self.budget_after, 0)
+        if self.budget is not None:
+            check_number("HookSettings(budget=…)", self.budget, 0, is_included=False)
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,9 @@ class Schedule:
         _check_int("from_epoch", self.from_epoch, 0)
         rate = self.sample_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
-            raise ValueError(
-                f"sample_rate is {rate!r}; expected a share above 0 and up to 1, such as 0.1. "
+            raise ArgumentError(
+                f"sample_rate is {show_value(rate)}; expected a share above 0 and up to 1, such "
+                "as 0.1. "
                 "To disable a hook, use enabled=False."
             )
 
@@ -71,4 +83,6 @@ class Schedule:
 
 def _check_int(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} is {value!r}; expected a whole number of at least {minimum}.")
+        raise ArgumentError(
+            f"{name} is {show_value(value)}; expected a whole number of at least {minimum}."
+        )

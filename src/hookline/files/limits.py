@@ -56,3 +56,4 @@ class FileLimits:
 
 
 file_limits = FileLimits.from_environment()
+"""The limits in force."""

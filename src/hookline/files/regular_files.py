@@ -11,7 +11,13 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["FileRefusedError", "open_handle", "open_regular_file", "read_regular_file"]
+__all__ = [
+    "FileRefusedError",
+    "describe_kind",
+    "open_handle",
+    "open_regular_file",
+    "read_regular_file",
+]
 
 # Windows has neither. O_NONBLOCK: opening a FIFO does not wait for its writer.
 _FLAGS = (
@@ -37,10 +43,10 @@ def open_handle(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: in
     name = Path(path).name
     try:
         handle = os.open(path, flags | _FLAGS, mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError as error:
-        refused = _describe_kind(path)
+        refused = describe_kind(path)
         if refused is None:
             raise
         raise FileRefusedError(f"{name} is {refused}; expected a regular file") from error
@@ -65,16 +71,23 @@ def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     Raises:
         FileRefusedError: Also if the file is larger than `max_bytes`.
     """
+    contents = b""
     with open_regular_file(path) as file:
-        contents = file.read(max_bytes + 1)
-    if len(contents) > max_bytes:
+        size = os.fstat(file.fileno()).st_size
+        if size <= max_bytes:
+            # Not as much as is allowed: a buffer of that size would be allocated.
+            contents = file.read(size + 1)
+            if len(contents) > size:  # it has grown meanwhile
+                contents += file.read(max_bytes + 1 - len(contents))
+    if max(size, len(contents)) > max_bytes:
         raise FileRefusedError(
             f"{Path(path).name} has more than {max_bytes:,} bytes; hookline.file_limits allows more"
         )
     return contents
 
 
-def _describe_kind(path: str | os.PathLike[str]) -> str | None:
+def describe_kind(path: str | os.PathLike[str]) -> str | None:
+    """Return what a path is if it is not a regular file; None also if there is nothing."""
     try:
         return _name_kind(os.lstat(path).st_mode)
     except OSError:

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import TrainingError, listed, nearest
+from hookline.printable import printable, printable_message
+from hookline.text_tables import join_some
 
 __all__ = [
     "RequiresMetrics",
@@ -36,7 +39,7 @@ def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any 
         return float(value)
     except (TypeError, ValueError):
         raise TrainingError(
-            f"{hook} monitors the metric '{name}', which is {value!r}, not a number."
+            f"{hook} monitors the metric '{name}', which is {show_value(value)}, not a number."
         ) from None
 
 
@@ -64,7 +67,7 @@ def log_or_print(text: str) -> None:
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
     else:
-        print(text, flush=True)
+        print(printable_message(text), flush=True)
 
 
 def number_text(value: Any) -> str:
@@ -72,11 +75,11 @@ def number_text(value: Any) -> str:
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor with many elements
-        return str(value)
+        return printable(value)
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
     """Return names and numbers: `train/loss 0.1234, val/loss 0.2345`."""
-    parts = [f"{name} {number_text(value)}" for name, value in metrics.items()]
-    return ", ".join(parts) or "no metrics"
+    parts = (f"{name} {number_text(value)}" for name, value in metrics.items())
+    return join_some(parts) or "no metrics"

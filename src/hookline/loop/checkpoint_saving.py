@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
 from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
@@ -84,7 +85,7 @@ class CheckpointSaving:
         saved: dict[str, Any] = {}
 
         def encode_state(name: str) -> None:
-            Encoder(f"hooks[{name!r}]").encode(dict(state["hooks"][name]))
+            Encoder(f"hooks[{show_value(name)}]").encode(dict(state["hooks"][name]))
             saved[name] = state["hooks"][name]
 
         for name in state["hooks"]:

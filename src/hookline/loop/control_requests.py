@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from hookline.arguments import as_reason
+
 __all__ = ["ControlRequests"]
 
 
@@ -26,7 +28,7 @@ class ControlRequests:
     def stop(self, reason: str) -> None:
         """Request to stop training; the first reason is kept."""
         if self.stop_reason is None:
-            self.stop_reason = reason
+            self.stop_reason = as_reason(reason)
         self.pending = True
 
     def receive_signal(self, received: signal.Signals) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hookline.arguments import describe_value
+from hookline.errors import TrainingError
 from hookline.loop.random_state import random_state, restore_random_state
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["count_tokens", "evaluation", "samples_in"]
+__all__ = ["count_tokens", "evaluation", "make_counter", "samples_in"]
 
 _TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
 
@@ -35,6 +37,24 @@ def samples_in(batch: Any) -> int:
     """Return the number of samples: the size of the first tensor's first dimension, or 1."""
     first = next(iter(tensors_in(batch)), None)
     return first.shape[0] if first is not None and first.ndim else 1
+
+
+def make_counter(tokens_fn: Callable[[Any], Any]) -> Callable[[Any], int | None]:
+    """Return a user's function that counts tokens, with a check of what it returns."""
+
+    def count(batch: Any) -> int | None:
+        tokens = tokens_fn(batch)
+        if tokens is None or type(tokens) is int:
+            return tokens
+        try:
+            return int(tokens)
+        except Exception as error:
+            raise TrainingError(
+                f"The function that counts tokens returned {describe_value(tokens)}; expected a "
+                "whole number or None."
+            ) from error
+
+    return count
 
 
 def count_tokens(batch: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -30,7 +31,10 @@ class Mean:
         """Add a number, or a tensor with one element."""
         self.weight += weight
         if not isinstance(value, torch.Tensor):
-            self.total += float(value) * weight
+            try:
+                self.total += float(value) * weight
+            except OverflowError:  # an int above the range of floats
+                self.total += math.inf if value > 0 else -math.inf
             return
         self._kept.append(value if weight == 1.0 else value * weight)
         if len(self._kept) >= _MAX_KEPT:

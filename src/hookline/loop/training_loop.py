@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hookline.arguments import (
+    as_reason,
+    check_mapping,
+    check_name,
+    check_whole_number,
+    show_value,
+)
 from hookline.dispatch import HookManager, HooksMixin
+from hookline.errors import ArgumentError
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
@@ -59,9 +67,12 @@ class TrainingLoop(HooksMixin[Manager]):
             idx: the optimizer's number; None for all.
             reason: given to `on_step_skipped`.
         """
-        if idx is not None and not 0 <= idx < len(self.optimizers):
-            raise IndexError(f"There is no optimizer {idx}; there are {len(self.optimizers)}.")
-        self._request_skip(-1 if idx is None else idx, reason)
+        if idx is not None:
+            check_whole_number("skip_optimizer_step(idx)", idx)
+            if idx >= len(self.optimizers):
+                there_are = f"there are {len(self.optimizers)}"
+                raise ArgumentError(f"There is no optimizer {show_value(idx)}; {there_are}.")
+        self._request_skip(-1 if idx is None else idx, as_reason(reason))
 
     def _request_skip(self, idx: int, reason: str) -> None:
         raise NotImplementedError
@@ -72,7 +83,7 @@ class TrainingLoop(HooksMixin[Manager]):
 
     def log_dict(self, values: Mapping[str, Any]) -> None:
         """Record several numbers with this step."""
-        for name, value in values.items():
+        for name, value in check_mapping("log_dict(values)", values).items():
             self.log(name, value)
 
     # -- attributes in checkpoints ----------------------------------------------------------------
@@ -88,9 +99,11 @@ class TrainingLoop(HooksMixin[Manager]):
         object with `state_dict` and `load_state_dict`.
         """
         for name in names:
+            check_name("register_for_checkpoint(name)", name)
             if not hasattr(self, name):
-                raise AttributeError(
-                    f"There is no attribute '{name}' to save. Set it before it is registered."
+                raise ArgumentError(
+                    f"There is no attribute {show_value(name)} to save. Set it before it is "
+                    "registered."
                 )
             if name not in self._saved_attributes:
                 self._saved_attributes += (name,)

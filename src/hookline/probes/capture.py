@@ -13,9 +13,11 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from hookline.arguments import check_instance, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import Rank
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState
@@ -36,8 +38,6 @@ _MEMORY_LIMIT_MB = 1024.0
 
 class NotCapturedError(ProbeError, KeyError):
     """Nothing was captured under this name."""
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class Capture(BuiltIn, Probe):
@@ -262,6 +262,7 @@ class Capture(BuiltIn, Probe):
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
+        check_instance("module", module, str, "the name of a module or tap")
         clean = clean_name(module)  # without the prefixes of wrappers
         candidates = (module, clean, clean.removeprefix("module."))
         return next((self._names[name] for name in candidates if name in self._names), module)
@@ -289,8 +290,10 @@ class Capture(BuiltIn, Probe):
         """Free the states and reset the counts."""
         self._store.forget(self.key)
 
-    def _explain_missing(self, module: str) -> str:
+    def _explain_missing(self, module: Any) -> str:
         known = [*self._names, *self]
+        if not isinstance(module, str):
+            return f"A module or tap has a name, not {show_value(module)}."
         if module in self._names:
             cause = "it was not called, or its states did not fit and were dropped, or were cleared"
             return f"There is no state of '{module}': {cause} ({self.counts})."
@@ -298,7 +301,8 @@ class Capture(BuiltIn, Probe):
         return f"The probe is not attached to '{module}'.{nearest(module, known)} {names}"
 
     def __repr__(self) -> str:
-        return f"<Capture '{self.probe_name}' of {self.modules!r}: {self.counts}>"
+        name, modules = printable(self.probe_name), printable(repr(self.modules))
+        return f"<Capture '{name}' of {modules}: {self.counts}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the options but for a shared store."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hookline.printable import printable
 from hookline.tensors.memory import storages
 from hookline.tensors.nested import map_tensors, tensors_in
 
@@ -92,10 +93,12 @@ class CapturedState(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         names = ("probe", "step", "epoch", "call", "layer_idx")
-        where = [f"{name}={self[name]!r}" for name in names if self[name] is not None]
+        where = [
+            f"{name}={printable(repr(self[name]))}" for name in names if self[name] is not None
+        ]
         values = zip(CONTENTS, self.contents(), strict=True)
         captured = [f"{name}={_with_shapes(value)}" for name, value in values if value is not None]
-        return f"CapturedState({', '.join([repr(self.module), *where, *captured])})"
+        return f"CapturedState({', '.join([printable(repr(self.module)), *where, *captured])})"
 
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}

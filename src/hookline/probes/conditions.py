@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hookline.errors import ConfigError, listed, nearest
+from hookline.arguments import read_items, show_value
+from hookline.errors import ArgumentError, ConfigError, listed, nearest
 from hookline.probes.extractor import call_user_function
 
 __all__ = ["Condition", "Conditions", "read_conditions"]
@@ -41,7 +43,7 @@ class Condition:
             return answer.detach().bool().any()
         if isinstance(answer, bool | int | None) or type(answer).__name__ in ("bool", "bool_"):
             return bool(answer)
-        raise TypeError(
+        raise ArgumentError(
             f"The condition '{self.name}' returned a {type(answer).__name__}. Return a bool or a "
             "tensor."
         )
@@ -49,9 +51,12 @@ class Condition:
 
 def read_conditions(conditions: Conditions) -> list[Condition]:
     """Return the conditions that a user gave; None stands for `"nonfinite"`."""
-    found = list(_each("nonfinite" if conditions is None else conditions))
+    try:
+        found = list(_each("nonfinite" if conditions is None else conditions))
+    except RecursionError:
+        raise ConfigError("The conditions are a list that is too deeply nested.") from None
     if not found:
-        raise ConfigError(f"{conditions!r} contains no condition. Give at least one.")
+        raise ConfigError(f"{show_value(conditions)} contains no condition. Give at least one.")
     return found
 
 
@@ -68,20 +73,26 @@ def _each(given: Any) -> Iterator[Condition]:
         name = getattr(given, "__qualname__", type(given).__qualname__)
         yield Condition(name.rpartition(".<locals>.")[2], function=given)
     elif isinstance(given, Sequence):
-        for condition in given:
+        for condition in read_items("conditions", given, "a list of conditions"):
             yield from _each(condition)
     else:
         raise ConfigError(
-            f"{given!r} is not a condition. Give a name ({listed(_NAMES)}), a mapping such as "
+            f"{show_value(given)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
+            "such as "
             "{'magnitude': 1e4}, a function of a tensor, or a list of these."
         )
 
 
 def _named(name: str, value: Any) -> Condition:
     if name == "magnitude":
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise ConfigError(
-                f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got {value!r}."
+                f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got "
+                f"{show_value(value)}."
             )
         return Condition(f"magnitude above {value:g}", partial(_is_above, value), beside_nan=True)
     if name not in _NAMES:
@@ -90,7 +101,7 @@ def _named(name: str, value: Any) -> Condition:
             f"{listed(_NAMES)}."
         )
     if value is not True:
-        raise ConfigError(f"The condition '{name}' is True or False; got {value!r}.")
+        raise ConfigError(f"The condition '{name}' is True or False; got {show_value(value)}.")
     if name == "dead":
         return Condition("dead", _is_dead)
     return Condition("nonfinite", _is_nonfinite)

@@ -16,6 +16,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from hookline.errors import HookFailedError, ProbeError
 from hookline.hook import Rank
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.conditions import Condition, Conditions, read_conditions
@@ -68,7 +69,8 @@ class Finding:
         call = f", call {self.call}" if self.call else ""
         values = "" if self.low is None else f" (from {self.low:g} to {self.high:g})"
         others = f"; then {len(self.others)} more" if self.others else ""
-        return f"{self.condition}: the {subject} of '{self.module}'{call}{values}{step}{others}"
+        module = printable(self.module)
+        return f"{self.condition}: the {subject} of '{module}'{call}{values}{step}{others}"
 
 
 @dataclass(slots=True, eq=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import torch
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import Rank
 from hookline.options import BuiltIn
@@ -257,7 +259,9 @@ class Edit(BuiltIn, Probe):
     def _check_value(self, value: Any) -> Any:
         """Return the value, or for `patch` the values by the names of modules."""
         operation = self._operation
-        is_valid = isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+        is_valid = isinstance(value, float | torch.Tensor)
+        if isinstance(value, int) and not isinstance(value, bool):
+            is_valid = abs(value) <= sys.float_info.max
         expected = "a number or a tensor"
         if operation == "ablate":
             value = "zero" if value is None else value
@@ -388,7 +392,10 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return f"{type(value).__name__}(…)"
     if isinstance(value, tuple | list | set | frozenset):
-        return [_describe(item) for item in value]
+        try:
+            return [_describe(item) for item in value]
+        except Exception:  # too deeply nested, or a subclass that cannot be read
+            return show_value(value)
     if isinstance(value, slice):
         start, stop = ("" if end is None else end for end in (value.start, value.stop))
         return f"{start}:{stop}" + ("" if value.step is None else f":{value.step}")
@@ -396,7 +403,10 @@ def _describe(value: Any) -> Any:
         return "..."
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    return getattr(value, "__qualname__", None) or repr(value)
+    try:
+        return getattr(value, "__qualname__", None) or show_value(value)
+    except Exception:  # of an object with attributes of its own
+        return show_value(value)
 
 
 def _hash(tensor: torch.Tensor) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
 from hookline.probes.captured_state import Check
@@ -58,7 +59,7 @@ class TensorExtractor:
         self._select = parse_index(select, "select") if is_index else select
         if isinstance(reduce, str) and reduce not in REDUCTIONS:
             raise ConfigError(
-                f"Unknown reduction {reduce!r}.{nearest(reduce, REDUCTIONS)} Use "
+                f"Unknown reduction {show_value(reduce)}.{nearest(reduce, REDUCTIONS)} Use "
                 f"{listed(REDUCTIONS)} or a function."
             )
         self._reduce = reduce
@@ -203,5 +204,5 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        raise ConfigError(f"dtype: torch has no dtype {dtype!r}.{nearest(dtype, names)}")
+        raise ConfigError(f"dtype: torch has no dtype {show_value(dtype)}.{nearest(dtype, names)}")
     return found

@@ -14,6 +14,7 @@ from torch import Tensor
 from hookline.errors import ProbeError
 from hookline.hook import Rank
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.probes.call import Call
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
@@ -21,6 +22,7 @@ from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.sharded import stored_values
+from hookline.text_tables import format_table
 
 __all__ = ["Flow", "FlowRow", "GradientFlow", "gradient_flow"]
 
@@ -66,18 +68,10 @@ class Flow:
 
     def __str__(self) -> str:
         names = ("layer", "norm", "mean abs", "zeros", "ratio", "")
-        table = [names, *(_texts(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in table) for i in range(len(names))]
-        lines = [
-            "  ".join(
-                text.ljust(width) if i in (0, len(names) - 1) else text.rjust(width)
-                for i, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
+        lines = [format_table(names, [_texts(row) for row in self.rows], right=range(1, 5))]
         bad = next((row for row in self.rows if row.mark), None)
         if bad is not None:
-            lines.append(f"The first layer with a problem: '{bad.layer}' ({bad.mark}).")
+            lines.append(f"The first layer with a problem: '{printable(bad.layer)}' ({bad.mark}).")
         return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hookline.arguments import show_value
 from hookline.dispatch import HookManager as Dispatch
 from hookline.errors import ConfigError, NameTakenError, ProbeError, listed
 from hookline.probes.capture import Capture, bytes_of
@@ -96,7 +97,9 @@ class Probes:
         max_states_per_hook: int | None = None,
     ) -> None:
         if not isinstance(enable_intervention, bool):
-            raise ConfigError(f"enable_intervention is True or False, not {enable_intervention!r}.")
+            raise ConfigError(
+                f"enable_intervention is True or False, not {show_value(enable_intervention)}."
+            )
         _check_limit("max_captured_states", max_captured_states, int)
         _check_limit("max_states_per_hook", max_states_per_hook, int)
         _check_limit("memory_limit_mb", memory_limit_mb, int | float)
@@ -222,7 +225,9 @@ class Probes:
         if self._closed:
             raise ProbeError("This manager is closed. Make a new one.")
         if not isinstance(hook_id, str) or not hook_id:
-            raise ProbeError(f"hook_id must be a string that is not empty, not {hook_id!r}.")
+            raise ProbeError(
+                f"hook_id must be a string that is not empty, not {show_value(hook_id)}."
+            )
         if not isinstance(module, torch.nn.Module):
             described = "None" if module is None else f"a {type(module).__name__}"
             raise ProbeError(f"'{hook_id}': expected a torch.nn.Module, got {described}.")
@@ -375,4 +380,4 @@ HookManager = Probes
 def _check_limit(name: str, value: Any, types: Any) -> None:
     is_valid = isinstance(value, types) and not isinstance(value, bool) and value > 0
     if value is not None and not is_valid:
-        raise ConfigError(f"{name} is a number above 0, or None, not {value!r}.")
+        raise ConfigError(f"{name} is a number above 0, or None, not {show_value(value)}.")

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, Union, get_origin
 
 from torch import nn
 
+from hookline.arguments import read_items, show_value
 from hookline.errors import ConfigError, listed
 from hookline.tensors.name_patterns import (
     ModulePlace,
@@ -91,14 +92,16 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
     places = _places(model)
     order = {id(place): position for position, place in enumerate(places)}
     chosen: dict[int, ModulePlace] = {}
-    for item in _flatten(which):
+    for item in _flatten_all(which):
         found = _find(places, item)
         if not found:
             raise ConfigError(_describe_mismatch(places, item))
         for place in found:
             chosen.setdefault(id(place.module), place)
     if not chosen:
-        raise ConfigError(f"No modules were given: got {which!r}. Give at least one name or type.")
+        raise ConfigError(
+            f"No modules were given: got {show_value(which)}. Give at least one name or type."
+        )
     in_order = sorted(chosen.values(), key=lambda place: order[id(place)])
     return {place.name: place.module for place in in_order}
 
@@ -108,9 +111,16 @@ def _places(model: nn.Module) -> list[ModulePlace]:
     return module_places(model)
 
 
+def _flatten_all(which: Any) -> list[Any]:
+    try:
+        return list(_flatten(which))
+    except RecursionError:
+        raise ConfigError("The modules are a list that is too deeply nested.") from None
+
+
 def _flatten(which: Any) -> Iterator[Any]:
     if isinstance(which, list | tuple | set | frozenset):
-        for item in which:
+        for item in read_items("modules", which, "a list of modules"):
             yield from _flatten(item)
     else:
         yield which
@@ -131,7 +141,8 @@ def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
     if callable(item):
         return _filter(places, lambda place: item(place.name, place.module))
     raise ConfigError(
-        f"Modules cannot be chosen by a {type(item).__name__}: {item!r}. Give a name, a glob, a "
+        f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, "
+        "a glob, a "
         "regular expression, a type, a function of name and module, a module, or a list of these."
     )
 
@@ -188,9 +199,11 @@ def _describe_mismatch(places: list[ModulePlace], item: Any) -> str:
         problem = f"No module of the model is a {getattr(item, '__name__', item)}."
         return f"{problem} Its types are: {listed(types)}."
     elif isinstance(item, str):
-        problem = f"No module matches {item!r}.{explain_mismatch(item, names)}"
+        problem = f"No module matches {show_value(item)}.{explain_mismatch(item, names)}"
     elif isinstance(item, re.Pattern):
-        problem = f"No module's whole name matches the regular expression {item.pattern!r}."
+        problem = (
+            f"No module's whole name matches the regular expression {show_value(item.pattern)}."
+        )
     else:
         problem = f"{getattr(item, '__qualname__', item)} chose none of the modules."
     if not names:

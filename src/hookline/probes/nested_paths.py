@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, ProbeError
 from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
@@ -40,7 +41,7 @@ def get_at(value: Any, part: Part, subject: str) -> tuple[tuple[Any, ...], torch
         found = _get_item(found, key, subject)
     if not isinstance(found, torch.Tensor):
         raise ProbeError(
-            f"part={part!r} of the {subject} is a {type(found).__name__}, not a tensor."
+            f"part={show_value(part)} of the {subject} is a {type(found).__name__}, not a tensor."
         )
     return path, found
 
@@ -95,7 +96,9 @@ def _get_item(value: Any, key: Any, subject: str) -> Any:
         return getattr(value, key)
     items = f" with {list(value)}" if isinstance(value, Mapping) else ""
     items = f" of {len(value)}" if isinstance(value, tuple | list) else items
-    raise ProbeError(f"The {subject} has no part {key!r}: it is a {type(value).__name__}{items}.")
+    raise ProbeError(
+        f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{items}."
+    )
 
 
 def _fields(value: Any) -> tuple[str, ...]:
@@ -109,13 +112,14 @@ def parse_index(index: Any, option: str) -> Any:
     """
     if isinstance(index, str):
         parts = (part.strip() for part in index.strip("[] ").split(","))
-        return tuple(_parse_part(part, f"{option}={index!r}") for part in parts)
+        return tuple(_parse_part(part, f"{option}={show_value(index)}") for part in parts)
     for part in index if isinstance(index, tuple) else (index,):
         if not (
             isinstance(part, int | slice | list | torch.Tensor) or part is Ellipsis or part is None
         ):
             raise ConfigError(
-                f"{option}={index!r} is not an index. Give a number, a slice, a list of numbers, a "
+                f"{option}={show_value(index)} is not an index. Give a number, a slice, a list "
+                "of numbers, a "
                 "mask, a tuple of these, or text such as ':, -1'."
             )
     return index
@@ -132,4 +136,6 @@ def _parse_part(part: str, given: str) -> Any:
         return numbers[0]
     if 2 <= len(numbers) <= 3:
         return slice(*numbers)
-    raise ConfigError(f"{given} is not an index: {part!r} is neither a number nor a slice.")
+    raise ConfigError(
+        f"{given} is not an index: {show_value(part)} is neither a number nor a slice."
+    )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hookline.arguments import check_name, show_value
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
 from hookline.probes.attachment import Attachment
@@ -129,6 +130,8 @@ class Probe(Hook):
             guard: Calls the probe's methods; by default they are called directly.
         """
         self.check_permission()
+        if name is not None:
+            check_name("attach(…, name=…)", name)
         if self.attachment is None or self.attachment.root is not model:
             self.detach()
             self.probe_name = name or self.probe_name
@@ -197,7 +200,9 @@ class ForwardSchedule:
 
     def __init__(self, probe: Probe, every: int, guard: Callable[..., Any]) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every is {every!r}; expected a whole number of at least 1.")
+            raise ConfigError(
+                f"every is {show_value(every)}; expected a whole number of at least 1."
+            )
         self._probe = probe
         self._every = every
         self._guard = guard

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hookline.arguments import listed_strings
+from hookline.printable import printable
 from hookline.probes.capture import Calls, Capture
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.module_selection import Which
@@ -51,7 +53,7 @@ def probe(
     defaults: dict[str, Any] = {"input": False, "kwargs": False}
     if "store" not in options:
         defaults["memory_limit_mb"] = None
-    taps = taps if isinstance(taps, str) else tuple(taps)
+    taps = tuple(listed_strings("probe(…, taps=…)", taps))
     capture = Capture(which, **{**defaults, **options}, taps=taps)
     capture.attach(model, name="probe", every=None if every == 1 else every)
     return ProbeResults(capture)
@@ -82,7 +84,7 @@ class ProbeResults(Mapping[str, Calls]):
 
     def __repr__(self) -> str:
         last = {state.module: state for state in self.capture.metadata()}
-        lines = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
+        lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
         return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
 
     def states(self, name: str | None = None) -> list[CapturedState]:

@@ -14,6 +14,7 @@ from itertools import count
 from threading import RLock
 from typing import Any, Literal, get_args, overload
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.probes.captured_state import CONTENTS, CapturedState
 from hookline.probes.stored_state import (
@@ -142,7 +143,7 @@ class Store:
         `gradient`, which is only known after backward.
         """
         if unknown := [name for name in contents if name not in CONTENTS]:
-            raise TypeError(f"Cannot add {listed(unknown)} to a state, only {listed(CONTENTS)}.")
+            raise ConfigError(f"Cannot add {listed(unknown)}, only {listed(CONTENTS)}.")
         with self._lock:
             states = self._oldest.get(key)
             if states is not None:
@@ -434,11 +435,11 @@ def _check(limits: dict[str, Any], policy: Any, cleanup_interval: Any, folder: A
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             none = " or None" if optional else ""
-            raise ConfigError(f"{name} must be a positive integer{none}, not {value!r}.")
+            raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")
     if policy not in get_args(Policy):
         raise ConfigError(
-            f"policy must be one of {listed(get_args(Policy))}, not {policy!r}."
+            f"policy must be one of {listed(get_args(Policy))}, not {show_value(policy)}."
             + nearest(str(policy), get_args(Policy))
         )
     if folder is not None and policy != "spill":
-        raise ConfigError(f"folder is only used with policy='spill', not with {policy!r}.")
+        raise ConfigError(f"folder is only used with policy='spill', not with '{policy}'.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from hookline.arguments import check_name, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.probes import compiled
 from hookline.probes.recomputation import is_recomputing, recomputes
@@ -164,11 +165,13 @@ def check_taps(names: Iterable[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if not (isinstance(name, str) and name):
-            raise ConfigError(f"taps must be names or globs, not {name!r}.")
+            raise ConfigError(f"taps must be names or globs, not {show_value(name)}.")
     return names
 
 
 def _notify(x: T, name: str) -> T:
+    if type(name) is not str:
+        check_name("tap(x, name)", name)
     recomputed = is_recomputing()
     now = getattr(_INSIDE, "now", ())
     for taps in _live_taps():

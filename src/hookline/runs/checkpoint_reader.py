@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hookline.arguments import check_path
 from hookline.checkpoint.checkpoint_lookup import (
     find_checkpoint,
     is_emergency,
@@ -111,7 +112,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
             newest run that has a checkpoint.
         verify: Read the files and compare their hashes. False compares only their sizes.
     """
-    folder = Path(folder)
+    folder = Path(check_path("The folder", folder, "that of a run or of checkpoints"))
     if not folder.is_dir():
         return None
     for place in (folder, *list_run_folders(folder)):

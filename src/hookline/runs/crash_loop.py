@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import RunError
+from hookline.printable import escape_controls
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.manifest import read_run_manifest
 
@@ -36,9 +37,10 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     if len(failures) < 2 or failures[0] is None or failures[0] != failures[1]:
         return
     error = last_two[-1]["error"]
+    failure = f"{error.get('type')}: {error.get('message')}"
     raise RunError(
         f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, in "
-        f"or after step {error.get('step')}: {error.get('type')}: {error.get('message')}\n"
+        f"or after step {error.get('step')}: {escape_controls(failure)}\n  "
         f"{_describe_choices(checkpoint)}"
     )
 
@@ -62,5 +64,5 @@ def _describe_choices(checkpoint: Path) -> str:
         return f"There is no older checkpoint. {again}"
     return (
         "To continue from an older checkpoint: "
-        f"hookline train CONFIG --resume {earlier[-1]}\n{again}"
+        f"hookline train CONFIG --resume {earlier[-1]}\n  {again}"
     )

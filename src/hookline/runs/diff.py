@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hookline.arguments import check_instance
 from hookline.runs.run_reader import OpenedRun
 
 __all__ = ["diff_configs", "diff_runs", "number_items"]
@@ -24,6 +25,8 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     packages, platform and devices) and `results` (the last and best value of each metric). A value
     that a run does not have is None.
     """
+    for run in (a, b):
+        check_instance("diff_runs(a, b)", run, OpenedRun, "two runs, each from open_run(…)")
     first, second = a.manifest, b.manifest
     sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
     differences = {name: _diff(select(first), select(second)) for name, select in sections.items()}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline._version import __version__
+from hookline.masking import mask_arguments
 from hookline.runs.jsonable import to_jsonable
 
 __all__ = ["describe_environment", "describe_process", "installed_packages", "is_process_alive"]
@@ -29,7 +30,7 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
     packages = installed_packages()
     listing = "\n".join(f"{name}=={version}" for name, version in packages.items())
     return {
-        "command": to_jsonable(sys.orig_argv),
+        "command": mask_arguments(to_jsonable(sys.orig_argv)),
         "versions": {
             "hookline": __version__,
             "torch": str(torch.__version__),
@@ -96,7 +97,9 @@ def is_process_alive(process: Mapping[str, Any]) -> bool | None:
         process: What `describe_process` returned in that process.
     """
     pid = process.get("pid")
-    if type(pid) is not int or process.get("host") != socket.gethostname() or os.name != "posix":
+    if type(pid) is not int or not 0 < pid < 2**31:  # others mean groups of processes
+        return None
+    if process.get("host") != socket.gethostname() or os.name != "posix":
         return None
     # Several hosts may have the same name.
     if process.get("pid_namespace") != _pid_namespace() or process.get("boot_id") != _boot_id():

@@ -1,4 +1,7 @@
-"""Runs as tables for people: text, and HTML for notebooks."""
+"""Runs as tables for people: text, and HTML for notebooks.
+
+Names and values may come from anybody: control characters are escaped, long lists are cut.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,22 @@ from contextlib import suppress
 from html import escape
 from typing import Any
 
+from hookline.printable import printable
 from hookline.runs.checkpoint_reader import SavedCheckpoint
 from hookline.runs.git import describe_commit
 from hookline.runs.metric_summary import MetricSummary
+from hookline.text_tables import format_table, join_some, printable_cells
 
 __all__ = [
     "format_duration",
     "format_number",
     "format_run",
     "format_run_line",
-    "format_table",
     "format_time",
 ]
 
-_MAX_METRICS = 40  # how many are shown
+_MAX_ROWS = 40  # of metrics, and of checkpoints
+_MAX_DAMAGE = 20  # lines
 
 Fields = Mapping[str, Any]
 
@@ -29,7 +34,8 @@ Fields = Mapping[str, Any]
 def format_run_line(overview: Fields) -> str:
     """Return a short line about a run."""
     steps = "no steps" if overview["steps"] is None else f"{overview['steps']} steps"
-    return f"<run {overview['id']}: {overview['status']}, {steps}, {overview['path']}>"
+    run, status, path = (printable(overview[name]) for name in ("id", "status", "path"))
+    return f"<run {run}: {status}, {printable(steps)}, {path}>"
 
 
 def format_run(
@@ -43,37 +49,26 @@ def format_run(
 ) -> str:
     """Return a run's fields, metrics, checkpoints and damage as text, or as HTML tables."""
     fields = _main_fields(overview, manifest)
-    width = max(len(name) for name, _ in fields)
-    text = "\n".join(f"{name.ljust(width)}  {value}" for name, value in fields)
-    blocks = [_html_table((), fields) if html else text]
+    blocks = [_html_table((), fields) if html else format_table(fields[0], fields[1:])]
     tables = [
-        (_METRIC_HEADERS, [_metric_row(*item) for item in list(results.items())[:_MAX_METRICS]]),
+        (_METRIC_HEADERS, [_metric_row(*item) for item in results.items()]),
         (_CHECKPOINT_HEADERS, [_checkpoint_row(checkpoint) for checkpoint in checkpoints]),
     ]
-    blocks += [(_html_table if html else format_table)(*table) for table in tables if table[1]]
-    if len(results) > _MAX_METRICS:
-        blocks[1] += f"\n… and {len(results) - _MAX_METRICS} more"
+    make_table = _html_table if html else format_table
+    blocks += [make_table(*table, limit=_MAX_ROWS) for table in tables if table[1]]
+    lines = [printable(line, 1000) for line in damage[:_MAX_DAMAGE]]
+    lines += [f"… and {len(damage) - _MAX_DAMAGE} more"] * (len(damage) > _MAX_DAMAGE)
     if damage and html:
-        lines = "".join(f"<li>{escape(line)}</li>" for line in damage)
-        blocks.append(f"<p>Damaged:</p><ul>{lines}</ul>")
+        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+        blocks.append(f"<p>Damaged:</p><ul>{items}</ul>")
     elif damage:
-        blocks.append("\n".join(f"damaged: {line}" for line in damage))
+        blocks.append("\n".join(f"damaged: {line}" for line in lines))
     return f"<div>{''.join(blocks)}</div>" if html else "\n\n".join(blocks)
-
-
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows under headers, in aligned columns."""
-    lines = [tuple(headers), *(tuple(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def format_duration(seconds: float | None) -> str:
     """Return a duration in its two largest units: `2 h 05 min`."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "?"
     if seconds < 60:
         return f"{seconds:.1f} s"
@@ -106,12 +101,12 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     git = overview["git"]
     changes = ", with uncommitted changes" if git.get("dirty") else ""
     branch = f" on {git['branch']}" if git.get("branch") else ""
-    hooks, versions = manifest.get("hooks"), manifest.get("versions")
+    hooks, versions, tags = (manifest.get(name) for name in ("hooks", "versions", "tags"))
     versions = versions.items() if isinstance(versions, dict) else ()
     fields = [
         ("run", overview["id"]),
         ("name", manifest.get("name")),
-        ("tags", ", ".join(map(str, manifest.get("tags") or ()))),
+        ("tags", join_some(tags if isinstance(tags, list) else ())),
         ("folder", overview["path"]),
         ("status", overview["status"]),
         ("forked from", _describe_parent(manifest.get("parent"))),
@@ -123,7 +118,7 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("seed", manifest.get("seed")),
         *_training_fields(manifest.get("training")),
         ("hooks", _list_hooks(hooks) if isinstance(hooks, list) else None),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions if version)),
+        ("versions", join_some(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
 
@@ -143,16 +138,16 @@ def _training_fields(training: Any) -> list[tuple[str, str]]:
         for model in (training["model"], *training.get("models", ())):
             fields.append(("model", f"{_short(model)}, {model['parameters'] or 0:,} parameters"))
         for optimizer in training["optimizers"]:
-            rates = [format_number(group.get("lr")) for group in optimizer["groups"]]
-            fields.append(("optimizer", f"{_short(optimizer)}, lr {', '.join(rates)}"))
+            rates = join_some(format_number(group.get("lr")) for group in optimizer["groups"])
+            fields.append(("optimizer", f"{_short(optimizer)}, lr {rates}"))
         fields += [("scheduler", _short(scheduler)) for scheduler in training.get("schedulers", ())]
         for kind in ("loaders", "val_loaders"):
             for name, loader in training.get(kind, {}).items():
                 length = "" if loader["length"] is None else f", {loader['length']} batches"
                 size = "" if loader["batch_size"] is None else f" of {loader['batch_size']}"
-                fields.append((f"{name} data", f"{_short(loader)}{length}{size}"))
+                fields.append((f"{printable(name, 40)} data", f"{_short(loader)}{length}{size}"))
         hparams = training.get("hparams", {}).items()
-        fields.append(("hparams", ", ".join(f"{k}={format_number(v)}" for k, v in hparams)))
+        fields.append(("hparams", join_some(f"{k}={format_number(v)}" for k, v in hparams)))
     return fields
 
 
@@ -174,7 +169,7 @@ def _describe_training(overview: Fields) -> str:
 
 
 def _list_hooks(hooks: Sequence[Any]) -> str:
-    return ", ".join(
+    return join_some(
         str(hook.get("name")) + ("" if hook.get("enabled", True) else " (disabled)")
         for hook in hooks
         if isinstance(hook, dict)
@@ -190,12 +185,16 @@ def _checkpoint_row(checkpoint: SavedCheckpoint) -> tuple[str, ...]:
     pointers = ["last"] * checkpoint.is_last + ["best"] * checkpoint.is_best
     metrics = [f"{name} {format_number(value)}" for name, value in checkpoint.metrics.items()]
     step, epoch = format_number(checkpoint.step), format_number(checkpoint.epoch)
-    return checkpoint.path.name, step, epoch, " ".join(pointers), ", ".join(metrics)
+    return checkpoint.path.name, step, epoch, " ".join(pointers), join_some(metrics)
 
 
-def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _html_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, limit: int | None = None
+) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in headers)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in printable_cells(row)) + "</tr>"
+        for row in rows[:limit]
     )
-    return f"<table>{f'<tr>{head}</tr>' if headers else ''}{body}</table>"
+    more = f"<p>… and {len(rows) - limit} more</p>" if limit and len(rows) > limit else ""
+    return f"<table>{f'<tr>{head}</tr>' if headers else ''}{body}</table>{more}"

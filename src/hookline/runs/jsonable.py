@@ -1,4 +1,4 @@
-"""Conversion of any value to standard JSON; configurations with secrets masked, and hashed."""
+"""Conversion of any value to standard JSON; hashes of configurations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from hookline.context import LazyFloat, read_lazy
+from hookline.masking import mask_secrets
 
 __all__ = [
     "canonical_json",
     "config_hash",
-    "mask_secrets",
     "safe_repr",
     "to_json_number",
     "to_jsonable",
@@ -28,10 +28,6 @@ __all__ = [
 _MAX_DEPTH = 50
 _MAX_LENGTH = 2000
 _INT_LIMIT = 10**400  # JSON has no limit, but Python's parser does
-_MASK = "***"
-_SECRET_KEY = re.compile(
-    r"(^|_)(webhook(_url)?|secrets?|password|passwd|token|api_?key|credentials?)$", re.IGNORECASE
-)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the default `repr` of objects
 
 
@@ -128,18 +124,6 @@ def _key(key: Any) -> str:
 # -- configurations --------------------------------------------------------------------------------
 
 
-def mask_secrets(value: Any) -> Any:
-    """Return a configuration with the values of keys such as `password` masked, at any depth."""
-    if isinstance(value, Mapping):
-        return {
-            key: _MASK if _SECRET_KEY.search(str(key)) and item is not None else mask_secrets(item)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [mask_secrets(item) for item in value]
-    return value
-
-
 def config_hash(config: Any) -> str:
     """Return the SHA-256 of a configuration's canonical JSON, in hexadecimal."""
     return hashlib.sha256(canonical_json(config).encode()).hexdigest()
@@ -150,10 +134,13 @@ def canonical_json(config: Any) -> str:
 
     Keys are sorted, there is no white space, and integral floats are written as integers (`1.0` as
     `1`), as in RFC 8785. Tuples become lists and paths strings; memory addresses are removed from
-    the `repr` of objects.
+    the `repr` of objects. Secrets are masked by their names, so that a configuration has the same
+    hash with its secrets, with others, and as it is recorded. Known values (`hookline.masking`) are
+    not: the hash must not depend on the environment.
     """
+    masked = mask_secrets(to_jsonable(config), known_values=False)
     return json.dumps(
-        _normalize(to_jsonable(config)),
+        _normalize(masked),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,

@@ -17,7 +17,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookline.arguments import check_path
+from hookline.errors import RunError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_handle, open_regular_file
+from hookline.files.strict_json import parse_json
+from hookline.masking import mask_known_values
+from hookline.printable import printable
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
+from hookline.runs.record_checks import find_event_problem, find_metric_problem
 
 __all__ = [
     "VERSION",
@@ -37,6 +45,7 @@ VERSION = 1
 
 _BLOCK_SIZE = 1 << 18
 _END_SIZE = 1 << 16  # read at a time from the end
+_MAX_SHOWN = 5  # damaged lines in one message
 
 
 class JsonlFile:
@@ -48,13 +57,22 @@ class JsonlFile:
         path: The file; created if it does not exist.
         check: Called with the file's descriptor before each write; if it raises OSError, which it
             has logged itself, nothing is written. By default the file must not have been deleted.
+        follow_links: The user chose the path: it may be a link or a device. Otherwise only a
+            regular file is opened.
     """
 
-    def __init__(self, path: Path, check: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[int], None] | None = None,
+        *,
+        follow_links: bool = False,
+    ) -> None:
         self.path = path
         self.lost = 0
         self._check = check
-        self._handle: int | None = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        open_file = os.open if follow_links else open_handle
+        self._handle: int | None = open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._ends_within_line = self._lacks_line_feed()
 
     def append(self, lines: list[bytes]) -> None:
@@ -206,7 +224,16 @@ def _encode_record(record: MetricRecord) -> bytes:
         is_invalid = type(value) is InvalidValue
         encoded = value if is_invalid else InvalidValue(safe_repr(value), kind)
     if type(encoded) is InvalidValue:
-        return encode_line({**fields, "kind": "text", "value": encoded.text, "was": encoded.kind})
+        return encode_line(
+            {
+                **fields,
+                "kind": "text",
+                "value": mask_known_values(encoded.text),
+                "was": encoded.kind,
+            }
+        )
+    if kind == "text":  # what users log stays as it is, apart from secrets of the environment
+        encoded = mask_known_values(str(encoded))
     return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
 
 
@@ -223,27 +250,43 @@ def _quote(name: str) -> str:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines."""
-    with Path(path).open("rb") as file:
-        for line in file:  # the last line may be incomplete
-            if line.endswith(b"\n") and (record := _parse_line(line)) is not None:
-                yield record
+    """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines.
+
+    Raises:
+        RunError: It cannot be read: it is missing, a link or not a regular file, or a line is
+            longer than `hookline.file_limits` allows.
+    """
+    path = Path(check_path("read_records(path)", path, "a file of records"))
+    try:
+        with open_regular_file(path) as file:
+            while line := file.readline(file_limits.line_bytes + 1):
+                if len(line) > file_limits.line_bytes:
+                    raise RunError(f"{path} cannot be read further: {_describe_long_line()}.")
+                if line.endswith(b"\n"):  # the last line may be incomplete
+                    with suppress(ValueError):
+                        yield _parse_line(line)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}.") from error
 
 
 class JsonlReader:
     """Reads a file's records without keeping them, and notes what is damaged in it.
 
     Args:
-        file: `metrics.jsonl` or `events.jsonl`.
+        file: `events.jsonl`, or a file of metrics.
         growing: The file may still be written: then an incomplete last line is not damage.
     """
 
     def __init__(self, file: Path, *, growing: bool = False) -> None:
         self._file = file
+        self._find_problem = (
+            find_event_problem if file.name == "events.jsonl" else find_metric_problem
+        )
         self._growing = growing
         self._lines = 0
-        self._damaged_lines: list[int] = []
-        self._newer_versions: set[str] = set()
+        self._damaged = 0
+        self._first_damaged: list[str] = []
+        self._newer_versions: list[str] = []
         self._problems: list[str] = []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -253,18 +296,28 @@ class JsonlReader:
                     yield record
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield blocks of complete lines. `parse` every line, or count them with `skip`."""
-        name = self._file.name
+        """Yield blocks of complete lines. `parse` every line, or count them with `skip`.
+
+        Reading ends at a line that is longer than `hookline.file_limits` allows: it may be endless.
+        """
+        name, limit = self._file.name, file_limits.line_bytes
         try:
-            with self._file.open("rb") as file:
+            with open_regular_file(self._file) as file:
                 while block := file.read(_BLOCK_SIZE):
-                    block += file.readline()
-                    if not block.endswith(b"\n"):
+                    rest = file.readline(limit)
+                    block += rest
+                    is_complete = block.endswith(b"\n")
+                    if not is_complete:
                         block = block[: block.rfind(b"\n") + 1]
-                        if not self._growing:
-                            self._problems.append(f"{name}: its last line is incomplete")
                     if block:
                         yield block
+                    if not is_complete and len(rest) == limit:
+                        self._problems.append(
+                            f"{name} is read up to line {self._lines}: {_describe_long_line()}"
+                        )
+                        return
+                    if not is_complete and not self._growing:
+                        self._problems.append(f"{name}: its last line is incomplete")
         except FileNotFoundError:
             self._problems.append(f"{name} is missing")
         except OSError as error:
@@ -277,21 +330,36 @@ class JsonlReader:
     def parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the record of the next line; None if it is damaged or of a newer version."""
         self._lines += 1
-        record = _parse_line(line)
-        if record is None:
-            self._damaged_lines.append(self._lines)
-        elif not _is_known(record):
-            self._newer_versions.add(str(record.get("v")))
-            return None
-        return record
+        try:
+            record = _parse_line(line)
+            if _is_newer(record):
+                self._note_version(record["v"])
+                return None
+            problem = self._find_problem(record)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            if problem is None:
+                return record
+        self._damaged += 1
+        if len(self._first_damaged) < _MAX_SHOWN:
+            self._first_damaged.append(f"line {self._lines}: {problem}")
+        return None
+
+    def _note_version(self, version: int) -> None:
+        shown = printable(version, 20)
+        if shown not in self._newer_versions and len(self._newer_versions) < _MAX_SHOWN:
+            self._newer_versions.append(shown)
 
     @property
     def damage(self) -> list[str]:
         """What is damaged, one line each; complete when everything has been read."""
-        name, lines, problems = self._file.name, self._damaged_lines, [*self._problems]
-        if lines:
-            numbers = ", ".join(map(str, lines[:5])) + (" …" if len(lines) > 5 else "")
-            problems.append(f"{name}: {len(lines)} lines cannot be read (line {numbers})")
+        name, problems = self._file.name, [*self._problems]
+        if self._damaged:
+            lines = "; ".join(self._first_damaged)
+            more = "; …" if self._damaged > _MAX_SHOWN else ""
+            plural = "line" if self._damaged == 1 else "lines"
+            problems.append(f"{name}: {self._damaged} {plural} cannot be read ({lines}{more})")
         if self._newer_versions:
             versions = ", ".join(sorted(self._newer_versions))
             problems.append(
@@ -309,7 +377,7 @@ def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[
         max_bytes: How many bytes to read at most; a run may have gigabytes.
     """
     try:
-        with file.open("rb") as lines:
+        with open_regular_file(file) as lines:
             end = position = lines.seek(0, os.SEEK_END)
             rest = b""
             while position > 0 and end - position < max_bytes:
@@ -317,23 +385,42 @@ def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[
                 position = lines.seek(position - size)
                 # The first line may begin in the block before.
                 rest, *complete = (lines.read(size) + rest).split(b"\n")
-                for line in reversed(complete):
-                    if (record := _parse_line(line)) is not None and _is_known(record):
-                        yield record
-            if position == 0 and (record := _parse_line(rest)) is not None and _is_known(record):
-                yield record
+                yield from _parse_lines(reversed(complete))
+            if position == 0:
+                yield from _parse_lines([rest])
     except OSError:
         return
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with suppress(ValueError):
+            record = _parse_line(line)
+            if not _is_newer(record):
+                yield record
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; raise ValueError if it has none."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+        record = parse_json(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (column {error.colno})") from None
+    if isinstance(record, dict):
+        return record
+    raise ValueError("it is not an object")
 
 
-def _is_known(record: dict[str, Any]) -> bool:
+def _is_newer(record: dict[str, Any]) -> bool:
+    """Return whether a newer version wrote a record; raise ValueError if it has no version."""
     version = record.get("v")
-    return type(version) is int and version <= VERSION
+    if type(version) is not int or version < 1:
+        raise ValueError("it has no version 'v'")
+    return version > VERSION
+
+
+def _describe_long_line() -> str:
+    return (
+        f"the next line has more than {file_limits.line_bytes:,} bytes; "
+        "hookline.file_limits allows more"
+    )

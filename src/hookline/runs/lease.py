@@ -28,6 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import RunError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import FileRefusedError, open_handle, read_regular_file
+from hookline.files.strict_json import parse_json
+from hookline.printable import printable
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.manifest import utc_now
 
@@ -41,7 +45,8 @@ STALE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 10.0
 """How often a holder changes its heartbeat."""
 
-_NAME = re.compile(r"lease-(\d+)\.json")
+_NAME = re.compile(r"lease-([1-9][0-9]{0,17})\.json")
+_LAST = 10**17  # a higher number would not fit the pattern at some time
 _SIZE = 1024  # always the same, so that one write replaces the contents
 
 
@@ -77,6 +82,11 @@ class Lease:
         """
         while True:
             number = _wait_until_free(folder)
+            if number >= _LAST:
+                raise RunError(
+                    f"The run {folder} cannot be written: the number of its lease "
+                    f"{_lease_file(folder, number).name} is too high. Remove that file."
+                )
             lease = cls._create(folder, number + 1)
             if lease is not None:
                 _remove_older(folder, number + 1)
@@ -88,7 +98,7 @@ class Lease:
         """Create the lease with this number; return None if another process was faster."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
-            handle = os.open(_lease_file(folder, number), flags, 0o600)
+            handle = open_handle(_lease_file(folder, number), flags, 0o600)
         except FileExistsError:
             return None
         holder = {"token": secrets.token_hex(8), "since": utc_now(), **describe_process()}
@@ -208,10 +218,18 @@ def find_lease(folder: Path) -> int:
 def read_lease(folder: Path, number: int) -> dict[str, Any]:
     """Return the contents of a lease; empty if they cannot be read."""
     try:
-        contents = json.loads(_lease_file(folder, number).read_bytes())
-    except (OSError, ValueError):
+        return _parse_lease(folder, number)
+    except OSError:
         return {}
-    return contents if isinstance(contents, dict) else {}
+
+
+def _parse_lease(folder: Path, number: int) -> dict[str, Any]:
+    """Return the contents of a lease, empty if they are not valid; raise OSError as `open`."""
+    data = read_regular_file(_lease_file(folder, number), file_limits.manifest_bytes)
+    with suppress(ValueError):
+        contents = parse_json(data)
+        return contents if isinstance(contents, dict) else {}
+    return {}
 
 
 def is_silent(folder: Path) -> bool:
@@ -236,7 +254,8 @@ def _remove_older(folder: Path, number: int) -> None:
     for path in folder.glob("lease-*.json"):
         found = _NAME.fullmatch(path.name)
         if found is not None and int(found[1]) < number:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _wait_until_free(folder: Path) -> int:
@@ -245,7 +264,7 @@ def _wait_until_free(folder: Path) -> int:
     looked = time.monotonic()
     while True:
         newest = find_lease(folder)
-        holder = read_lease(folder, newest)
+        holder = _read_holder(folder, newest)
         if newest == 0 or holder.get("released") or is_process_alive(holder) is False:
             return newest
         state = (holder, _modified(_lease_file(folder, newest)))
@@ -269,10 +288,20 @@ def _wait_until_free(folder: Path) -> int:
         time.sleep(STALE_SECONDS / 120)
 
 
+def _read_holder(folder: Path, number: int) -> dict[str, Any]:
+    """Return the contents of a lease; raise RunError if it is not a regular file."""
+    try:
+        return _parse_lease(folder, number)
+    except FileRefusedError as error:
+        raise RunError(f"The run {folder} cannot be written: {error}. Remove that file.") from error
+    except OSError:
+        return {}
+
+
 def _modified(file: Path) -> int | None:
     """Return when a file was changed: also another user's, whose contents cannot be read."""
     try:
-        return file.stat().st_mtime_ns
+        return file.lstat().st_mtime_ns
     except OSError:
         return None
 
@@ -286,7 +315,7 @@ def _describe_holder(folder: Path, holder: Mapping[str, Any]) -> str:
     who = "another process"
     if holder:
         since = _describe_time(holder)
-        who = f"process {holder.get('pid')} on host {holder.get('host')}, since {since}"
+        who = f"{_describe_process(holder)}, since {since}"
     return (
         f"The run {folder} is being written by {who}. Only one process can write a run: stop that "
         "process, or start a new run."
@@ -294,15 +323,18 @@ def _describe_holder(folder: Path, holder: Mapping[str, Any]) -> str:
 
 
 def _describe_time(holder: Mapping[str, Any]) -> str:
-    return f"{str(holder.get('since'))[:19].replace('T', ' ')} UTC"
+    return f"{printable(holder.get('since'), 64)[:19].replace('T', ' ')} UTC"
+
+
+def _describe_process(holder: Mapping[str, Any]) -> str:
+    return f"process {printable(holder.get('pid'), 20)} on host {printable(holder.get('host'), 64)}"
 
 
 def _describe_loss(folder: Path) -> str:
     holder = read_lease(folder, find_lease(folder))
     if not holder:
         return "The lease file of this process was removed."
-    who = f"process {holder.get('pid')} on host {holder.get('host')}"
     return (
-        f"The run was taken over by {who} at {_describe_time(holder)}, because this process did "
-        f"not respond for more than {STALE_SECONDS:.0f} s."
+        f"The run was taken over by {_describe_process(holder)} at {_describe_time(holder)}, "
+        f"because this process did not respond for more than {STALE_SECONDS:.0f} s."
     )

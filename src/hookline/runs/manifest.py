@@ -10,23 +10,35 @@ Reading a manifest does not import torch.
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import stat
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import read_regular_file
+from hookline.files.strict_json import parse_json
+from hookline.masking import mask_secrets
+from hookline.printable import printable
 from hookline.runs.environment import describe_environment
 from hookline.runs.git import read_git_state
 from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
+from hookline.runs.manifest_fields import check_manifest_fields
 
 __all__ = [
     "continue_manifest",
     "describe_part",
+    "inspect_run_manifest",
+    "is_run_manifest",
     "last_write_time",
     "new_manifest",
     "new_run_id",
@@ -35,8 +47,10 @@ __all__ = [
     "write_run_manifest",
 ]
 
+_NAME = "manifest.json"
 _FORMAT = "hookline.run"
 _VERSION = 1
+_MAX_SHOWN = 5  # problems in one message
 _PART_FIELDS = (  # in the part only
     *("number", "started", "ended", "status", "resumed_from", "error"),
     *("host", "boot_id", "pid", "pid_started", "pid_namespace"),
@@ -63,39 +77,79 @@ def read_run_manifest(folder: Path) -> dict[str, Any]:
     """Return a run's manifest.
 
     Raises:
-        RunError: There is none, it cannot be read, or a newer version wrote it.
+        RunError: There is none, it cannot be read, a newer version wrote it, or a field is not
+            valid.
     """
-    file = folder / "manifest.json"
+    manifest, problems = _parse_manifest(folder)
+    if problems:
+        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise RunError(
+            f"{folder / _NAME} is not valid: {'; '.join(problems[:_MAX_SHOWN])}{more}. Repair the "
+            "file, or start a new run."
+        )
+    return manifest
+
+
+def inspect_run_manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the valid fields of a run's manifest, and what is wrong with it, one line each."""
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest, problems = _parse_manifest(folder)
+    except RunError as error:
+        is_missing = not os.path.lexists(folder / _NAME)
+        return {}, [f"{_NAME} is missing" if is_missing else str(error)]
+    shown = [f"{_NAME}: {problem}" for problem in problems[:_MAX_SHOWN]]
+    if len(problems) > _MAX_SHOWN:
+        shown.append(f"{_NAME}: {len(problems) - _MAX_SHOWN} more fields are not valid")
+    return manifest, shown
+
+
+def is_run_manifest(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a run; checkpoints have a file of this name."""
+    try:
+        _parse_manifest(folder)
+    except RunError:
+        return False
+    return True
+
+
+def _parse_manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the valid fields of a manifest, and what is wrong with the others."""
+    file = folder / _NAME
+    try:
+        manifest = parse_json(read_regular_file(file, file_limits.manifest_bytes))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"{folder} is not a run: it has no manifest.json. Give the folder of a run, "
             "runs/<run_id>."
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise RunError(f"{file} is not the manifest of a run: its 'format' is not '{_FORMAT}'.")
     version = manifest.get("version")
-    if not isinstance(version, int) or version > _VERSION:
+    if type(version) is not int or not 1 <= version <= _VERSION:
         raise RunError(
-            f"{file} has version {version!r}, and this hookline reads up to {_VERSION}. "
-            "Install a newer hookline: pip install -U hookline"
+            f"{file} has version {printable(version, 60)}, and this hookline reads up to "
+            f"{_VERSION}. Install a newer hookline: pip install -U hookline"
         )
-    return manifest
+    return check_manifest_fields(manifest)
 
 
 def write_run_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Replace a run's manifest atomically."""
     text = json.dumps(manifest, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    write_atomic(folder / "manifest.json", text)
+    write_atomic(folder / _NAME, text)
 
 
 def last_write_time(folder: Path) -> float | None:
     """Return when metrics or events of a run were last written; None if there are none."""
-    files = [folder / name for name in ("metrics.jsonl", "events.jsonl")]
-    return max((file.stat().st_mtime for file in files if file.is_file()), default=None)
+    times: list[float] = []
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with suppress(OSError):
+            found = os.lstat(folder / name)
+            if stat.S_ISREG(found.st_mode):
+                times.append(found.st_mtime)
+    return max(times, default=None)
 
 
 def describe_part(
@@ -113,23 +167,29 @@ def describe_part(
     fields: dict[str, Any] = {"number": 1, "started": utc_now(), "ended": None}
     fields |= {"status": "training", "resumed_from": resumed_from, "error": None}
     if config is not None:
-        fields |= {"config": to_jsonable(config), "config_hash": config_hash or hash_config(config)}
-    labels = {"training": training, "name": name, "tags": list(tags) or None}
-    fields |= {key: to_jsonable(value) for key, value in labels.items() if value is not None}
+        recorded = mask_secrets(to_jsonable(config))
+        fields |= {"config": recorded, "config_hash": config_hash or hash_config(config)}
+    labels = {"training": training, "name": name, "tags": listed_strings("tags", tags) or None}
+    labels = {key: to_jsonable(value) for key, value in labels.items() if value is not None}
+    fields |= mask_secrets(labels)
     if hooks is not None:
-        fields["hooks"] = to_jsonable(list(hooks))
+        fields["hooks"] = mask_secrets(to_jsonable(list(hooks)))
     if config is not None or hooks is not None:
         import torch
 
         fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-    return {**fields, "git": read_git_state(), **describe_environment(device)}
+    surroundings = {"git": read_git_state(), **describe_environment(device)}
+    return {**fields, **mask_secrets(surroundings, by_name=False)}  # packages have any name
 
 
 def new_manifest(
     run_id: str, part: Mapping[str, Any], parent: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts with this part; forked from `parent`, if any."""
-    return {
+    """Return the manifest of a run that starts with this part; forked from `parent`, if any.
+
+    Fields that would not be valid are left out, such as the run id of a stranger's checkpoint.
+    """
+    manifest = {
         "format": _FORMAT,
         "version": _VERSION,
         "run_id": run_id,
@@ -143,26 +203,34 @@ def new_manifest(
         "lost_records": 0,
         "parts": [_without(part, _LONG_FIELDS)],
     }
+    return check_manifest_fields(manifest)[0]
 
 
 def continue_manifest(
     folder: Path, manifest: Mapping[str, Any], part: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest of a run that is resumed with this part."""
+    """Return the manifest of a run that is resumed with this part, as `new_manifest`."""
     parts = [dict(earlier) for earlier in manifest.get("parts") or ()]
     if parts:
         earlier = {n: manifest[n] for n in _LONG_FIELDS if n in manifest and n in part}
         parts[-1] |= {name: value for name, value in earlier.items() if value != part[name]}
         if parts[-1].get("ended") is None:  # its process died
             written = last_write_time(folder)
-            ended = None if written is None else datetime.fromtimestamp(written, UTC).isoformat()
-            parts[-1] |= {"status": "lost", "ended": ended}
-    return {
+            parts[-1] |= {"status": "lost", "ended": written and _format_time(written)}
+    continued = {
         **manifest,
         **{"status": "training", "ended": None, "last_error": None},
         **_without(part, _PART_FIELDS),
         "parts": [*parts, {**_without(part, _LONG_FIELDS), "number": len(parts) + 1}],
     }
+    return check_manifest_fields(continued)[0]
+
+
+def _format_time(seconds: float) -> str | None:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat()
+    except (ValueError, OverflowError):  # the file has the time of no calendar
+        return None
 
 
 def _without(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

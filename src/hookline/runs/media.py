@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import zlib
@@ -13,7 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hookline.files.plain_names import is_plain_name
+from hookline.files.regular_files import FileRefusedError, open_handle
 from hookline.runs.jsonable import to_jsonable
+from hookline.runs.run_files import find_refused_folder
 
 __all__ = ["make_histogram", "save_image"]
 
@@ -52,17 +56,40 @@ def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]
 
     The value is a tensor or array, height × width, or with 1, 3 or 4 channels first or last, of
     integers from 0 to 255 or floats from 0 to 1; or the bytes of a PNG file.
+
+    Raises:
+        OSError: It cannot be written, or the folder is a link.
     """
     data = value if isinstance(value, bytes) else _encode_png(_to_pixels(value))
     if data[:8] != _PNG_SIGNATURE:
         raise ValueError("the bytes are not a PNG file")
     width, height = struct.unpack(">II", data[16:24])
+    refused = find_refused_folder(folder)
+    if refused is not None:
+        raise FileRefusedError(refused)
     folder.mkdir(exist_ok=True)
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)[:80]}-{step}"
-    names = (f"{stem}.png" if n == 1 else f"{stem}-{n}.png" for n in count(1))
-    path = next(folder / name for name in names if not (folder / name).exists())
-    path.write_bytes(data)
-    return {"path": f"{folder.name}/{path.name}", "width": width, "height": height}
+    stem = f"{_make_plain(name)[:80]}-{_make_plain(str(step))[:80]}"
+    stem = stem if is_plain_name(stem) else f"_{stem}"
+    file = _write_new_file(folder, stem, data)
+    return {"path": f"{folder.name}/{file}", "width": width, "height": height}
+
+
+def _make_plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
+
+
+def _write_new_file(folder: Path, stem: str, data: bytes) -> str:
+    """Write a file that does not exist yet, and return its name."""
+    for number in count(1):
+        name = f"{stem}.png" if number == 1 else f"{stem}-{number}.png"
+        try:
+            handle = open_handle(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            continue
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        return name
+    raise AssertionError
 
 
 def _to_pixels(value: Any) -> Tensor:

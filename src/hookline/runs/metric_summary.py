@@ -13,15 +13,17 @@ from hookline.runs.jsonl_file import JsonlReader
 __all__ = [
     "MetricSummary",
     "is_better_when_low",
-    "parse_number",
     "summarize_metrics",
 ]
 
-# A line as the metrics log writes most. The groups are step, name and value.
+# A line as the metrics log writes most. The groups are step, name and value. Longer numbers and
+# names are left to the parser, which checks them.
+_NUMBER = rb"-?(?:0|[1-9]\d{0,17}+)"
 _SCALAR_LINE = re.compile(
-    rb'^{"v": 1, "step": (-?\d++), "epoch": (?>-?\d++|null), "time": (?>\d++\.\d++), '
-    rb'"name": ("[^"\\\n]*+"), "kind": "scalar", '
-    rb'"value": "?(-?\d++(?:\.\d++)?(?:e[+-]?\d++)?|-?Infinity|NaN)"?}$',
+    rb'^{"v": 1, "step": (%b), "epoch": (?>%b|null), "time": (?>\d{1,18}+\.\d{1,18}+), '
+    rb'"name": ("[^"\\\x00-\x1f]{0,1000}+"), "kind": "scalar", '
+    rb'"value": "?((?<= )%b(?:\.\d{1,30}+)?(?:e[+-]?\d{1,2})?(?=})|'
+    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER),
     re.MULTILINE,
 )
 
@@ -83,7 +85,7 @@ def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
     accumulators: dict[str, _Accumulator] = {}
     by_encoded_name: dict[bytes, _Accumulator] = {}
     for block in reader.blocks():
-        scalars: list[tuple[bytes, ...]] = _SCALAR_LINE.findall(block)
+        scalars: list[tuple[bytes, ...]] = _SCALAR_LINE.findall(block) if _is_utf8(block) else []
         if len(scalars) == block.count(b"\n"):
             reader.skip(len(scalars))
         else:  # there are other lines between them
@@ -107,14 +109,22 @@ def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
 def _parse_scalar(reader: JsonlReader, line: bytes) -> tuple[bytes, ...] | None:
     """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
     match = _SCALAR_LINE.fullmatch(line)
-    if match is not None:
+    if match is not None and _is_utf8(line):
         reader.skip(1)
         return match.groups()
     record = reader.parse(line)
     if record is None or record.get("kind") != "scalar":
         return None
-    name, value = json.dumps(str(record.get("name"))), parse_number(record.get("value"))
-    return tuple(t.encode() for t in (json.dumps(record.get("step")), name, repr(value)))
+    step, name = json.dumps(record.get("step")), json.dumps(record["name"])
+    return step.encode(), name.encode(), repr(float(record["value"])).encode()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_better_when_low(name: str) -> bool | None:
@@ -122,11 +132,3 @@ def is_better_when_low(name: str) -> bool | None:
     words = re.split(r"[^a-z0-9]+", name.lower())
     low, high = (any(map(pattern.fullmatch, words)) for pattern in (_LOW, _HIGH))
     return low if low != high else None
-
-
-def parse_number(value: Any) -> float:
-    """Return a scalar of the metrics log, also "NaN", "Infinity" and "-Infinity", as a float."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hookline.dispatch import HookInfo, Summary
+from hookline.masking import mask_secrets, remember_secrets
 from hookline.runs.git import describe_commit, read_git_state
-from hookline.runs.jsonable import config_hash, mask_secrets
+from hookline.runs.jsonable import config_hash, to_jsonable
 from hookline.runs.manifest import new_run_id
 from hookline.runs.run import Kind, Run
 from hookline.runs.training_description import describe_training
@@ -68,9 +69,11 @@ class Recorder:
             config_is_complete: The configuration itself describes all of that, as that of a config
                 file does: the configuration hash covers only the configuration.
         """
-        fields = describe_loop(config, hooks, loop)
-        covered = fields if loop is not None and not config_is_complete else fields["config"]
+        unmasked = _collect_fields(config, hooks, loop)
+        remember_secrets(unmasked)
+        covered = unmasked if loop is not None and not config_is_complete else config
         hashed = config_hash(covered)
+        fields = _mask_fields(unmasked, hooks)
         fields |= {"config_hash": hashed, "seed": seed, "device": device}
         fields |= {"name": getattr(loop, "name", None), "tags": getattr(loop, "tags", ())}
         self._hook_statuses = {info.name: info.status for info in hooks}
@@ -176,11 +179,25 @@ def describe_loop(
     config: Mapping[str, Any], hooks: Sequence[HookInfo], loop: Any
 ) -> dict[str, Any]:
     """Return what a run's manifest has about a training loop, with secrets masked."""
+    return _mask_fields(_collect_fields(config, hooks, loop), hooks)
+
+
+def _collect_fields(
+    config: Mapping[str, Any], hooks: Sequence[HookInfo], loop: Any
+) -> dict[str, Any]:
+    """Return what the configuration hash covers."""
     return {
-        "config": mask_secrets(config),
-        "hooks": [mask_secrets(_describe_hook(info)) for info in hooks],
+        "config": to_jsonable(config),
+        "hooks": [_describe_hook(info) for info in hooks],
         "training": None if loop is None else describe_training(loop),
     }
+
+
+def _mask_fields(fields: Mapping[str, Any], hooks: Sequence[HookInfo]) -> dict[str, Any]:
+    described = zip(fields["hooks"], hooks, strict=True)
+    shown = [{**hook, "options": to_jsonable(info.options)} for hook, info in described]
+    masked: dict[str, Any] = mask_secrets({**fields, "hooks": shown})
+    return masked
 
 
 def _describe_hook(info: HookInfo) -> dict[str, Any]:
@@ -188,7 +205,7 @@ def _describe_hook(info: HookInfo) -> dict[str, Any]:
         "name": info.name,
         "kind": info.kind,
         "class": info.cls,
-        "options": dict(info.options),
+        "options": to_jsonable(info.unmasked_options),
         "enabled": info.enabled,
         "schedule": info.schedule,
     }

@@ -23,6 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.errors import RunError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file
+from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile, JsonlReader
 
 __all__ = ["REPEATED", "finish_rewind", "move_end", "plan_rewind"]
@@ -32,7 +36,7 @@ log = logging.getLogger("hookline")
 REPEATED = "repeated.jsonl"
 """The file in a run's folder with the records of steps that were trained again."""
 
-_STEP = re.compile(rb'^{"v": \d+, "step": (-?\d+), ')
+_STEP = re.compile(rb'^{"v": \d+, "step": (-?\d{1,18}), ')
 _CHUNK = 1 << 20
 
 Rewind = dict[str, Any]
@@ -47,7 +51,16 @@ def plan_rewind(
         metrics: The metrics log.
         rewinds: All earlier rewinds of the run.
         position: What `Run.position` returned; or `{"step": N}`: behind the records of that step.
+
+    Raises:
+        RunError: The position is not valid.
     """
+    are_sizes = all(type(size) is int and size >= 0 for size in position.values())
+    if not are_sizes or not position.keys() & {"metrics", "step"}:
+        raise RunError(
+            f"The log {metrics.path} cannot continue at {printable(dict(position))}: expected "
+            "'metrics' and 'rewinds', or 'step', as integers of 0 or more."
+        )
     end = metrics.size
     if "metrics" in position:
         wanted = position["metrics"]
@@ -65,17 +78,19 @@ def plan_rewind(
         return None
     if kept == end and not restored:
         return None
+    _check_lines(metrics, kept, end - kept)
     return {"metrics": kept, "end": end, "repeated": repeated, "restored": restored}
 
 
 def _size_of_lines(file: Path) -> int:
     """Return where the next line of a file begins: behind a line feed, also a missing one."""
-    if not file.exists():
+    try:
+        with open_regular_file(file) as lines:
+            size = lines.seek(0, os.SEEK_END)
+            lines.seek(max(0, size - 1))
+            return size + (size > 0 and lines.read(1) != b"\n")
+    except FileNotFoundError:
         return 0
-    with file.open("rb") as lines:
-        size = lines.seek(0, os.SEEK_END)
-        lines.seek(max(0, size - 1))
-        return size + (size > 0 and lines.read(1) != b"\n")
 
 
 def _locate(size: int, later: Sequence[Rewind]) -> tuple[int, list[list[int]]]:
@@ -107,8 +122,15 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     """
     kept, end, start = rewind["metrics"], rewind["end"], rewind["repeated"]
     moved = end - kept
+    restored = sum(count for _, count in rewind["restored"])
+    _check_lines(metrics, kept, moved)
     repeated = JsonlFile(metrics.path.with_name(REPEATED))
     try:
+        if max(start - 1, restored) > repeated.size:
+            raise OSError(
+                f"{REPEATED} has {repeated.size} bytes, but the last entry of 'rewinds' in "
+                f"manifest.json needs {max(start - 1, restored)}"
+            )
         if repeated.size < start + moved:  # not all is there yet; otherwise the log may be cut
             repeated.truncate(min(start, repeated.size))
             repeated.extend([b"\n" * (start - repeated.size)])
@@ -116,7 +138,7 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
         is_moved = zip(_chunks(metrics, kept, moved), _chunks(repeated, start, moved), strict=True)
         if metrics.size == end and all(a == b for a, b in is_moved):
             metrics.truncate(kept)
-        if metrics.size < kept + sum(count for _, count in rewind["restored"]):
+        if metrics.size < kept + restored:
             metrics.truncate(min(kept, metrics.size))
             for piece, count in rewind["restored"]:
                 metrics.extend(_chunks(repeated, piece, count))
@@ -125,7 +147,15 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
 
 
 def move_end(file: JsonlFile, size: int, target: Path) -> None:
-    """Move what a file has behind a position to the end of another file."""
+    """Move what a file has behind a position to the end of another file.
+
+    Raises:
+        RunError: The position is not valid.
+    """
+    if type(size) is not int or size < 0:
+        raise RunError(
+            f"{file.path} cannot continue at {printable(size, 60)}: expected a number of bytes."
+        )
     if file.size < size:
         log.error(
             "%s has %d bytes, but %d when the checkpoint was saved: lines before it are missing.",
@@ -141,6 +171,18 @@ def move_end(file: JsonlFile, size: int, target: Path) -> None:
         file.truncate(size)
 
 
+def _check_lines(file: JsonlFile, start: int, count: int) -> None:
+    """Raise OSError if a line is longer than allowed: a file may have gigabytes without data."""
+    length = 0
+    for chunk in _chunks(file, start, count):
+        length = len(chunk) - chunk.rfind(b"\n") - 1 if b"\n" in chunk else length + len(chunk)
+        if length > file_limits.line_bytes:
+            raise OSError(
+                f"{file.path.name} has a line of more than {file_limits.line_bytes:,} bytes; "
+                "hookline.file_limits allows more"
+            )
+
+
 def _chunks(file: JsonlFile, start: int, count: int) -> Iterator[bytes]:
-    end = start + count
+    end = min(start + count, file.size)
     return (file.read(at, min(_CHUNK, end - at)) for at in range(start, end, _CHUNK))

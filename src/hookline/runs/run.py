@@ -15,9 +15,17 @@ from typing import Any, Literal, cast
 
 import torch
 
+from hookline.arguments import (
+    check_mapping,
+    check_path,
+    check_whole_number,
+    read_items,
+    show_value,
+)
 from hookline.checkpoint.atomic_files import remove_leftovers, sync
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
+from hookline.masking import mask_secrets
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 from hookline.runs.jsonl_file import (
     VERSION,
@@ -39,6 +47,7 @@ from hookline.runs.manifest import (
 )
 from hookline.runs.media import make_histogram, save_image
 from hookline.runs.rewind import finish_rewind, plan_rewind
+from hookline.runs.run_files import find_refused_entries
 
 __all__ = ["Kind", "Run"]
 
@@ -115,7 +124,9 @@ class Run:
                 the configuration; `name` and `tags`; `resumed_from`, the name of the checkpoint
                 that this part of the run begins from.
         """
-        root = Path(root).absolute()  # the process may change its working folder
+        root = Path(check_path("Run.create(root)", root, "the folder for runs"))
+        hooks = read_items("Run.create(hooks=…)", hooks, "a list of descriptions")
+        root = root.absolute()  # the process may change its working folder
         try:
             _create_root(root)
             path = _create_run_folder(root)
@@ -160,12 +171,22 @@ class Run:
             seed: The seed, if a configuration or hooks are given.
             hooks: A description of each hook; None if they are the same.
             **fields: Further fields of the manifest, as for `create`.
+
+        Raises:
+            RunError: The manifest is not valid, another process writes the run, or a file in its
+                folder is a link or not a regular file. Nothing was written.
         """
-        path = Path(path)
+        path = Path(check_path("Run.open(path)", path, "the folder of a run"))
         manifest = read_run_manifest(path)
         if not resume:
             return cls(path, manifest)
         path = path.absolute()
+        refused = find_refused_entries(path)
+        if refused:
+            raise RunError(
+                f"The run {path} cannot be resumed: {'; '.join(refused)}. Nothing in a run's "
+                "folder may lead out of it."
+            )
         lease: Lease | None = None
         try:
             lease = Lease.acquire(path)
@@ -206,7 +227,8 @@ class Run:
         element: it is read when the buffer is written. Other kinds are converted at once.
         """
         metrics_log = self.metrics_log or self._writable_log()
-        if kind != "scalar":
+        given: Any = kind  # arrays have a != of their own
+        if type(given) is not str or given != "scalar":
             value, kind = self._convert(step, name, value, kind)
         elif type(value) is not float and type(value) is not LazyFloat:
             value = _freeze_scalar(value)
@@ -216,7 +238,10 @@ class Run:
         """Log several scalars with one time, without reading them."""
         add, now = self._writable_log().add, time.time()
         # The items() of a lazy dict would read them.
-        items = dict.items(metrics) if isinstance(metrics, LazyDict) else metrics.items()
+        if isinstance(metrics, LazyDict):
+            items = dict.items(metrics)
+        else:
+            items = check_mapping("log_metrics(…, metrics)", metrics).items()
         for name, value in items:
             if type(value) is not float and type(value) is not LazyFloat:
                 value = _freeze_scalar(value)
@@ -231,12 +256,14 @@ class Run:
         record: dict[str, Any] = {"v": VERSION, "time": time.time(), "kind": to_jsonable(kind)}
         for name, value in fields.items():
             record[name + "_" if name in _RESERVED_FIELDS else name] = to_jsonable(value)
+        record = mask_secrets(record)
         cast(JsonlFile, self._events).append([encode_line(record)])
 
     def update(self, **fields: Any) -> None:
         """Change fields of the manifest, and write it atomically."""
         self._writable_log()
-        self.manifest.update((name, to_jsonable(value)) for name, value in fields.items())
+        written = {name: to_jsonable(value) for name, value in fields.items()}
+        self.manifest.update(mask_secrets(written, by_name=False))
         self.manifest["lost_records"] = self._lost_before + self.lost
         if self.lease_lost is not None:
             return  # the manifest is now written by another process
@@ -308,6 +335,7 @@ class Run:
                 that step.
         """
         metrics_log = self._writable_log()
+        position = _checked_position(position)
         metrics_log.flush()
         try:
             self._finish_rewind()
@@ -366,8 +394,8 @@ class Run:
 
     def _convert(self, step: int, name: str, value: Any, kind: Kind) -> tuple[Any, Kind]:
         """Return a text, histogram or image as JSON, and its kind."""
-        if kind not in _KINDS:
-            raise RunError(f"Unknown kind '{kind}'. Kinds are {listed(_KINDS)}.")
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise RunError(f"Unknown kind {show_value(kind)}. Kinds are {listed(_KINDS)}.")
         try:
             if kind == "text":
                 return str(value), kind
@@ -377,6 +405,15 @@ class Run:
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)
             return InvalidValue(safe_repr(value), kind), kind
+
+
+def _checked_position(position: Any) -> dict[str, int]:
+    numbers = check_mapping("rewind(position)", position)
+    for name, number in numbers.items():
+        check_whole_number(f"rewind(position): {show_value(name)}", number)
+    if not numbers.keys() & {"metrics", "step"}:
+        raise RunError(f"rewind(position) is {show_value(position)}; expected {{'step': N}}.")
+    return numbers
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:

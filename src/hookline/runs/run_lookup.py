@@ -7,9 +7,10 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from hookline.arguments import check_path
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
-from hookline.runs.manifest import read_run_manifest
+from hookline.runs.manifest import inspect_run_manifest, is_run_manifest
 
 __all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders", "shorten_path"]
 
@@ -39,10 +40,11 @@ def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs
     Raises:
         RunError: No run matches, or several do. The message names the closest ids.
     """
-    path = Path(given)
+    path = Path(check_path("The run", given, "its folder or its id"))
+    root = check_path("runs", root, "the folder of all runs")
     if _is_run(path):
         return path
-    if path.is_dir():
+    if _is_folder(path):
         ids = [folder.name for folder in list_run_folders(path)]
         if not ids:
             raise RunError(
@@ -63,15 +65,15 @@ def find_run_of_checkpoint(checkpoint: Path) -> Path | None:
     A run that contains the checkpoint of another run does not count: its log is not continued.
     """
     folders = checkpoint.parents[1:2]
-    folder = next((folder for folder in folders if (folder / "manifest.json").is_file()), None)
+    folder = next((one for one in folders if os.path.lexists(one / "manifest.json")), None)
     if folder is None:
         return None
     try:
         saved_by = read_manifest(checkpoint)["info"].get("run_id")
-        found = read_run_manifest(folder).get("run_id")
-    except (CheckpointError, RunError):  # reported by whoever opens it
+    except CheckpointError:  # reported by whoever opens it
         return folder
-    return folder if saved_by in (None, found) else None
+    manifest, problems = inspect_run_manifest(folder)
+    return folder if problems or saved_by in (None, manifest["run_id"]) else None
 
 
 def _find_by_id(wanted: str, root: Path) -> Path:
@@ -96,16 +98,19 @@ def _find_by_id(wanted: str, root: Path) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    if not path.is_dir():
+    if not _is_folder(path):
         return False
     # A folder that has lost its files is still recognized by its name.
-    if _RUN_ID.fullmatch(path.name) or any((path / name).is_file() for name in _LOG_FILES):
+    if _RUN_ID.fullmatch(path.name) or any(os.path.lexists(path / name) for name in _LOG_FILES):
         return True
+    return is_run_manifest(path)
+
+
+def _is_folder(path: Path) -> bool:
     try:
-        read_run_manifest(path)  # checkpoints have a file of this name, too
-    except RunError:
+        return path.is_dir()
+    except OSError:  # the name is too long, or it is in a folder that cannot be read
         return False
-    return True
 
 
 def _list_some(names: list[str]) -> str:

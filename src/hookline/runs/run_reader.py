@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import check_instance, listed_strings
 from hookline.errors import RunError
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_file import JsonlReader, read_jsonl_backwards
 from hookline.runs.lease import is_silent
-from hookline.runs.manifest import last_write_time, read_run_manifest
-from hookline.runs.metric_summary import MetricSummary, parse_number, summarize_metrics
+from hookline.runs.manifest import inspect_run_manifest, last_write_time
+from hookline.runs.manifest_fields import parse_time
+from hookline.runs.metric_summary import MetricSummary, summarize_metrics
+from hookline.runs.record_checks import find_metric_problem
 from hookline.runs.rewind import REPEATED
+from hookline.runs.run_files import find_refused_entries, find_refused_folder
 from hookline.runs.run_lookup import find_run
 
 __all__ = ["OpenedRun", "open_run"]
@@ -59,15 +61,8 @@ class OpenedRun:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The contents of manifest.json; empty if it cannot be read."""
-        return self._read_manifest()[0]
-
-    def _read_manifest(self) -> tuple[dict[str, Any], str | None]:
-        try:
-            return read_run_manifest(self.path), None
-        except RunError as error:
-            missing = not (self.path / "manifest.json").exists()
-            return {}, "manifest.json is missing" if missing else str(error)
+        """The valid fields of manifest.json; empty if it cannot be read."""
+        return inspect_run_manifest(self.path)[0]
 
     @property
     def id(self) -> str:
@@ -97,7 +92,7 @@ class OpenedRun:
         parts = _parts(manifest)
         total = 0.0
         for part in parts:
-            started, ended = _timestamp(part.get("started")), _timestamp(part.get("ended"))
+            started, ended = parse_time(part.get("started")), parse_time(part.get("ended"))
             if ended is None and part is parts[-1]:
                 ended = time.time() if status == "training" else last_write_time(self.path)
             if started is not None and ended is not None:
@@ -114,6 +109,8 @@ class OpenedRun:
             repeated: Also include, before the others, the values of steps that were trained again
                 because the run was resumed from an earlier checkpoint.
         """
+        listed_strings("metrics(*names)", names)
+        check_instance("metrics(kind=…)", kind, str | None, "a kind of value")
         files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
         records = chain.from_iterable(JsonlReader(self.path / n, growing=True) for n in files)
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
@@ -121,7 +118,7 @@ class OpenedRun:
             _row(record)
             for record in records
             if kind is None or record.get("kind") == kind
-            if not patterns or any(fnmatchcase(str(record.get("name")), p) for p in patterns)
+            if not patterns or any(fnmatchcase(record["name"], p) for p in patterns)
         ]
 
     def frame(self, *names: str, kind: str | None = None, repeated: bool = False) -> Any:
@@ -135,17 +132,19 @@ class OpenedRun:
 
     def events(self, *kinds: str) -> list[Row]:
         """Return the events, all or those of some kinds: starts, checkpoints, toggles, the end."""
+        listed_strings("events(*kinds)", kinds)
         records = JsonlReader(self.path / "events.jsonl", growing=True)
         events = [{name: v for name, v in record.items() if name != "v"} for record in records]
         return [event for event in events if not kinds or event.get("kind") in kinds]
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the complete checkpoints, oldest first."""
-        return read_checkpoints(self._checkpoint_folder)[0]
+        return self._read_checkpoints()[0]
 
-    @property
-    def _checkpoint_folder(self) -> Path:
-        return self.path / "checkpoints"
+    def _read_checkpoints(self) -> tuple[list[SavedCheckpoint], list[str]]:
+        folder = self.path / "checkpoints"
+        refused = find_refused_folder(folder)
+        return ([], [refused]) if refused is not None else read_checkpoints(folder)
 
     def results(self) -> dict[str, MetricSummary]:
         """Return the last and best value of each scalar metric, by name."""
@@ -153,20 +152,27 @@ class OpenedRun:
 
     def results_and_damage(self) -> tuple[dict[str, MetricSummary], list[str]]:
         """Return `results()` and `damage`, reading each file once."""
-        problem, growing = self._read_manifest()[1], self.status == "training"
+        damage, growing = inspect_run_manifest(self.path)[1], self.status == "training"
         metrics = JsonlReader(self.path / "metrics.jsonl", growing=growing)
-        events = JsonlReader(self.path / "events.jsonl", growing=growing)
+        others = [JsonlReader(self.path / "events.jsonl", growing=growing)]
+        if os.path.lexists(self.path / REPEATED):
+            others.append(JsonlReader(self.path / REPEATED, growing=growing))
         results = summarize_metrics(metrics)
-        for _ in events:
-            pass  # its damage is known when everything has been read
-        damage = [] if problem is None else [problem]
-        damage += metrics.damage + events.damage + read_checkpoints(self._checkpoint_folder)[1]
-        return results, damage
+        for reader in others:
+            for _ in reader:
+                pass  # its damage is known when everything has been read
+        damage += [line for reader in (metrics, *others) for line in reader.damage]
+        damage += self._read_checkpoints()[1]
+        known = "\n".join(damage)
+        return results, damage + [x for x in find_refused_entries(self.path) if x not in known]
 
     def overview(self) -> dict[str, Any]:
-        """Return the main facts of the run. It reads only the ends of files: fast for long runs."""
-        manifest = self.manifest
-        git = manifest.get("git")
+        """Return the main facts of the run. It reads only the ends of files: fast for long runs.
+
+        `damage` has what is wrong with the manifest, and which files are not opened.
+        """
+        manifest, damage = inspect_run_manifest(self.path)
+        git, refused = manifest.get("git"), find_refused_entries(self.path)
         step, loss = self._read_latest()
         return {
             "id": str(manifest.get("run_id") or self.path.name),
@@ -182,15 +188,18 @@ class OpenedRun:
             "config_hash": manifest.get("config_hash"),
             "git": git if isinstance(git, dict) else {},
             "last_error": manifest.get("last_error"),
+            "damage": damage + [x for x in refused if x.partition(" ")[0] != "manifest.json"],
         }
 
     def _read_latest(self) -> tuple[int | None, float | None]:
         step: int | None = None
         for record in read_jsonl_backwards(self.path / "metrics.jsonl"):
+            if find_metric_problem(record) is not None:
+                continue
             if step is None and type(record.get("step")) is int:
                 step = record["step"]
-            if record.get("name") == "train/loss":
-                return step, parse_number(record.get("value"))
+            if record["name"] == "train/loss" and record["kind"] == "scalar":
+                return step, float(record["value"])
         return step, None
 
     def __repr__(self) -> str:
@@ -226,16 +235,7 @@ def _parts(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _row(record: Row) -> Row:
     row = {name: record.get(name) for name in _COLUMNS}
     if row["kind"] == "scalar" and isinstance(row["value"], str):
-        row["value"] = parse_number(row["value"])
+        row["value"] = float(row["value"])  # "NaN", "Infinity" or "-Infinity"
     if "was" in record:
         row["was"] = record["was"]
     return row
-
-
-def _timestamp(text: Any) -> float | None:
-    try:
-        parsed = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
-        return None
-    stamp = (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
-    return stamp if math.isfinite(stamp) else None

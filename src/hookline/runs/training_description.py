@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from hookline.runs.jsonable import mask_secrets, to_jsonable
+from hookline.runs.jsonable import to_jsonable
 
 __all__ = ["describe_training"]
 
@@ -17,7 +17,7 @@ _NOT_SETTINGS = (  # of a scheduler: what it derives from the optimizer, and its
 
 
 def describe_training(loop: Any) -> dict[str, Any]:
-    """Return the parts of a trainer or a session as JSON.
+    """Return the parts of a trainer or a session as JSON; secrets in `hparams` are not masked.
 
     Two runs with the same description were started in the same way. What changes during training,
     such as the learning rate that a scheduler has reached, is not part of it.
@@ -40,8 +40,7 @@ def describe_training(loop: Any) -> dict[str, Any]:
         "val_loaders": _describe_loaders(getattr(loop, "val_data", None)),
         "hparams": to_jsonable(getattr(loop, "hparams", None) or {}),
     }
-    present = {name: value for name, value in description.items() if value}
-    return cast("dict[str, Any]", mask_secrets(present))
+    return {name: value for name, value in description.items() if value}
 
 
 def _describe_model(model: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from hookline.errors import CheckpointError
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import canonical_json
+from hookline.runs.manifest import inspect_run_manifest
+from hookline.runs.run_files import find_refused_entries
 from hookline.runs.run_lookup import list_run_folders
 from hookline.runs.run_reader import OpenedRun
 
 __all__ = ["comparable_config", "find_unfinished_run"]
+
+log = logging.getLogger("hookline")
 
 _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
 _WITHOUT_EFFECT = ("runs", "progress", "checkpoints")
@@ -26,7 +31,8 @@ def find_unfinished_run(
     """Return the checkpoint to resume from, or None to start a new run, and a message about it.
 
     It is the newest undamaged checkpoint of the newest unfinished run that has one. A run counts as
-    finished if it completed, or was stopped for another reason than a time limit.
+    finished if it completed, or was stopped for another reason than a time limit. A run whose
+    manifest is damaged, or whose files are links, is skipped with a warning.
 
     Args:
         runs: The folder of all runs.
@@ -38,7 +44,12 @@ def find_unfinished_run(
     without_checkpoint = 0
     for folder in list_run_folders(runs):
         run = OpenedRun(folder)
-        if not is_same(run.manifest) or not _is_unfinished(run):
+        manifest, problems = inspect_run_manifest(folder)
+        problems += find_refused_entries(folder)
+        if problems:
+            log.warning("The run %s is not resumed automatically: %s.", folder, problems[0])
+            continue
+        if not is_same(manifest) or not _is_unfinished(run):
             continue
         try:
             checkpoint = find_checkpoint(folder, verify=True)
@@ -58,6 +69,8 @@ def find_unfinished_run(
 def comparable_config(config: Mapping[str, Any]) -> str:
     """Return a configuration as text, without the fields that do not affect training."""
     trainer = config.get("trainer", config)  # a config file has a section for it
+    if not isinstance(trainer, Mapping):
+        return canonical_json(config)
     kept = {name: value for name, value in trainer.items() if name not in _WITHOUT_EFFECT}
     return canonical_json(kept if trainer is config else {**config, "trainer": kept})
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, listed, nearest
 
 __all__ = [
@@ -136,7 +137,7 @@ def compile_regex(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
-        raise ConfigError(f"{pattern!r} is not a regular expression: {error}.") from error
+        raise ConfigError(f"{show_value(pattern)} is not a regular expression: {error}.") from error
 
 
 # -- messages -------------------------------------------------------------------------------------

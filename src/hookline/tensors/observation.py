@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hookline.errors import ObserverError, RandomNumberError
+from hookline.errors import ArgumentError, ObserverError, RandomNumberError
 from hookline.hook import Hook
 from hookline.tensors.fingerprints import Comparison, Fingerprint
 from hookline.tensors.nested import map_tensors, tensors_in
@@ -88,7 +88,7 @@ class Observation:
                     "`numpy.random.default_rng(0)`."
                 )
         if returned is not None:
-            raise TypeError(
+            raise ArgumentError(
                 f"{_name(hook)} returned a {type(returned).__name__}, but what an observer "
                 "returns is not used. Return None."
             )

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from hookline.arguments import read_items, show_value
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.dispatch.binding import bind
-from hookline.errors import TrainingError, nearest
+from hookline.errors import ArgumentError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
 from hookline.options import BuiltIn
@@ -47,9 +48,9 @@ def check_arguments(
             hint = " Data is given to fit(loader, val_loaders=…)."
         else:
             hint = nearest(name, _ARGUMENTS)
-        raise TypeError(f"Trainer() has no argument '{name}'.{hint}")
+        raise ArgumentError(f"Trainer() has no argument '{name}'.{hint}")
     if isinstance(config, torch.nn.Module):
-        raise TypeError(
+        raise ArgumentError(
             "The configuration comes first: Trainer(config, model, optimizer). It may be None, for "
             f"the defaults: Trainer(None, model, optimizer). Got a {type(config).__name__} as the "
             "configuration."
@@ -59,13 +60,13 @@ def check_arguments(
     for name, value in [*given, *(("optimizers", optimizer) for optimizer in several)]:
         if isinstance(value, type):
             arguments = "model.parameters(), …" if name == "optimizers" else ""
-            raise TypeError(
+            raise ArgumentError(
                 f"{name} is the class {value.__name__}; expected an instance of it: "
                 f"{value.__name__}({arguments})."
             )
     for name, function in functions.items():
         if function is not None and not callable(function):
-            raise TypeError(f"{name} is {function!r}; expected a function.")
+            raise ArgumentError(f"{name} is {show_value(function)}; expected a function.")
 
 
 def validates_in_fit(trainer: Any) -> bool:
@@ -137,9 +138,9 @@ def checked_config(config: Any) -> TrainerConfig:
     if isinstance(config, Mapping):
         return TrainerConfig(**config)
     if not isinstance(config, TrainerConfig):
-        raise TypeError(
+        raise ArgumentError(
             "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
-            f"fields of a TrainerConfig, not {config!r}, a {type(config).__name__}."
+            f"fields of a TrainerConfig, not {show_value(config)}, a {type(config).__name__}."
         )
     return config
 
@@ -156,7 +157,9 @@ def check_gradient(loss: torch.Tensor) -> None:
 def checked_model(model: Any) -> torch.nn.Module:
     """Return the model; raise if it is not a module."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"A model is a torch.nn.Module, not {model!r}, a {type(model).__name__}.")
+        raise ArgumentError(
+            f"A model is a torch.nn.Module, not {show_value(model)}, a {type(model).__name__}."
+        )
     return model
 
 
@@ -181,16 +184,17 @@ def checked_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list; raise if they do not fit the model or each other."""
     if isinstance(given, str):
-        raise TypeError(
-            f"optimizers is {given!r}; expected a torch.optim.Optimizer, such as "
+        raise ArgumentError(
+            f"optimizers is {show_value(given)}; expected a torch.optim.Optimizer, such as "
             "torch.optim.Adam(model.parameters())."
         )
-    several = [given] if isinstance(given, torch.optim.Optimizer) else given
-    optimizers = list(several) if isinstance(several, Iterable) else [several]
+    optimizers = [given]
+    if isinstance(given, Iterable) and not isinstance(given, torch.Tensor | Mapping | bytes):
+        optimizers = read_items("optimizers", given, "one or several optimizers")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"An optimizer is a torch.optim.Optimizer, not {optimizer!r}, "
+            raise ArgumentError(
+                f"An optimizer is a torch.optim.Optimizer, not {show_value(optimizer)}, "
                 f"a {type(optimizer).__name__}."
             )
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -238,8 +242,8 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
     schedulers = list(given) if isinstance(given, list | tuple) else [given]
     for scheduler in schedulers:
         if isinstance(scheduler, type | str):
-            raise TypeError(
-                f"schedulers is {scheduler!r}; expected a scheduler, such as "
+            raise ArgumentError(
+                f"schedulers is {show_value(scheduler)}; expected a scheduler, such as "
                 "torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)."
             )
         if scheduler is not None and not any(

@@ -66,6 +66,14 @@ class DataPosition:
         self._generators: list[Any] = []
         self._saved: dict[str, Any] | None = None  # the checkpoint's state, until it is used
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], *, fast_forward: bool) -> DataPosition:
+        """Return a saved position, without restoring any random state."""
+        position = cls(fast_forward=fast_forward)
+        position.epoch, position.batches = saved["epoch"], saved["batches"]
+        position._saved = dict(saved)
+        return position
+
     def end_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch += 1

@@ -38,8 +38,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, cycle, islice, repeat
 from typing import Any, Final, NamedTuple
 
+from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
-from hookline.errors import listed
+from hookline.errors import ArgumentError, listed
 from hookline.trainer.loader_arguments import length_of, name_loaders
 from hookline.trainer.loader_order import LoaderOrder, make_order
 
@@ -106,7 +107,7 @@ class Stream:
         length = self.length()
         if length is None:
             unknown = [n for n, own in zip(self.names, self._lengths(), strict=True) if own is None]
-            raise TypeError(
+            raise ArgumentError(
                 f"The length of a {self._what} epoch is not known, because these loaders have no "
                 f"len(): {listed(unknown)}. Give them a `__len__`, or set the epoch's length as a "
                 "number of batches: MixConfig(length=1000)."
@@ -132,7 +133,7 @@ class Stream:
         """Raise if a loader is an iterator, which has batches for one epoch only."""
         for name, loader in zip(self.names, self.loaders, strict=True):
             if isinstance(loader, Iterator):
-                raise TypeError(
+                raise ArgumentError(
                     f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), "
                     f"which can be iterated over only once, but {epochs} epochs are asked for. "
                     + _RESTARTABLE
@@ -146,7 +147,9 @@ class Stream:
                 that was interrupted.
         """
         if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
-            raise ValueError(f"skip is {skip!r}; expected a number of batches, 0 or more.")
+            raise ArgumentError(
+                f"skip is {show_value(skip)}; expected a number of batches, 0 or more."
+            )
         batches = map(LoadedBatch._make, self.tuples())
         return islice(batches, skip, None) if skip else batches
 
@@ -161,13 +164,13 @@ class Stream:
                 raise self._no_batches(name)
         if self._order is None:
             if len(self.names) > 1 and mixing.length == "shortest":
-                raise ValueError(
+                raise ArgumentError(
                     "length='shortest' with order='sequential' would never reach the later "
                     "loaders; expected length 'sum' or a number, or another order, such as "
                     "'round_robin'."
                 )
         elif None in lengths and mixing.length == "sum" and mixing.on_exhausted == "cycle":
-            raise TypeError(
+            raise ArgumentError(
                 f"length='sum' with on_exhausted='cycle' needs the length of every {self._what} "
                 f"loader, and '{self.names[lengths.index(None)]}' has no len(). Give it a "
                 "`__len__`, or use on_exhausted='drop', length='longest', or a number of batches "
@@ -176,8 +179,8 @@ class Stream:
         elif mixing.length == "shortest" and self.length() == 0:
             raise self._no_whole_round()
 
-    def _no_batches(self, name: str) -> ValueError:
-        return ValueError(
+    def _no_batches(self, name: str) -> ArgumentError:
+        return ArgumentError(
             f"The {self._what} loader '{name}' has no batches; expected at least one. Is its "
             "dataset empty, or smaller than one batch with drop_last=True?"
         )
@@ -213,7 +216,7 @@ class Stream:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self.started:
-            raise TypeError(
+            raise ArgumentError(
                 f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}) that "
                 "is exhausted, and it is needed again, for another epoch or because it was too "
                 "short. " + _RESTARTABLE
@@ -261,10 +264,11 @@ class Stream:
             while held:  # popped, so that a batch that was yielded is freed
                 yield held.pop(0)
 
-    def _no_whole_round(self) -> ValueError:
-        return ValueError(
+    def _no_whole_round(self) -> ArgumentError:
+        return ArgumentError(
             f"length='shortest' leaves no batch for a {self._what} epoch: a loader has fewer "
-            f"batches than one round of the pattern {tuple(self._mixing.pattern or ())!r} takes "
+            "batches than one round of the pattern "
+            f"{show_value(tuple(self._mixing.pattern or ()))} takes "
             "from it. Use a shorter pattern, length='longest', or a number of batches."
         )
 

@@ -21,14 +21,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
+from hookline.loop.saved_state import check_trainer_state, reported_damage
+from hookline.masking import mask_secrets
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import mask_secrets, to_jsonable
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.training_description import describe_training
@@ -36,6 +39,11 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forked_optimizers import (
     apply_optimizer_settings,
     describe_saved_optimizers,
+)
+from hookline.trainer.trainer_checkpoint import (
+    describe_state,
+    describe_unloadable,
+    unchanged_on_failure,
 )
 
 if TYPE_CHECKING:
@@ -77,15 +85,21 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
     checkpoint = load_checkpoint(found)
     folder = find_run_of_checkpoint(found)
     manifest = {} if folder is None else OpenedRun(folder).manifest
-    fork = _Fork(trainer, checkpoint.state, manifest)
-    problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
-    if problems:
-        raise CheckpointError(
-            f"The checkpoint {found} cannot be continued with these settings:\n  "
-            + "\n  ".join(problems)
-        )
-    trainer.strategy.load(trainer.model, checkpoint.model)
-    trainer.load_state_dict(fork.state)
+    check_trainer_state(checkpoint)
+    with reported_damage(checkpoint):
+        fork = _Fork(trainer, checkpoint.state, manifest)
+        problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
+        unloadable = {} if problems else describe_unloadable(trainer, fork.state)
+        problems += [line for lines in unloadable.values() for line in lines]
+        problems = problems or describe_state(trainer, fork.state)
+        if problems:
+            raise CheckpointError(
+                f"The checkpoint {found} cannot be continued with these settings:\n  "
+                + "\n  ".join(problems)
+            )
+    with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
+        trainer.load_state_dict(fork.state)
+        trainer.strategy.load(trainer.model, checkpoint.model)
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):
@@ -134,20 +148,21 @@ class _Fork:
     def apply_settings(self) -> list[str]:
         """Write what differs into the state; return what cannot be applied, one line each."""
         trainer, state = self._trainer, self.state
-        config = to_jsonable(mask_secrets(trainer.config.model_dump(mode="json")))
+        config = mask_secrets(to_jsonable(trainer.config.model_dump(mode="json")))
         differing = diff_configs(*_comparable(self._manifest.get("config"), config))
         problems = self._find_end(state)
         schedule = next((n for n in differing if n.endswith("scheduler_every")), None)
         if schedule is not None and trainer.schedulers:
             was, new = differing[schedule]
             problems.append(
-                f"{schedule} is {new!r} instead of {was!r}: the position of the schedulers counts "
+                f"{schedule} is {show_value(new)} instead of {show_value(was)}: the position of "
+                "the schedulers counts "
                 f"{was}s. Keep {schedule}={was}."
             )
         changes, impossible = apply_optimizer_settings(trainer, state, self._before, self._now)
         self._changes += changes
         self._changes += [
-            f"{name} is {new!r} instead of {was!r}"
+            f"{name} is {show_value(new)} instead of {show_value(was)}"
             for name, (was, new) in differing.items()
             if name.partition(".")[0] not in _REPORTED_APART
         ]
@@ -204,14 +219,14 @@ class _Fork:
                 continue
             if info.enabled and not hook.get("enabled", True):
                 self.state["disabled"] = [n for n in self.state["disabled"] if n != info.name]
-            options = to_jsonable(mask_secrets(dict(info.options)))
+            options = mask_secrets(to_jsonable(dict(info.options)))
             pairs = {
                 "enabled": (hook.get("enabled"), info.enabled),
                 "schedule": (hook.get("schedule"), info.schedule),
                 **diff_configs(hook.get("options") or {}, options),
             }
             self._changes += [
-                f"hook {info.name}: {name} is {new!r} instead of {was!r}"
+                f"hook {info.name}: {name} is {show_value(new)} instead of {show_value(was)}"
                 for name, (was, new) in pairs.items()
                 if was != new
             ]

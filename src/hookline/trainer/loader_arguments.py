@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from hookline.arguments import show_value
+from hookline.errors import ArgumentError
+
 __all__ = ["length_of", "name_loaders"]
 
 
@@ -18,14 +21,17 @@ def name_loaders(loaders: Any, what: str) -> dict[str, Any]:
     else:
         named = {what: loaders}
     if not named:
-        raise ValueError(f"There are no {what} loaders: the mapping is empty; expected at least 1.")
+        raise ArgumentError(
+            f"There are no {what} loaders: the mapping is empty; expected at least 1."
+        )
     for name, loader in named.items():
         if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"A {what} loader has the name {name!r}; expected a string that is not empty."
+            raise ArgumentError(
+                f"A {what} loader has the name {show_value(name)}; expected a string that is not "
+                "empty."
             )
         if not _may_be_loader(loader):
-            raise TypeError(
+            raise ArgumentError(
                 f"The {what} loader '{name}' is of type {type(loader).__name__}; expected an "
                 "object whose `__iter__` gives batches, such as a DataLoader or a list of batches. "
                 "A dataset goes into a DataLoader, a single batch into a list: [batch]."
@@ -41,7 +47,7 @@ def _holds_loaders(several: Sequence[Any], what: str) -> bool:
     if kinds.count("batch") == len(several):
         return False
     odd = next(i for i, kind in enumerate(kinds) if kind == "unclear" or kind != kinds[0])
-    raise ValueError(
+    raise ArgumentError(
         f"The {what} {type(several).__name__} may be a list of loaders or a list of batches: "
         f"element {odd}, of type {type(several[odd]).__name__}, could be either. Say which "
         f'with a mapping: {{"{what}": batches}} for one loader, {{"a": first, "b": second}} for '

@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import count, cycle
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
-from hookline.errors import listed, nearest
+from hookline.errors import ArgumentError, listed, nearest
 
 __all__ = ["LoaderOrder", "make_order"]
 
@@ -122,15 +123,16 @@ def _resolved_pattern(pattern: Sequence[str | int], names: list[str]) -> list[in
         if isinstance(entry, str):
             _check_name("pattern", entry, names)
         elif not 0 <= entry < len(names):
-            raise ValueError(
+            raise ArgumentError(
                 f"pattern has loader number {entry}; expected 0 to {len(names) - 1}, or one of "
                 f"{listed(names)}."
             )
     resolved = [names.index(entry) if isinstance(entry, str) else entry for entry in pattern]
     missing = [name for idx, name in enumerate(names) if idx not in resolved]
     if missing:
-        raise ValueError(
-            f"pattern {tuple(pattern)!r} never loads from {listed(missing)}; expected every "
+        raise ArgumentError(
+            f"pattern {show_value(tuple(pattern))} never loads from {listed(missing)}; expected "
+            "every "
             "loader in it. Add what is missing, or do not pass that loader."
         )
     return resolved
@@ -141,7 +143,7 @@ def _resolved_weights(
 ) -> list[float]:
     if not isinstance(weights, Mapping):
         if len(weights) != len(names):
-            raise ValueError(
+            raise ArgumentError(
                 f"weights has {len(weights)} numbers; expected {len(names)}, one for each of "
                 f"{listed(names)}."
             )
@@ -150,7 +152,7 @@ def _resolved_weights(
         _check_name("weights", name, names)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise ValueError(
+        raise ArgumentError(
             f"weights has no number for {listed(missing)}; expected one for each of "
             f"{listed(names)}."
         )
@@ -168,4 +170,6 @@ def _to_integers(weights: list[float]) -> list[int]:
 def _check_name(where: str, name: Any, names: list[str]) -> None:
     if name not in names:
         hint = nearest(name, names) if isinstance(name, str) else ""
-        raise ValueError(f"{where} names the loader {name!r}; expected {listed(names)}.{hint}")
+        raise ArgumentError(
+            f"{where} names the loader {show_value(name)}; expected {listed(names)}.{hint}"
+        )

@@ -11,7 +11,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from hookline.arguments import show_value
 from hookline.errors import TrainingError
+from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
 __all__ = ["BatchPlace", "LossCheck", "LossComputer"]
@@ -175,6 +177,8 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
             if name != "loss"
         }
         for name, value in metrics.items():
+            if type(name) is not str and not isinstance(name, str):
+                raise TrainingError(f"{where} returned a metric named {show_value(name)}.")
             if not _is_number(value):
                 raise TrainingError(
                     f"{where} returned {describe_structure(value)} as the metric '{name}'. "
@@ -202,7 +206,8 @@ class BatchPlace(NamedTuple):
     batch_idx: int
 
     def __str__(self) -> str:
-        return f"It was in epoch {self.epoch}, loader '{self.loader}', batch {self.batch_idx}."
+        loader = printable(self.loader)
+        return f"It was in epoch {self.epoch}, loader '{loader}', batch {self.batch_idx}."
 
 
 class LossCheck:

@@ -19,6 +19,8 @@ from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast, get_args
 
+from hookline.printable import printable, printable_message
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -126,11 +128,11 @@ class _Display(Progress):
 
     def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
         numbers = {name: _number(value) for name, value in metrics.items()}
-        parts = [f"{name} {text}" for name, text in numbers.items() if text]
+        parts = [f"{printable(name, 100)} {text}" for name, text in numbers.items() if text]
         self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *parts]))
 
     def say(self, text: str) -> None:
-        self._attempt(self._print, text)
+        self._attempt(self._print, printable_message(text))
 
     def end(self, status: str, summary: Summary | None, reason: str | None = None) -> None:
         if not self._running:

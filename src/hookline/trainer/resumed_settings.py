@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.training_description import describe_training
@@ -38,6 +39,7 @@ def compare_settings(
         saved: What `describe_settings` returned for the checkpoint.
         now: The same of the trainer that resumes it.
     """
+    saved = to_jsonable(saved)  # a checkpoint may have anything there
     used = _list_changes(saved, now, _USED)
     unused = _list_changes(saved, now, _RESTORED)
     in_force = {**now, **{name: saved[name] for name in _RESTORED if name in saved}}
@@ -60,4 +62,6 @@ def _list_changes(
 ) -> list[str]:
     before = {name: saved[name] for name in names if name in saved}
     pairs = diff_configs(number_items(before), number_items({n: now.get(n) for n in before}))
-    return [f"{name} is {new!r} instead of {was!r}" for name, (was, new) in pairs.items()]
+    return [
+        printable(f"{name} is {new!r} instead of {was!r}") for name, (was, new) in pairs.items()
+    ]

@@ -20,9 +20,10 @@ from typing import Any, Never
 
 import torch
 
+from hookline.arguments import check_flag, check_path
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import RunError, TrainingError, nearest
+from hookline.errors import ArgumentError, RunError, TrainingError, nearest
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
 from hookline.loop.random_state import generator_state, generators_of
@@ -100,12 +101,17 @@ class Trainer(TrainerRun):
             hint = nearest(name, inspect.signature(Trainer.fit).parameters)
             if name.startswith("train"):
                 hint = " The training data comes first: fit(loader, val_loaders=…)."
-            raise TypeError(f"fit() has no argument '{name}'.{hint}")
+            raise ArgumentError(f"fit() has no argument '{name}'.{hint}")
         if resume_from is not None and fork_from is not None:
-            raise TypeError(
+            raise ArgumentError(
                 "fit() got both resume_from, which continues a run, and fork_from, which starts a "
                 "new one. Give one of them."
             )
+        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
+        check_flag("fit(…, strict=…)", strict)
+        for name, source in (("resume_from", resume_from), ("fork_from", fork_from)):
+            if source is not None:
+                check_path(f"fit(…, {name}=…)", source, "a run or a checkpoint")
         self.set_data(loaders, val_loaders)
         if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Never, get_args
 
 import torch
 
+from hookline.arguments import check_mapping, check_name, listed_strings, show_value
 from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
@@ -18,7 +19,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import count_tokens, evaluation, samples_in
+from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.step_records import StepRecords
@@ -46,6 +47,7 @@ from hookline.updates import Identity
 __all__ = ["Phase", "TrainerBase"]
 
 log = logging.getLogger("hookline")
+_KINDS = get_args(Kind)
 
 
 class Phase(Enum):
@@ -76,7 +78,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         tags: Iterable[str] = (),
         **unknown: Never,
     ) -> None:
-        count = None if tokens_fn == "auto" else tokens_fn
+        counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
+        count: Any = None if counts_itself else tokens_fn
         functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
         check_arguments(config, model, optimizers, unknown, **functions)
         fields, listed_hooks = split_hooks(config)
@@ -92,10 +95,12 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
         self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
-        self._count_tokens = count_tokens if tokens_fn == "auto" else tokens_fn
+        self._count_tokens = count_tokens if counts_itself else count and make_counter(count)
         self.hparams = checked_hparams(hparams)
+        if name is not None:
+            check_name("Trainer(…, name=…)", name)
         self.name = name
-        self.tags = [tags] if isinstance(tags, str) else list(tags)
+        self.tags = listed_strings("Trainer(…, tags=…)", tags)
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
         self._recorder = Recorder(None)
@@ -383,8 +388,11 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Record a value with this step: a scalar, histogram, text or image, as `kind` says."""
-        if kind != "scalar" and kind not in get_args(Kind):
-            raise RunError(f"Unknown kind '{kind}'. There are {listed(get_args(Kind))}.")
+        texts: Any = name, kind
+        if type(texts[0]) is not str or type(texts[1]) is not str or kind not in _KINDS:
+            check_name("trainer.log(name)", name)
+            if not isinstance(kind, str) or kind not in _KINDS:
+                raise RunError(f"Unknown kind {show_value(kind)}. There are {listed(_KINDS)}.")
         self._recorder.value(self._context.step, self._context.epoch, name, value, kind)
 
     def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
@@ -442,6 +450,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         Raises:
             CheckpointError: the run cannot be resumed exactly with this trainer's data.
         """
+        state = check_mapping("load_state_dict(state)", state)
+        if "optimizers" not in state or "position" not in state:
+            raise CheckpointError("load_state_dict(state) takes what state_dict() returned.")
         context, scaler = self._context, self.strategy.scaler
         state = {**state, **self._own_state(state.get("ranks"))}
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
+from hookline.errors import CheckpointError, RunError
+from hookline.loop.saved_state import check_trainer_state, reported_damage
+from hookline.loop.state_differences import (
+    describe_hook_states,
+    describe_objects,
+)
+from hookline.masking import mask_secrets
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
-from hookline.runs.jsonable import canonical_json, mask_secrets, to_jsonable
+from hookline.runs.jsonable import canonical_json, to_jsonable
 from hookline.runs.recorder import describe_loop
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
+from hookline.trainer.position_checks import describe_position
+from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer_base import TrainerBase
@@ -28,9 +40,12 @@ if TYPE_CHECKING:
 __all__ = [
     "collect_checkpoint",
     "decode_states",
+    "describe_state",
+    "describe_unloadable",
     "encode_states",
     "find_start",
     "load_trainer_checkpoint",
+    "unchanged_on_failure",
 ]
 
 _SHOWN = 5
@@ -113,30 +128,119 @@ def load_trainer_checkpoint(
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
     checkpoint = load_checkpoint(found)
+    check_trainer_state(checkpoint)
+    weights = dict(trainer.strategy.save(trainer.model))
+    lazy: dict[str, Any] = {}  # parameters of a lazy module before its first call
     for name, value in trainer.model.state_dict(keep_vars=True).items():
-        if is_lazy(value) and name in checkpoint.model:  # of a lazy module before its first call
-            value.materialize(checkpoint.model[name].shape)
-    checkpoint = fit_checkpoint(
-        checkpoint,
-        model=trainer.strategy.save(trainer.model),
-        state=trainer.state_dict(),
-        what=f"this trainer and its {type(trainer.model).__name__}",
-        advice="Resume with the model and the optimizers of the run, load what fits with "
-        "fit(…, strict=False), or start a new run.",
-        strict=strict,
-        more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
-    )
-    trainer.strategy.load(trainer.model, checkpoint.model)
-    trainer.load_state_dict(checkpoint.state)
+        if is_lazy(value) and isinstance(checkpoint.model.get(name), torch.Tensor):
+            lazy[name], weights[name] = value, checkpoint.model[name]
+    before = trainer.state_dict()
+    with reported_damage(checkpoint):
+        checkpoint = fit_checkpoint(
+            checkpoint,
+            model=weights,
+            state=before,
+            what=f"this trainer and its {type(trainer.model).__name__}",
+            advice="Resume with the model and the optimizers of the run, load what fits with "
+            "fit(…, strict=False), or start a new run.",
+            strict=strict,
+            unloadable=describe_unloadable(trainer, checkpoint.state),
+            problems=describe_state(trainer, checkpoint.state),
+            more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
+        )
+    for name, value in lazy.items():
+        value.materialize(checkpoint.model[name].shape)
+    with unchanged_on_failure(trainer, before, checkpoint):
+        trainer.load_state_dict(checkpoint.state)
+        trainer.strategy.load(trainer.model, checkpoint.model)
     return checkpoint.state
+
+
+def describe_state(trainer: TrainerBase, state: Mapping[str, Any]) -> list[str]:
+    """Return what else a trainer cannot load: the states of hooks, the position in the data."""
+    val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
+    lines = describe_hook_states(trainer.hooks, state["hooks"], trainer.model)
+    lines += describe_position(
+        state["position"],
+        trainer.train_data,
+        val_loaders,
+        fast_forward=trainer.config.fast_forward,
+    )
+    return lines
+
+
+def describe_unloadable(
+    trainer: TrainerBase, state: Mapping[str, Any]
+) -> dict[tuple[str, int], list[str]]:
+    """Return what a trainer cannot load of its optimizers, …, by section and index."""
+    found = describe_objects(
+        state,
+        optimizers=trainer.optimizers,
+        schedulers=trainer.schedulers,
+        scaler=trainer.strategy.scaler,
+    )
+    gradients = state["pending_gradients"]
+    if len(gradients) != len(trainer.optimizers) or not all(
+        map(_have_shapes, gradients, trainer.optimizers)
+    ):
+        line = "the gradients of the step in progress are those of other parameters"
+        found["pending_gradients", -1] = [line]
+    return found
+
+
+def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:
+    if gradients is None:
+        return True
+    parameters = parameters_of(optimizer)
+    return len(gradients) == len(parameters) and all(
+        gradient is None or gradient.shape == parameter.shape
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    )
+
+
+@contextmanager
+def unchanged_on_failure(
+    trainer: TrainerBase, before: Mapping[str, Any], checkpoint: Checkpoint
+) -> Generator[None]:
+    """Put a trainer back to a state if loading a checkpoint fails in the block.
+
+    Args:
+        trainer: the trainer.
+        before: its state.
+        checkpoint: the checkpoint that is loaded.
+
+    Raises:
+        CheckpointError: loading failed.
+    """
+    is_plain = all(isinstance(value, torch.Tensor) for value in checkpoint.model.values())
+    weights = None if is_plain else copy.deepcopy(trainer.strategy.save(trainer.model))
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # the first error matters more
+            trainer.load_state_dict(before)
+            for info in trainer.hooks.describe():
+                if info.status == "disabled" and info.name not in before["disabled"]:
+                    trainer.hooks.enable_hook(info.name)
+            if weights is not None:  # tensors that were compared do not fail
+                trainer.strategy.load(trainer.model, weights)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint {checkpoint.path} could not be loaded, and nothing was changed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:
     """Return a line about the settings that differ from those of the run, if they are known."""
-    before = None if folder is None else OpenedRun(folder).manifest.get("config")
+    try:
+        before = None if folder is None else OpenedRun(folder).manifest.get("config")
+    except RunError:  # the differences matter more
+        before = None
     if not isinstance(before, dict):
         return []
-    pairs = diff_configs(before, to_jsonable(mask_secrets(trainer.config.model_dump(mode="json"))))
+    pairs = diff_configs(before, mask_secrets(to_jsonable(trainer.config.model_dump(mode="json"))))
     changes = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
     if len(changes) > _SHOWN:
         changes = [*changes[:_SHOWN], f"and {len(changes) - _SHOWN} more"]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Never
 
+from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
 from hookline.errors import HooklineError, TrainingError
 from hookline.hook import Rank
@@ -192,7 +193,8 @@ class TrainerRun(TrainerBase):
         Within a step or the end of an epoch, the state is saved when that is over, and None is
         returned: `on_checkpoint_save` then has the folder.
         """
-        path = None if path is None else Path(path).absolute()
+        if path is not None:
+            path = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
         if self._phase is Phase.IN_STEP:
             self._requests.checkpoint(path)
             return None

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hookline.errors import ConfigError, nearest
+from hookline.errors import ArgumentError, ConfigError, nearest
 from hookline.hook import Hook
 
 __all__ = ["GradientMapping", "StandaloneGradients", "check_like"]
@@ -27,7 +27,7 @@ class GradientMapping(dict[str, Any]):
             returned = call(*args, **kwargs)
             if returned is not None:
                 if not isinstance(returned, Mapping):
-                    raise TypeError(
+                    raise ArgumentError(
                         "An update returns a mapping from names to gradients, or None, not a "
                         f"{type(returned).__name__}."
                     )
@@ -74,13 +74,13 @@ def check_like(name: str, gradient: Any, expected: Any) -> None:
     """Raise if a gradient's shape, dtype or device is not the expected one's."""
     if not hasattr(gradient, "shape"):
         kind = type(gradient).__name__
-        raise TypeError(f"The gradient of '{name}' is a {kind}; expected a tensor.")
+        raise ArgumentError(f"The gradient of '{name}' is a {kind}; expected a tensor.")
     for attribute in ("shape", "dtype", "device"):
         found: Any = getattr(gradient, attribute, None)
         wanted = getattr(expected, attribute)
         if found != wanted:
             if attribute == "shape":
                 found, wanted = list(found), list(wanted)
-            raise ValueError(
+            raise ArgumentError(
                 f"The gradient of '{name}' has {attribute} {found}; expected {wanted}."
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookline.errors import ConfigError, nearest
+from hookline.errors import ArgumentError, ConfigError, nearest
 from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.sharded import is_sharded
 from hookline.updates.gradient_mapping import GradientMapping, check_like
@@ -81,7 +81,7 @@ class Gradients(GradientMapping):
         check_like(name, gradient, parameter if parameter.grad is None else parameter.grad)
         if is_sharded(gradient) != is_sharded(parameter):
             kinds = ("a plain tensor", "a DTensor")
-            raise ValueError(
+            raise ArgumentError(
                 f"The gradient of '{name}' is {kinds[is_sharded(gradient)]}; expected "
                 f"{kinds[is_sharded(parameter)]} like its parameter."
             )

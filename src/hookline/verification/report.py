@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from hookline.runs.formatting import format_table
+from hookline.printable import printable
+from hookline.text_tables import format_table
 
 __all__ = ["Check", "Culprit", "Report"]
 
@@ -27,7 +28,8 @@ class Culprit:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.kind} '{self.name}': {self.reason}" if self.name else self.reason
+        name, reason = printable(self.name), printable(self.reason, 1000)
+        return f"{self.kind} '{name}': {reason}" if name else reason
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Report:
         lines = [format_table(_HEADERS, rows)]
         for check in self.checks:
             if check.difference:
-                lines += ["", f"{check.name}: {check.difference}."]
+                lines += ["", f"{check.name}: {printable(check.difference, 1000)}."]
                 lines += [f"  {culprit}" for culprit in check.culprits]
         if self.notes:
-            lines += ["", *(f"note: {note}" for note in self.notes)]
+            lines += ["", *(f"note: {printable(note, 1000)}" for note in self.notes)]
         return "\n".join(lines)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.errors import ConfigError, TrainingError, listed
+from hookline.arguments import check_instance, describe_value, show_value
+from hookline.errors import ArgumentError, ConfigError, TrainingError, listed, nearest
 from hookline.verification.bisection import find_culprits
 from hookline.verification.comparison import (
     Difference,
@@ -30,6 +31,7 @@ __all__ = ["verify"]
 
 _SHORT_EPOCH = 40  # an epoch of up to so many steps is run to its end by default
 _DEFAULT_STEPS = 20
+_FIT_OPTIONS = ("per_sample_seed", "strict")
 _SEED, _RESUME, _HOOKS = "the same seed twice", "resumed after step", "observing hooks on and off"
 
 Pair = Callable[[Sequence[str], bool], tuple[Recording, Recording]]
@@ -60,8 +62,24 @@ def verify(
         watch: Called with what is being checked, the step, and the number of steps.
         fit_options: Further arguments of `trainer.fit`, such as `per_sample_seed=True`.
     """
-    if steps is not None and steps < 2:
-        raise ConfigError(f"steps is {steps}; expected 2 or more, to resume in between.")
+    if not callable(make_trainer) or not callable(watch or print):
+        raise ArgumentError(
+            f"verify(make_trainer, watch=…) takes functions, not {describe_value(make_trainer)} "
+            f"and {describe_value(watch)}."
+        )
+    if steps is not None:
+        check_instance("verify(…, steps=…)", steps, int, "a whole number of 2 or more")
+        if steps < 2:
+            raise ConfigError(
+                f"steps is {show_value(steps)}; expected 2 or more, to resume in between."
+            )
+    for name in fit_options:
+        if name not in _FIT_OPTIONS:
+            raise ArgumentError(
+                f"verify() has no argument {show_value(name)}.{nearest(name, _FIT_OPTIONS)} Of "
+                f"those of fit() it takes {listed(_FIT_OPTIONS)}: it resumes runs itself, and the "
+                "data comes from make_trainer."
+            )
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
         runs = TrainingRuns(make_trainer, Path(folder), watch, fit_options)
         return _Verification(runs, steps or _choose_steps(runs)).report()

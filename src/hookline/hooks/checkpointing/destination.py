@@ -24,6 +24,9 @@ from hookline.checkpoint.atomic_files import (
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.checkpoint.remote import import_fsspec
 from hookline.errors import CheckpointError
+from hookline.files.plain_names import is_plain_name
+from hookline.files.regular_files import open_regular_file
+from hookline.printable import printable
 
 __all__ = ["Bundle", "Destination", "Folder", "Item", "Remote", "StoppedError", "destination_of"]
 
@@ -75,8 +78,8 @@ class Bundle:
         except CheckpointError:
             if (path / "state.json").exists():
                 raise
-            files = sorted(p for p in path.rglob("*") if p.is_file())
-            items = [Item.of(p.relative_to(path).as_posix(), p) for p in files]
+            files = sorted(p for p in path.rglob("*") if p.is_file())  # of the user's own loop
+            items = [Item.of(p.relative_to(path).as_posix(), p.resolve()) for p in files]
         else:
             items = [Item(n, path / n, f["size"], f["xxh3_64"]) for n, f in facts.items()]
             items.append(Item.of(_MANIFEST, path / _MANIFEST))
@@ -115,6 +118,7 @@ class Folder:
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy into a temporary folder, verify, rename."""
+        _check_name(under)
         parent = self._root / under
         parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(parent)
@@ -145,7 +149,9 @@ class Folder:
 
     def _has_copy(self, bundle: Bundle, parent: Path, name: str) -> bool:
         paths = [(item, parent / bundle.path_of(item, name)) for item in bundle.items]
-        return all(p.is_file() and hash_file(p) == item.hash for item, p in paths)
+        return all(
+            p.is_file() and not p.is_symlink() and hash_file(p) == item.hash for item, p in paths
+        )
 
 
 class Remote:
@@ -157,6 +163,7 @@ class Remote:
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy under a temporary name, verify, and move file by file, the manifest last."""
+        _check_name(under)
         fs, root = import_fsspec(self._url, "Checkpoints cannot be copied to").url_to_fs(self._url)
         parent = "/".join(part for part in (root.rstrip("/"), under) if part)
         temporary = f"{parent}/{TEMPORARY}{bundle.name}"
@@ -201,8 +208,17 @@ def _is_unfinished(fs: Any, bundle: Bundle, final: str) -> bool:
     return ours and not fs.isfile(final) and not fs.exists(f"{final}/{_MANIFEST}")
 
 
+def _check_name(under: str) -> None:
+    """Raise unless the folder for copies is the destination itself or a plain name in it."""
+    if under and not is_plain_name(under):
+        raise CheckpointError(
+            f"The id of the run is '{printable(under)}', which is not a plain name: nothing is "
+            "copied to the destination."
+        )
+
+
 def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
-    with source.open("rb") as file:
+    with open_regular_file(source) as file:
         while chunk := file.read(_CHUNK):
             if is_stopped():
                 raise StoppedError

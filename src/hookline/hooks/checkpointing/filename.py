@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from string import Formatter
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError
 
 __all__ = ["Filename"]
@@ -30,7 +31,7 @@ class Filename:
         try:
             parts = list(Formatter().parse(pattern))
         except ValueError as error:
-            raise ConfigError(f"filename is {pattern!r}: {error}.") from None
+            raise ConfigError(f"filename is {show_value(pattern)}: {error}.") from None
         if not pattern.strip():
             raise ConfigError("filename is empty. Use a pattern such as '{epoch}-{step}'.")
         self._parts = [(text, name, spec or "") for text, name, spec, _ in parts]
@@ -55,14 +56,15 @@ class Filename:
 def _check_field(pattern: str, name: str, spec: str, conversion: str | None) -> None:
     if not name or conversion:
         raise ConfigError(
-            f"filename is {pattern!r}: a field is 'epoch', 'step' or the name of a metric, with "
+            f"filename is {show_value(pattern)}: a field is 'epoch', 'step' or the name of a "
+            "metric, with "
             "an optional format after a colon, as in {val/loss:.2f}."
         )
     try:
         format(1 if name in _COUNTERS else 1.0, spec)
     except ValueError as error:
         raise ConfigError(
-            f"filename is {pattern!r}: invalid format for '{name}': {error}."
+            f"filename is {show_value(pattern)}: invalid format for '{name}': {error}."
         ) from None
 
 

@@ -152,7 +152,9 @@ class UploadHook(BuiltIn):
             return
         for path, items in list(self._copied.items()):
             manifest = items[-1]
-            if manifest.source.is_file() and hash_file(manifest.source) == manifest.hash:
+            source = manifest.source
+            is_same = source.is_file() and not source.is_symlink()
+            if is_same and hash_file(source) == manifest.hash:
                 if path.name not in read_pointers(path.parent).values():
                     remove_checkpoint(path)
             else:

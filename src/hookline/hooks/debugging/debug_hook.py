@@ -15,6 +15,7 @@ from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import log_or_print
 from hookline.options import BuiltIn
+from hookline.printable import printable_message
 from hookline.tensors.finiteness import all_finite, first_nonfinite
 from hookline.tensors.nested import describe_structure, named_tensors
 
@@ -180,7 +181,8 @@ class DebugHook(BuiltIn):
 
 
 def _break(trainer: Any, model: torch.nn.Module, batch: Any, problem: str) -> None:
-    print(f"{problem}\nAvailable: trainer, model, batch. `c` continues, `q` ends training.")
+    print(printable_message(problem))
+    print("Available: trainer, model, batch. `c` continues, `q` ends training.")
     breakpoint()
 
 

@@ -12,6 +12,7 @@ from hookline.context import LazyFloat
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.options import BuiltIn
+from hookline.printable import printable, printable_message
 
 __all__ = ["ConsoleLogHook"]
 
@@ -74,7 +75,7 @@ class ConsoleLogHook(BuiltIn):
         self._losses.clear()
         numbers = f"loss {number_text(loss)}  average {number_text(average)}"
         start = "" if epoch is None else f"epoch {epoch + 1}  "
-        print(f"{start}{position}  {numbers}", flush=True)
+        print(printable_message(f"{start}{position}  {numbers}"), flush=True)
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print the validation metrics."""
@@ -88,4 +89,4 @@ class ConsoleLogHook(BuiltIn):
     def on_train_end(self, status: str, step: int) -> None:
         """Print how training ended."""
         self._losses.clear()
-        print(f"training ends at step {step}: {status}", flush=True)
+        print(f"training ends at step {step}: {printable(status)}", flush=True)

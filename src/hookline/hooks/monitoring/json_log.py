@@ -8,9 +8,13 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
+from hookline.errors import CheckpointError
 from hookline.hook import Rank
+from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
+from hookline.printable import printable
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
@@ -61,7 +65,13 @@ class JSONLogHook(BuiltIn):
         return {"path": str(self._file.path), "size": self._file.size, "run_id": self._run_id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the file at this position, when it is opened."""
+        """Continue the file at this position, when it is opened.
+
+        Raises:
+            CheckpointError: The position is not the size of a file.
+        """
+        if not is_count(state.get("size", 0)):
+            raise CheckpointError(f"The size of the log is {printable(state['size'], 40)}.")
         self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
@@ -129,12 +139,13 @@ class JSONLogHook(BuiltIn):
             run = getattr(trainer, "run", None)
             path = self._requested_path or (run.path if run else Path()) / "log.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file, self._run_id = JsonlFile(path), getattr(run, "id", None)
+            self._file = JsonlFile(path, follow_links=self._requested_path is not None)
+            self._run_id = getattr(run, "id", None)
             restored, self._restored = self._restored, {}
             is_same_run = restored.get("run_id") == self._run_id  # it is another one in a fork
             if restored.get("path") == str(path) and is_same_run:
                 move_end(self._file, restored["size"], path.with_suffix(".repeated.jsonl"))
             self._failed = False
         record = {"timestamp": utc_now(), "event": event}
-        record.update((name, to_jsonable(value)) for name, value in fields.items())
+        record.update((name, mask_secrets(to_jsonable(value))) for name, value in fields.items())
         self._file.append([encode_line(record)])

@@ -16,7 +16,7 @@ from pydantic import PositiveFloat
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import ConfigError
 from hookline.hook import Rank
-from hookline.hooks.notification.http import MASK, Secret, Sender, checked_url
+from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
 
 __all__ = ["Heartbeat"]
@@ -44,6 +44,7 @@ class Heartbeat(BuiltIn):
     """
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
+    secret_options = frozenset({"url"})
     hookline_rank = Rank.WRITER
     ranks = "main"
     hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_batch_end"})
@@ -54,8 +55,6 @@ class Heartbeat(BuiltIn):
         url: Secret | None = None,
         every_seconds: PositiveFloat = 30.0,
     ) -> None:
-        if url is not None:
-            self.hookline_options = {**self.hookline_options, "url": MASK}
         self._requested_path = None if path is None else Path(path)
         self._url = None if url is None else checked_url(url, "Heartbeat: url")
         self._every = every_seconds

@@ -18,11 +18,10 @@ from pydantic import SkipValidation
 
 from hookline.errors import ConfigError
 
-__all__ = ["MASK", "Secret", "Sender", "checked_url"]
+__all__ = ["Secret", "Sender", "checked_url"]
 
 log = logging.getLogger("hookline")
 
-MASK = "***"
 Secret = Annotated[str, SkipValidation]
 """A string that no error message shows: it is validated where it is used."""
 

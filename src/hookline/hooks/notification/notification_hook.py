@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat
 from hookline.errors import ConfigError, listed
 from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
-from hookline.hooks.notification.http import MASK, Secret, Sender, checked_url
+from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
 
 __all__ = ["NotificationHook"]
@@ -51,6 +51,7 @@ class NotificationHook(BuiltIn):
         "Nothing per batch; reads metrics at the end of validations, and waits at most "
         "`wait_at_end` seconds when training ends."
     )
+    secret_options = frozenset({"webhook_url"})
     hookline_rank = Rank.WRITER
 
     def __init__(
@@ -64,8 +65,6 @@ class NotificationHook(BuiltIn):
         retries: Annotated[int, Field(ge=0)] = 3,
         wait_at_end: Annotated[float, Field(ge=0)] = 5.0,
     ) -> None:
-        if webhook_url is not None:  # describe() and the manifest must not show it
-            self.hookline_options = {**self.hookline_options, "webhook_url": MASK}
         url = webhook_url if webhook_url is not None else os.environ.get(VARIABLE)
         if url is None:
             raise ConfigError(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import ConfigError
 from hookline.hook import Rank
 from hookline.options import BuiltIn
@@ -128,7 +129,8 @@ def _seconds(option: str, value: str | float | timedelta) -> float:
         seconds = float(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         raise ConfigError(
-            f"TimeLimit: '{option}' is {value!r}. Expected seconds, a timedelta, or a string such "
+            f"TimeLimit: '{option}' is {show_value(value)}. Expected seconds, a timedelta, or a "
+            "string such "
             "as '30m', '1h 30m', '12:00:00' or '2-12:00:00'."
         )
     return seconds

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from hookline.arguments import (
+    check_flag,
+    check_instance,
+    check_mapping,
+    check_name,
+    check_path,
+    check_whole_number,
+    describe_value,
+    listed_strings,
+    read_items,
+    show_value,
+)
 from hookline.config.trainer_config import CheckpointConfig, checked_hparams
 from hookline.dispatch import HookManager, HookSettings
-from hookline.errors import LoopError
+from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.attached_loop import DefaultRuns
-from hookline.integrations.bare_loop.session import Session, describe
+from hookline.integrations.bare_loop.session import Session
 from hookline.loop.model_watch import ModelGroup
 
 if TYPE_CHECKING:
@@ -80,19 +93,30 @@ def attach(
         name: a name for the run.
         tags: tags for the run.
     """
-    if on_stop not in ("warn", "raise"):
-        raise ValueError(f'attach(…, on_stop=…) takes "warn" or "raise", not {on_stop!r}.')
-    if tokens is not None and tokens != "auto" and not callable(tokens):
-        raise TypeError(f"attach(…, tokens=…) takes a function or None, not {describe(tokens)}.")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(
-            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe(scaler)}."
+    if not isinstance(on_stop, str) or on_stop not in ("warn", "raise"):
+        raise ArgumentError(
+            f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(on_stop)}.'
         )
+    if tokens is not None and not _is_auto(tokens) and not callable(tokens):
+        raise ArgumentError(
+            f"attach(…, tokens=…) takes a function or None, not {describe_value(tokens)}."
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(
+            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
+        )
+    check_whole_number("attach(…, stop_grace=…)", stop_grace)
+    if loss_divided is not None:
+        check_flag("attach(…, loss_divided=…)", loss_divided)
+    if settings is not None:
+        check_instance("attach(…, settings=…)", settings, HookSettings, "HookSettings or None")
+    if name is not None:
+        check_name("attach(…, name=…)", name)
     attached = _one_module(model)
     return Session(
         attached,
         _optimizers(optimizer, attached),
-        hooks,
+        _hooks(hooks),
         schedulers=_schedulers(schedulers),
         scaler=scaler,
         config=config,
@@ -101,26 +125,52 @@ def attach(
         loss_divided=loss_divided,
         on_stop=on_stop,
         stop_grace=stop_grace,
-        runs=runs,
+        runs=_runs(runs),
         checkpoints=_checkpoint_settings(checkpoints),
         hparams=checked_hparams(hparams),
         name=name,
-        tags=tags,
+        tags=listed_strings("attach(…, tags=…)", tags),
     )
 
 
 def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
-    return given if isinstance(given, CheckpointConfig) else CheckpointConfig(**(given or {}))
+    if isinstance(given, CheckpointConfig):
+        return given
+    fields = {} if given is None else check_mapping("attach(…, checkpoints=…)", given)
+    return CheckpointConfig(**fields)
+
+
+def _is_auto(tokens: Any) -> bool:
+    return isinstance(tokens, str) and tokens == "auto"
+
+
+def _hooks(given: Any) -> Any:
+    """Return the hooks in a list; the manager refuses a hook alone, with what to write instead."""
+    if given is None or isinstance(given, Hook | HookManager):
+        return given or []
+    return read_items("attach(…, hooks=…)", given, "a list of hooks")
+
+
+def _runs(given: Any) -> Any:
+    """Return where runs are written: None, a folder, or a run that is open."""
+    if given is None or isinstance(given, DefaultRuns):
+        return given
+    if getattr(type(given), "__module__", "").startswith("hookline."):  # a run, which is not loaded
+        return given
+    return check_path("attach(…, runs=…)", given, "the folder for runs, a run or None")
 
 
 def _schedulers(given: Any) -> list[Any]:
     """Return one or several schedulers as a list."""
-    schedulers = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    several = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    schedulers = [given] if given is not None else []
+    if several:
+        schedulers = read_items("attach(…, schedulers=…)", given, "one or several schedulers")
     for scheduler in schedulers:
-        if not hasattr(scheduler, "load_state_dict"):
-            raise TypeError(
+        if not hasattr(type(scheduler), "load_state_dict"):
+            raise ArgumentError(
                 "attach(…, schedulers=…) takes schedulers with `state_dict` and `load_state_dict`, "
-                f"not {describe(scheduler)}."
+                f"not {describe_value(scheduler)}."
             )
     return schedulers
 
@@ -129,35 +179,45 @@ def _one_module(models: Any) -> Any:
     """Return several models as one."""
     if not isinstance(models, list | tuple):
         return models
+    models = read_items("attach(model, …)", models, "one or several torch.nn.Modules")
     for model in models:
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"attach([model, …], …) takes torch.nn.Modules, not {describe(model)}.")
+            raise ArgumentError(
+                f"attach([model, …], …) takes torch.nn.Modules, not {describe_value(model)}."
+            )
     return models[0] if len(models) == 1 else ModelGroup(models)
 
 
 def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper, such as Accelerate's."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    with suppress(Exception):  # of an object that is not an optimizer, which is refused next
+        while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            optimizer = optimizer.optimizer
     return optimizer
 
 
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"attach(model, …) takes a torch.nn.Module, not {describe(model)}.")
-    is_several = isinstance(given, Iterable) and not isinstance(given, str | torch.nn.Module)
+        raise ArgumentError(
+            f"attach(model, …) takes a torch.nn.Module, not {describe_value(model)}."
+        )
+    is_several = isinstance(given, Iterable) and not isinstance(
+        given, str | bytes | Mapping | torch.nn.Module | torch.Tensor
+    )
+    if is_several:
+        given = read_items("attach(model, optimizer=…)", given, "one or several optimizers")
     optimizers = [_unwrapped(optimizer) for optimizer in (given if is_several else [given])]
     for optimizer in optimizers:
-        if isinstance(optimizer, type) or not hasattr(optimizer, "register_step_pre_hook"):
-            raise TypeError(
+        if not hasattr(type(optimizer), "register_step_pre_hook"):
+            raise ArgumentError(
                 "attach(model, optimizer, …) takes the torch.optim.Optimizer that the loop steps, "
-                f"or a list of several, not {describe(optimizer)}. Make it first: "
+                f"or a list of several, not {describe_value(optimizer)}. Make it first: "
                 "`optimizer = torch.optim.AdamW(model.parameters())`."
             )
     if not optimizers:
-        raise TypeError("attach(model, optimizer, …) needs at least one optimizer, got none.")
+        raise ArgumentError("attach(model, optimizer, …) needs at least one optimizer, got none.")
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise ValueError("The same optimizer was given twice. Give each once.")
+        raise ArgumentError("The same optimizer was given twice. Give each once.")
     own = {id(parameter) for parameter in model.parameters()}
     held = (
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]

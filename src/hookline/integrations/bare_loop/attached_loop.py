@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from hookline.arguments import as_reason
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
@@ -28,9 +29,10 @@ from hookline.integrations.bare_loop.requirements import (
 )
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_watch import StepWatch
-from hookline.loop.evaluation import count_tokens
+from hookline.loop.evaluation import count_tokens, make_counter
 from hookline.loop.means import Means
 from hookline.loop.training_loop import TrainingLoop
+from hookline.printable import printable_message
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,9 +81,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
         else:
-            hooks = (
-                hooks if isinstance(hooks, Hook) else list(hooks or ())
-            )  # one alone is refused below
+            hooks = hooks if isinstance(hooks, Hook) else list(hooks)  # one alone is refused below
             given_hooks = [] if isinstance(hooks, Hook) else hooks
         if isinstance(runs, DefaultRuns):
             records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
@@ -90,7 +90,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.hparams, self.name = hparams, name
-        self.tags = [tags] if isinstance(tags, str) else list(tags)
+        self.tags = list(tags)
         self.training_description: dict[str, Any] | None = None  # of before a checkpoint was loaded
         self.scaler = scaler
         self.config = SimpleNamespace(debug=False) if config is None else config
@@ -102,7 +102,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._checkpoints: SessionCheckpoints | None = None  # made when it is needed
         self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._context = BareLoopEventContext(self, model, optimizers, config, runs is not None)
-        self._tokens_fn = count_tokens if tokens == "auto" else tokens
+        own_count = None if tokens is None or isinstance(tokens, str) else make_counter(tokens)
+        self._tokens_fn = count_tokens if isinstance(tokens, str) else own_count
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
         self._validation: Means | None = None
@@ -160,7 +161,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         A loop over `session.batches` ends after the batch in progress.
         """
         if self._stop_reason is None:
-            self._stop_reason = reason
+            self._stop_reason = as_reason(reason)
             self._stop_step = self._context.step_in_progress
             self._step_watch.after_step = self._after_step
 
@@ -325,7 +326,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             log.info("%s", text)
         else:
             with suppress(OSError, ValueError, AttributeError):  # there may be no terminal
-                print(text, file=sys.stderr, flush=True)
+                print(printable_message(text), file=sys.stderr, flush=True)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -410,7 +411,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if tokens is None:
             return None
         self._supplied.add("tokens")
-        return int(tokens)
+        return tokens
 
     def _end_batch(self, tokens: int | None = None) -> None:
         """End the batch in progress, if there is one."""

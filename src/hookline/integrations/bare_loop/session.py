@@ -7,14 +7,26 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hookline.arguments import (
+    check_flag,
+    check_instance,
+    check_mapping,
+    check_name,
+    check_number,
+    check_path,
+    check_whole_number,
+    describe_value,
+)
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch.compiler import DISPATCHER_FILE
+from hookline.errors import ArgumentError
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
@@ -52,6 +64,13 @@ class Session(AttachedLoop):
             name: the loader's name; "train", or "val" within `validation()`.
             idx: its number, where a loop has several.
         """
+        try:
+            batches = iter(loader)
+        except TypeError:
+            raise ArgumentError(
+                f"session.batches(loader) takes anything to iterate over, not "
+                f"{describe_value(loader)}."
+            ) from None
         self.begin()
         self._supplied.add("batches")
         trains = self._validation is None
@@ -60,7 +79,7 @@ class Session(AttachedLoop):
             return
         if trains:
             self._reach_boundary()
-        for i, batch in enumerate(loader):
+        for i, batch in enumerate(batches):
             self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
             self._step_watch.losses.batch_begins()
             tokens = self._count_tokens(batch)
@@ -76,6 +95,8 @@ class Session(AttachedLoop):
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
         """Mark an epoch; the value of `with … as` is its number, from 0."""
+        if number is not None:
+            check_whole_number("epoch(number)", number)
         self.begin()
         self._reach_boundary()
         self._supplied.add("epoch")
@@ -131,7 +152,11 @@ class Session(AttachedLoop):
             options: further arguments of `Tensor.backward`.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise TypeError(f"A loss is a tensor with one element, not {describe(loss)}.")
+            raise ArgumentError(f"A loss is a tensor with one element, not {describe_value(loss)}.")
+        if not loss.requires_grad:
+            raise ArgumentError("The loss has no gradient: it was computed from no parameter.")
+        if type(accumulate) is not int or accumulate < 1:
+            check_whole_number("backward(…, accumulate=…)", accumulate, 1)
         self.begin()
         self._supplied.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
@@ -149,6 +174,8 @@ class Session(AttachedLoop):
             optimizer: whose gradients are complete, where several have backwards of their own; by
                 default those of all.
         """
+        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
+            raise _unknown_optimizer("updates", optimizer)
         self.begin()
         self._step_watch.gradients_ready(optimizer)
 
@@ -162,10 +189,15 @@ class Session(AttachedLoop):
             optimizer: whose gradients, where several have backwards of their own; by default all.
             options: further arguments of `torch.nn.utils.clip_grad_norm_`.
         """
+        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
+            raise _unknown_optimizer("clip", optimizer)
+        norm: Any = max_norm  # a tensor works, too, and infinity only measures
+        if not isinstance(norm, torch.Tensor) and not (isinstance(norm, float) and norm == inf):
+            check_number("clip(max_norm)", norm, 0)
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
         for clipped in self.optimizers:
-            if optimizer in (None, clipped):
+            if optimizer is None or optimizer is clipped:
                 parameters = [p for group in clipped.param_groups for p in group["params"]]
                 norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
@@ -196,13 +228,17 @@ class Session(AttachedLoop):
         self.begin()
         self._supplied.add("checkpoint")
         checkpoints = self._make_checkpoints()
-        folder = None if path is None else Path(path).absolute()
+        folder = None
+        if path is not None:
+            folder = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
+        extra = {} if extra is None else check_mapping("save_checkpoint(…, extra=…)", extra)
+        check_flag("save_checkpoint(…, wait=…)", wait)
         if self._ended:
-            return checkpoints.save(folder, extra or {}, wait=True)
+            return checkpoints.save(folder, extra, wait=True)
         if _is_in_event(self._context) or self._step_watch.has_new_gradients:
-            checkpoints.request(folder, extra or {})
+            checkpoints.request(folder, extra)
             return None
-        return checkpoints.save(folder, extra or {}, wait=wait)
+        return checkpoints.save(folder, extra, wait=wait)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str] = "auto", *, strict: bool = True
@@ -227,10 +263,13 @@ class Session(AttachedLoop):
         Returns:
             Where the loop continues; None if "auto" has found nothing to continue.
         """
+        check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
+        check_flag("load_checkpoint(…, strict=…)", strict)
         return self._make_checkpoints().load(path, strict=strict)
 
     def notify_checkpoint_saved(self, path: Any) -> None:
         """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own."""
+        check_path("notify_checkpoint_saved(path)", path, "the checkpoint")
         self.begin()
         self._supplied.add("checkpoint")
         self._context.checkpoint_path = path
@@ -249,6 +288,10 @@ class Session(AttachedLoop):
             epoch: the next epoch.
             tokens_seen: tokens trained on.
         """
+        for name, number in (("step", step), ("epoch", epoch), ("tokens_seen", tokens_seen)):
+            if number is not None or name == "step":
+                check_whole_number(f"notify_checkpoint_loaded(…, {name}=…)", number)
+        check_path("notify_checkpoint_loaded(path)", path, "the checkpoint")
         self.begin()
         self._supplied.add("resumed")
         self._context.step, self._context.step_in_progress = step, step + 1
@@ -278,6 +321,9 @@ class Session(AttachedLoop):
             kind: what the value is: a scalar, text, histogram or image.
         """
         context = self._context
+        if type(name) is not str or type(kind) is not str:
+            check_name("session.log(name)", name)
+            check_instance("session.log(…, kind=…)", kind, str, "a kind of value")
         if kind != "scalar" or "/" in name or _is_in_event(context):
             self.begin()
             if self._recorder is not None:
@@ -287,9 +333,9 @@ class Session(AttachedLoop):
                 log.warning("'%s' and what is logged like it is not kept. %s", name, CALLS["run"])
             return
         if not _is_number(value):
-            raise TypeError(
+            raise ArgumentError(
                 f"session.log('{name}', …) takes a number or a tensor with one element, "
-                f"not {describe(value)}."
+                f"not {describe_value(value)}."
             )
         self.begin()
         if isinstance(value, torch.Tensor):
@@ -318,6 +364,13 @@ class Session(AttachedLoop):
             )
 
 
+def _unknown_optimizer(method: str, given: object) -> ArgumentError:
+    return ArgumentError(
+        f"session.{method}(optimizer={describe_value(given)}) takes one of the optimizers that "
+        "were attached, or None for all of them."
+    )
+
+
 def _is_in_event(context: BareLoopEventContext) -> bool:
     """Return whether a hook of this session is being called on this thread."""
     frame: FrameType | None = sys._getframe(2)
@@ -332,12 +385,3 @@ def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float | LazyFloat) and not isinstance(value, bool)
-
-
-def describe(value: object) -> str:
-    """Return a value as it is shown in error messages."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"{value!r}, a {type(value).__name__}"

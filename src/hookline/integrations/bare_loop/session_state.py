@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,17 @@ import torch
 
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
+from hookline.errors import CheckpointError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
+from hookline.loop.random_state import random_state
+from hookline.loop.saved_state import check_session_state, reported_damage
+from hookline.loop.state_differences import (
+    describe_hook_states,
+    describe_objects,
+    describe_random_state,
+)
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -80,22 +90,63 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Checkpoint:
     """Read a checkpoint, after comparing all of it with the session."""
-    here = collect_session(session, {}, {})
-    return fit_checkpoint(
-        load_checkpoint(found),
-        model=here["model"],
-        state=here["state"],
-        what=f"this {type(session.model).__name__}",
-        advice="Attach the model, the optimizers and the schedulers that it was saved with, load "
-        "what fits with load_checkpoint(…, strict=False), or start anew.",
-        strict=strict,
-    )
+    checkpoint = load_checkpoint(found)
+    check_session_state(checkpoint)
+    here, state = collect_session(session, {}, {}), checkpoint.state
+    with reported_damage(checkpoint):
+        problems = describe_hook_states(session.hooks, state["hooks"], session.model)
+        if state.get("random") is not None:
+            problems += describe_random_state(state["random"])
+        return fit_checkpoint(
+            checkpoint,
+            model=here["model"],
+            state=here["state"],
+            what=f"this {type(session.model).__name__}",
+            advice="Attach the model, the optimizers and the schedulers that it was saved with, "
+            "load what fits with load_checkpoint(…, strict=False), or start anew.",
+            strict=strict,
+            unloadable=describe_objects(
+                state,
+                optimizers=session.optimizers,
+                schedulers=session.schedulers,
+                scaler=session.scaler,
+            ),
+            problems=problems,
+        )
 
 
 def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
-    """Load a checkpoint that fits into the model, the optimizers, … and the counters."""
-    state, context = checkpoint.state, session._context
-    unwrapped(session.model).load_state_dict(checkpoint.model)
+    """Load a checkpoint that fits into the model, the optimizers, … and the counters.
+
+    Raises:
+        CheckpointError: Loading failed; the session is as it was.
+    """
+    model = unwrapped(session.model)
+    before = collect_session(session, random_state(device_of(session.model)), {})
+    is_plain = all(isinstance(value, torch.Tensor) for value in checkpoint.model.values())
+    weights = None if is_plain else copy.deepcopy(before["model"])
+    try:
+        loaded = _restore_state(session, checkpoint.path, checkpoint.state)
+        model.load_state_dict(checkpoint.model)
+    except Exception as error:
+        with suppress(Exception):  # the first error matters more
+            _restore_state(session, checkpoint.path, before["state"])
+            for info in session.hooks.describe():
+                if info.status == "disabled" and info.name not in before["state"]["disabled"]:
+                    session.hooks.enable_hook(info.name)
+            if weights is not None:  # tensors that were compared do not fail
+                model.load_state_dict(weights)
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"The checkpoint {checkpoint.path} could not be loaded, and nothing was changed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return loaded
+
+
+def _restore_state(session: AttachedLoop, path: Path, state: Mapping[str, Any]) -> LoadedCheckpoint:
+    context = session._context
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(session.schedulers, state["schedulers"], strict=True):
@@ -116,7 +167,7 @@ def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedChec
     session._resumed_epoch = state["epoch"]
     session.best_accuracy = state["best_accuracy"]
     loaded = LoadedCheckpoint(
-        checkpoint.path,
+        path,
         state["step"],
         state["epoch"],
         state.get("extra", {}),

@@ -1,0 +1,215 @@
+"""A checkpoint's manifest and the files that it names, read with the checks of files from anybody.
+
+A checkpoint may come from a stranger, who can also write a right hash into its manifest. So every
+field has its type checked, names stay in the folder, links are not followed, and only regular
+files are opened. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import xxhash
+
+from hookline.errors import CheckpointError
+from hookline.files.limits import file_limits
+from hookline.files.plain_names import is_plain_name
+from hookline.files.regular_files import FileRefusedError, open_regular_file, read_regular_file
+from hookline.printable import printable
+
+__all__ = [
+    "FILES",
+    "FORMAT",
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "InvalidCheckpointError",
+    "check_files",
+    "check_hashes",
+    "hash_manifest",
+    "is_checkpoint_name",
+    "is_count",
+    "parse_manifest",
+    "read_json",
+]
+
+FORMAT = "hookline.checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "state.safetensors", "state.json")
+_BLOCK = 1 << 20  # bytes that are read at once
+_INT64_LIMIT = 1 << 63
+_HASH = re.compile(r"[0-9a-f]{16}")
+_NOT_FINITE = re.compile(r"-?(nan|inf)|0x[0-9a-f]{16}")
+_IN_NAMES = re.compile(r'[^/\\:*?"<>|\x00-\x1f]{1,255}')
+
+Manifest = dict[str, Any]
+
+
+class InvalidCheckpointError(Exception):
+    """A file of a checkpoint is missing, damaged, or written in an unknown format."""
+
+    def __init__(self, name: str, problem: str, advice: str = "") -> None:
+        super().__init__(f"{name} {printable(problem, 500)}")
+        self.advice = advice or "The checkpoint is damaged and was not loaded."
+
+    def in_checkpoint(self, path: Path, others: str = "") -> CheckpointError:
+        """Return the error for users, with the folder and a text about other checkpoints."""
+        return CheckpointError(f"{path}{os.sep}{self}. {self.advice}{others}")
+
+
+def is_checkpoint_name(name: Any) -> TypeGuard[str]:
+    """Return whether a value is the name of a checkpoint's folder: one part of a path."""
+    return (
+        isinstance(name, str)
+        and bool(_IN_NAMES.fullmatch(name))
+        and not name.startswith(".")
+        and name not in ("last", "best")
+    )
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Return whether a value is an integer from 0 to 2**63 - 1, and not a boolean."""
+    return type(value) is int and 0 <= value < _INT64_LIMIT
+
+
+def hash_manifest(manifest: Manifest) -> str:
+    """Return the hash that a manifest has in its field `check`, which is not part of the hash."""
+    return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(file: Path, max_bytes: int) -> Any:
+    """Return the contents of a JSON file of a checkpoint.
+
+    Raises:
+        InvalidCheckpointError: The file is missing, refused, too large, or not JSON.
+    """
+    try:
+        return json.loads(read_regular_file(file, max_bytes))
+    except FileNotFoundError:
+        raise InvalidCheckpointError(file.name, "is missing") from None
+    except FileRefusedError as error:
+        raise _refused(file.name, error) from error
+    except (ValueError, OSError, RecursionError) as error:
+        raise InvalidCheckpointError(file.name, f"cannot be read: {error}") from error
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint in a folder, after checking all of its fields.
+
+    Raises:
+        InvalidCheckpointError: It is damaged, or not the manifest of a checkpoint.
+    """
+    if path.is_symlink():
+        raise InvalidCheckpointError(
+            MANIFEST, "is not read: its folder is a symbolic link, which is not followed"
+        )
+    manifest = read_json(path / MANIFEST, file_limits.manifest_bytes)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InvalidCheckpointError(
+            *(MANIFEST, f"is not the manifest of a checkpoint: its 'format' is not '{FORMAT}'"),
+            "Give the folder of a checkpoint.",
+        )
+    version = manifest.get("version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise InvalidCheckpointError(
+            *(MANIFEST, f"has format version {version}, and this hookline reads {FORMAT_VERSION}"),
+            "Install a newer hookline: pip install -U hookline.",
+        )
+    try:
+        is_right = manifest.pop("check", None) == hash_manifest(manifest)
+    except (ValueError, RecursionError):  # such as an integer with too many digits to write
+        is_right = False
+    if not is_right or type(version) is not int or version != FORMAT_VERSION:
+        raise InvalidCheckpointError(MANIFEST, "does not match its own hash")
+    problem = _describe_files(manifest.get("files")) or _describe_fields(manifest)
+    if problem is not None:
+        raise InvalidCheckpointError(MANIFEST, problem)
+    return manifest
+
+
+def _describe_files(files: Any) -> str | None:
+    """Return what is wrong with the field `files`, if anything."""
+    if not isinstance(files, dict):
+        return "has no valid 'created', 'files' or 'info': 'files' is not a mapping"
+    for name, facts in files.items():
+        if not is_plain_name(name) or name == MANIFEST:
+            return f"names the file {name!r}, which is not a plain file name"
+        if not (
+            isinstance(facts, dict)
+            and is_count(facts.get("size"))
+            and isinstance(facts.get("xxh3_64"), str)
+            and _HASH.fullmatch(facts["xxh3_64"])
+        ):
+            return f"has no valid 'created', 'files' or 'info': no size or hash of {name}"
+    missing = [name for name in FILES if name not in files]
+    return f"does not name {' and '.join(missing)}" if missing else None
+
+
+def _describe_fields(manifest: Manifest) -> str | None:
+    """Return which other field is not valid, if any."""
+    info = manifest.get("info")
+    if not isinstance(info, dict) or not isinstance(manifest.get("created"), str):
+        return "has no valid 'created', 'files' or 'info'"
+    if not is_count(manifest.get("number", 0)):
+        return "has no valid 'number'"
+    run_id, metrics = info.get("run_id"), info.get("metrics")
+    valid = {
+        "step": info.get("step") is None or is_count(info["step"]),
+        "epoch": info.get("epoch") is None or is_count(info["epoch"]),
+        "tokens_seen": info.get("tokens_seen") is None or is_count(info["tokens_seen"]),
+        "run_id": run_id is None or is_plain_name(run_id),
+        "metrics": metrics is None
+        or (isinstance(metrics, dict) and all(map(_is_metric, metrics.values()))),
+        "emergency": info.get("emergency") in (None, True, False),
+    }
+    return next((f"has no valid '{name}' in 'info'" for name, ok in valid.items() if not ok), None)
+
+
+def _is_metric(value: Any) -> bool:
+    """Return whether a value in `metrics` can be compared and shown, if it is a number."""
+    if isinstance(value, dict) and value.get("$") == "float":  # NaN and infinities
+        return isinstance(value.get("v"), str) and bool(_NOT_FINITE.fullmatch(value["v"]))
+    return not isinstance(value, int) or abs(value) < _INT64_LIMIT
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Compare the sizes of all files with the manifest."""
+    for name, expected in manifest["files"].items():
+        try:
+            with open_regular_file(path / name) as file:
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise InvalidCheckpointError(name, "is missing") from None
+        except FileRefusedError as error:
+            raise _refused(name, error) from error
+        except OSError as error:
+            raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        if size != expected["size"]:
+            problem = f"has {size} bytes instead of {expected['size']}"
+            raise InvalidCheckpointError(name, problem)
+
+
+def check_hashes(path: Path, manifest: Manifest, on_progress: Callable[[int], object]) -> None:
+    """Compare the hashes of all files with the manifest."""
+    for name, expected in manifest["files"].items():
+        hashed = xxhash.xxh3_64()
+        try:
+            with open_regular_file(path / name) as file:
+                while block := file.read(_BLOCK):
+                    hashed.update(block)
+                    on_progress(len(block))
+        except FileRefusedError as error:
+            raise _refused(name, error) from error
+        except OSError as error:
+            raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        if hashed.hexdigest() != expected["xxh3_64"]:
+            raise InvalidCheckpointError(name, "has changed since it was written (wrong hash)")
+
+
+def _refused(name: str, error: FileRefusedError) -> InvalidCheckpointError:
+    return InvalidCheckpointError(name, f"cannot be read: {error}")

@@ -1,0 +1,215 @@
+"""The form of the state in a checkpoint, checked before anything of it is loaded.
+
+A checkpoint may be damaged or come from a stranger: every section has to be there, with its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import Annotated, Any, NotRequired
+
+import torch
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from hookline.checkpoint import Checkpoint
+from hookline.errors import CheckpointError, HooklineError
+from hookline.printable import printable
+
+__all__ = ["check_session_state", "check_trainer_state", "reported_damage"]
+
+_MAX_SHOWN = 10
+_STRICT = ConfigDict(strict=True)
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Names = list[str]
+Section = dict[str, Any]
+State = InstanceOf[torch.Tensor]
+
+
+@with_config(_STRICT)
+class _Classes(TypedDict, total=False):
+    optimizers: Names
+    schedulers: Names
+
+
+@with_config(_STRICT)
+class _Group(TypedDict):
+    params: list[Count]
+    param_names: NotRequired[Names | None]
+
+
+@with_config(_STRICT)
+class _Optimizer(TypedDict):
+    state: dict[Any, Any]
+    param_groups: list[_Group]
+
+
+@with_config(_STRICT)
+class _Mean(TypedDict):
+    mean: float
+    weight: float
+
+
+@with_config(_STRICT)
+class _LogPosition(TypedDict):
+    metrics: Count
+    rewinds: NotRequired[Count]
+
+
+@with_config(_STRICT)
+class _LoopState(TypedDict):
+    """What the checkpoints of all loops have."""
+
+    classes: NotRequired[_Classes]
+    optimizers: list[_Optimizer]
+    schedulers: list[Section]
+    scaler: Section | None
+    hooks: dict[str, dict[Any, Any]]
+    disabled: Names
+    means: dict[str, _Mean]
+    step: Count
+    best_accuracy: float
+    run: NotRequired[_LogPosition | None]
+
+
+@with_config(_STRICT)
+class _PassStart(TypedDict):
+    random: Section
+    generators: list[Any]
+
+
+@with_config(_STRICT)
+class _Indices(TypedDict):
+    start: _PassStart
+    first: _PassStart
+    drawn: Count
+    is_over: bool
+    recent: list[Any]
+
+
+@with_config(_STRICT)
+class _Pass(TypedDict):
+    start: _PassStart
+    loader: NotRequired[Section]
+    reuses_workers: NotRequired[bool]
+    worker_seed: NotRequired[State | None]
+    indices: NotRequired[_Indices | None]
+
+
+_PassField = TypedDict("_PassField", {"pass": _Pass | None})
+
+
+@with_config(_STRICT)
+class _Loader(_PassField):
+    ended: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    persistent_workers: bool
+    has_workers: bool
+    worker_seed: State | None
+    samples: Count | None
+    batch_size: NotRequired[Count | None]
+
+
+@with_config(_STRICT)
+class _Position(TypedDict):
+    epoch: Count
+    batches: Count
+    now: Section
+    generators: list[Any]
+    val_generators: list[Any]
+    loaders: list[_Loader]
+    validated: dict[str, float]
+
+
+@with_config(_STRICT)
+class _RankState(TypedDict):
+    position: _Position
+    means: dict[str, _Mean]
+    tokens_seen: Count
+
+
+@with_config(_STRICT)
+class _TrainerState(_LoopState):
+    attributes: Section
+    position: _Position
+    epoch: Count
+    round: Count
+    pending_gradients: list[list[State | None] | None]
+    tokens_seen: Count
+    sanity_due: bool
+    validation_due: bool
+    epoch_started: NotRequired[bool]
+    epoch_over: bool
+    settings: NotRequired[Section]
+    ranks: NotRequired[list[_RankState] | None]
+
+
+@with_config(_STRICT)
+class _SessionState(_LoopState):
+    attributes: NotRequired[Section]
+    epoch: Count | None
+    tokens_seen: Count | None
+    random: NotRequired[Section | None]
+    logged: NotRequired[dict[str, _Mean]]
+    extra: NotRequired[Section]
+
+
+def check_trainer_state(checkpoint: Checkpoint) -> None:
+    """Raise unless the state has the form of a trainer's.
+
+    Raises:
+        CheckpointError: The message lists what is missing or has another type.
+    """
+    _check(_TrainerState, checkpoint, "a trainer")
+
+
+def check_session_state(checkpoint: Checkpoint) -> None:
+    """Raise unless the state has the form of a bare loop's.
+
+    Raises:
+        CheckpointError: The message lists what is missing or has another type.
+    """
+    _check(_SessionState, checkpoint, "a bare loop")
+
+
+@contextmanager
+def reported_damage(checkpoint: Checkpoint) -> Generator[None]:
+    """Report any failure to compare a state as damage of its checkpoint.
+
+    Raises:
+        CheckpointError: An error occurred that is not Hookline's own.
+    """
+    try:
+        yield
+    except HooklineError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"The state in the checkpoint {checkpoint.path} is damaged, and nothing was changed: "
+            f"{type(error).__name__}: {printable(error)}"
+        ) from error
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
+    try:
+        _adapter(kind).validate_python(checkpoint.state)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        lines = [
+            f"{printable('.'.join(map(str, one['loc'])))}: {one['msg']}"
+            for one in found[:_MAX_SHOWN]
+        ]
+        if len(found) > _MAX_SHOWN:
+            lines.append(f"and {len(found) - _MAX_SHOWN} more")
+        raise CheckpointError(
+            f"The state in the checkpoint {checkpoint.path} is not that of {what}. Nothing was "
+            "changed. The checkpoint is damaged, or was saved by another kind of loop:\n  "
+            + "\n  ".join(lines)
+        ) from None

@@ -1,0 +1,287 @@
+"""What in a saved state the objects of a loop cannot load, found without changing them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from hookline.loop.random_state import generators_of, set_generator_state
+from hookline.options import BuiltIn
+from hookline.printable import printable
+
+__all__ = [
+    "describe_generators",
+    "describe_hook_states",
+    "describe_objects",
+    "describe_random_state",
+]
+
+_MAX_SHOWN = 5
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATE_KEYS = {  # what the optimizers of torch have for each parameter after a step
+    **{"Adam": _ADAM, "AdamW": _ADAM, "RAdam": _ADAM, "NAdam": {*_ADAM, "mu_product"}},
+    **{"Adamax": {"step", "exp_avg", "exp_inf"}, "Adagrad": {"step", "sum"}},
+    **{"Adadelta": {"step", "square_avg", "acc_delta"}, "RMSprop": {"step", "square_avg"}},
+    **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
+}
+_SCALARS = ("step", "mu_product", "eta", "mu")
+_MT19937_LENGTH = 624
+_INT64_LIMIT = 1 << 63
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def describe_objects(
+    state: Mapping[str, Any],
+    *,
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    scaler: Any,
+) -> dict[tuple[str, int], list[str]]:
+    """Return what optimizers, schedulers and the scaler cannot load, by section and index.
+
+    The index -1 stands for the whole section.
+
+    Args:
+        state: A saved state of the right form. Where numbers of objects differ, the first are
+            compared.
+        optimizers: The loop's optimizers.
+        schedulers: The loop's schedulers.
+        scaler: The loop's gradient scaler, or None.
+    """
+    found: dict[tuple[str, int], list[str]] = {}
+    for index, pair in enumerate(zip(optimizers, state["optimizers"], strict=False)):
+        found["optimizers", index] = [
+            f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)
+        ]
+    for index, pair in enumerate(zip(schedulers, state["schedulers"], strict=False)):
+        found["schedulers", index] = [
+            f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)
+        ]
+    if scaler is not None and state["scaler"] is not None:
+        own = scaler.state_dict()
+        lines = _describe_kinds(state["scaler"], own)
+        lines += [f"'{key}' is missing" for key in own if key not in state["scaler"]]
+        found["scaler", -1] = [f"the scaler: {line}" for line in lines]
+    return {place: lines[:_MAX_SHOWN] for place, lines in found.items() if lines}
+
+
+def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
+    """Return what built-in hooks cannot load: values of another kind, averages of other weights."""
+    lines: list[str] = []
+    own = hooks.state_dict()
+    weights = {
+        name.replace("_orig_mod.", ""): tensor
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    for name in hooks.list_hooks():
+        if name not in saved or name not in own or not isinstance(hooks.get_hook(name), BuiltIn):
+            continue
+        found = _describe_kinds(saved[name], own[name])
+        averages = saved[name].get("averages")
+        if isinstance(averages, Mapping):
+            found += _describe_averages(averages, weights)
+        lines += [f"hook '{name}': {line}" for line in found]
+    return lines[:_MAX_SHOWN]
+
+
+def _describe_averages(
+    averages: Mapping[Any, Any], weights: Mapping[str, torch.Tensor]
+) -> list[str]:
+    return [
+        f"the average of '{printable(name, 40)}' does not have the shape of the weight"
+        for name, value in averages.items()
+        if not isinstance(value, torch.Tensor)
+        or (name in weights and not is_lazy(weights[name]) and value.shape != weights[name].shape)
+    ]
+
+
+def describe_random_state(state: Any) -> list[str]:
+    """Return what is wrong with states of the global generators, if anything."""
+
+    def apply() -> None:
+        set_generator_state(random.Random(), state["python"])
+        torch.Generator().set_state(state["torch"].cpu())
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            _apply_to_copy(numpy.random.RandomState(), state["numpy"])
+
+    return _describe_failure("the random states", apply)
+
+
+def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[str]:
+    """Return which states do not fit the generators of these loaders; none if counts differ."""
+    generators = generators_of(loaders)
+    if len(generators) != len(states):
+        return []
+    lines: list[str] = []
+    for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
+        place = f"the state of generator {index} of the loaders"
+        lines += _describe_failure(place, partial(_apply_to_copy, generator, state))
+    return lines
+
+
+def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    for index, pair in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
+        own, group = pair
+        options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+        for line in _describe_kinds(group, options):
+            yield f"group {index}: {line}"
+        for key, value in options.items():
+            if key not in group and _kind(value) in ("a number", "a list"):
+                yield f"group {index} has no '{key}'"
+        for key in options.keys() & group.keys():
+            if not _is_in_range(key, group[key]):
+                yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
+        decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
+        if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
+            yield f"group {index} has another weight decay (Adam's or AdamW's)"
+    if type(optimizer).__module__.startswith("torch.optim"):
+        yield from _describe_parameter_states(optimizer, saved)
+
+
+def _is_in_range(key: str, value: Any) -> bool:
+    """Return whether a number can be an option of an optimizer; other values are not checked."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_in_range(key, one) for one in value)
+    if type(value) not in (int, float):
+        return True
+    if type(value) is int and abs(value) >= _INT64_LIMIT:
+        return False
+    return bool(0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX)
+
+
+def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what an optimizer of torch would fail on in its next step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in saved["param_groups"] for i in group["params"]]
+    if len(parameters) != len(indices):
+        return  # a difference that is listed elsewhere
+    if len(set(indices)) != len(indices):
+        yield "a parameter is in two groups"
+    shapes = dict(zip(indices, parameters, strict=True))
+    required = _STATE_KEYS.get(type(optimizer).__name__)
+    for index, values in saved["state"].items():
+        if type(index) is not int or index not in shapes or not isinstance(values, dict):
+            yield f"the state of parameter {printable(index, 40)} is not valid"
+            continue
+        if required is None:
+            continue
+        present = {key for key, value in values.items() if value is not None}
+        missing = required - present if values else ()
+        if missing:
+            yield f"the state of parameter {index} has no '{min(missing)}'"
+        for key, value in values.items():
+            if not _fits(key, value, shapes[index]):
+                yield f"'{printable(key, 40)}' of parameter {index} does not have its shape"
+
+
+def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value is None or a tensor with the shape of a parameter, or a scalar."""
+    if not isinstance(value, torch.Tensor):
+        return value is None or (
+            key in _SCALARS and type(value) in (int, float) and abs(value) < _INT64_LIMIT
+        )
+    if is_lazy(parameter):
+        return True
+    if value.is_complex() and not parameter.is_complex():
+        return False
+    return value.numel() == 1 if key in _SCALARS else value.shape == parameter.shape
+
+
+def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    own = scheduler.state_dict()
+    for key in saved:  # a scheduler sets its attributes to these values
+        if key not in own and (hasattr(type(scheduler), key) or key == "optimizer"):
+            yield f"it cannot have a value '{printable(key, 40)}'"
+    yield from _describe_kinds(saved, own)
+
+
+def _describe_kinds(saved: Any, here: Any) -> list[str]:
+    """Return which values of a mapping are of another kind than those with the same names here."""
+    if not isinstance(saved, Mapping) or not isinstance(here, Mapping):
+        same = isinstance(saved, Mapping) == isinstance(here, Mapping)
+        return [] if same else [f"it is {_kind(saved)} in the checkpoint and {_kind(here)} here"]
+    lines: list[str] = []
+    for key, value in here.items():
+        if key not in saved or None in (kinds := (_kind(saved[key]), _kind(value))):
+            continue
+        name = printable(key, 40)
+        if kinds[0] != kinds[1]:
+            lines.append(f"'{name}' is {kinds[0]} in the checkpoint and {kinds[1]} here")
+        elif kinds[1] == "a list" and not _has_same_items(saved[key], value):
+            lines.append(f"'{name}' has other values in the checkpoint than here")
+    return lines
+
+
+def _has_same_items(saved: Sequence[Any], here: Sequence[Any]) -> bool:
+    """Return whether two lists have items of the same kinds; a tuple also has as many."""
+    kinds = [{_kind(item) for item in items if item is not None} for items in (saved, here)]
+    if isinstance(here, tuple) and len(saved) != len(here):
+        return False
+    return kinds[1] != {"a number"} or kinds[0] <= kinds[1]
+
+
+def _kind(value: Any) -> str | None:
+    """Return what kind of value it is, for messages; None for None."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return "a number"
+    for types, name in (
+        (str, "a text"),
+        ((list, tuple), "a list"),
+        (Mapping, "a mapping"),
+        (torch.Tensor, "a tensor"),
+    ):
+        if isinstance(value, types):
+            return name
+    return f"a {type(value).__name__}"
+
+
+def _apply_to_copy(generator: Any, state: Any) -> None:
+    """Set a state on a new generator of the same type; raise if it is not valid.
+
+    numpy does not check positions in the state, and reads behind its end then.
+    """
+    if isinstance(generator, torch.Generator):
+        torch.Generator(generator.device).set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        set_generator_state(random.Random(), state)
+    elif hasattr(generator, "set_state"):
+        kind, keys, position, *_ = state
+        if kind != "MT19937" or len(keys) != _MT19937_LENGTH:
+            raise ValueError("it is not a state of MT19937")
+        _check_position(position, _MT19937_LENGTH)
+        set_generator_state(type(generator)(), state)
+    else:
+        own = generator.bit_generator.state
+        inner = state["state"]
+        if "pos" in own["state"]:
+            if len(inner["key"]) != _MT19937_LENGTH:
+                raise ValueError("it is not a state of MT19937")
+            _check_position(inner["pos"], _MT19937_LENGTH)
+        if "buffer_pos" in own:
+            _check_position(state["buffer_pos"], len(own["buffer"]))
+        type(generator.bit_generator)().state = state
+
+
+def _check_position(position: Any, length: int) -> None:
+    if not 0 <= int(position) <= length:
+        raise ValueError(f"its position is {printable(position, 40)}")
+
+
+def _describe_failure(what: str, apply: Callable[[], None]) -> list[str]:
+    try:
+        apply()
+    except Exception as error:  # whatever the libraries raise for a value of the wrong type
+        return [f"{what} cannot be restored: {type(error).__name__}: {printable(error)}"]
+    return []

@@ -1,0 +1,347 @@
+"""Masking of secrets, for everything that is recorded, logged or shown.
+
+Three kinds of secrets are replaced by `***`:
+
+- values of keys whose names look secret, such as `api_key`, `hfToken` or `slack-webhook-url`;
+- what grants access in a URL: user info, signed queries, the paths of known webhooks;
+- known values, wherever they stand: those of environment variables with such names, and those that
+  `remember_secrets` was given. They have at least eight characters, so that ordinary words stay.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote, quote_plus, urlsplit
+
+__all__ = [
+    "MASK",
+    "is_secret_name",
+    "mask_arguments",
+    "mask_known_values",
+    "mask_log_records",
+    "mask_secrets",
+    "mask_text",
+    "masked_repr",
+    "remember_secrets",
+]
+
+MASK = "***"
+_MIN_LENGTH = 8  # characters of a value that is masked wherever it stands
+_MIN_PATH = 12  # the same for the path of a URL
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def _split_words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]")
+_SECRET_WORDS = _split_words(
+    "apikeys apitoken auth authorization bearer cookie cookies credential credentials dsn jwt "
+    "passcode passphrases passwords pwd secret secrets token webhooks"
+)
+_SECRET_ENDINGS = (  # of words without separators, such as PGPASSWORD
+    *("accesskey", "accesstoken", "apikey", "authtoken", "hftoken", "passphrase", "passwd"),
+    *("password", "privatekey", "secretkey", "webhook"),
+)
+_KEYS = _split_words(  # before `key`: by itself it is the key of an ordinary mapping
+    "access account anthropic api auth aws azure client comet deploy deployment encryption gcp "
+    "google hf ingest integration license master mlflow neptune openai private secret service "
+    "session shared signing ssh storage subscription wandb webhook"
+)
+_TOKENS = _split_words("access api auth bearer hf refresh secret session")  # before `tokens`
+_PASSES = _split_words("admin db login mail mysql postgres redis root smtp user")
+_NOT_SECRET_TOKENS = _split_words(  # before `token`: parts of a text
+    "additional audio begin blank bos by class cls decoder distill each end eod eos eot first "
+    "image last mask max min n new next num pad per prev previous prompt register sep sink space "
+    "special start stop unk video"
+)
+_SUFFIXES = _split_words("header headers string text uri url value")
+_CONNECTION = (["connection"], ["conn"], ["database"])  # before a suffix: `connection_string`
+
+
+@lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return whether a key, option or variable of this name holds a secret.
+
+    The last word counts, in snake, kebab or camel case: `hf_token`, `HF-Token` and `hfToken` hold
+    a secret; `tokens`, `token_count`, `pad_token`, `sort_key` and `author` do not.
+    """
+    if "/" in name or " " in name:
+        return False  # a metric such as `loss/token`, or a text
+    words = [word.lower() for word in _WORDS.findall(name)]
+    has_suffix = False
+    while len(words) > 1 and words[-1] in _SUFFIXES:
+        words.pop()
+        has_suffix = True
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last in ("key", "keys"):
+        return before in _KEYS
+    if last == "tokens":
+        return before in _TOKENS
+    if last == "pass":
+        return before in _PASSES
+    if last == "token":
+        return before not in _NOT_SECRET_TOKENS
+    if has_suffix and words in _CONNECTION:
+        return True
+    return last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS)
+
+
+# -- texts ----------------------------------------------------------------------------------------
+
+# No pattern may take quadratic time: names are short, and begin where a word begins.
+_URL = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z][a-zA-Z0-9+.-]{0,30}://[^\s\"'<>`]+")
+_USER_INFO = re.compile(r"([^:]+://)(?:[^\s/?#]+|[^\s/:?#]+:(?!\d+/)[^\s@]+)@")
+_QUERY = re.compile(r"(?<=[?&;#])([^?=&;#\s]+)=([^&;#\s]+)")
+_QUERY_NAMES = _split_words(
+    "awsaccesskeyid code googleaccessid hmac key se sig signature x-amz-credential x-amz-signature "
+    "x-goog-credential x-goog-signature"
+)
+_WEBHOOK = re.compile(
+    r"(://(?:hooks\.slack\.com|hc-ping\.com|discord(?:app)?\.com/api/webhooks|"
+    r"api\.telegram\.org|[\w-]{1,60}\.webhook\.office\.com)/)[^\s?#]+"
+)
+_SCHEME = re.compile(r"\b(Bearer|Basic) +(?!\*)[A-Za-z0-9+/._~-]{6,}=*")
+_HEADER = re.compile(
+    r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie) ?: ?(?!['\"*\s])[^\r\n'\"]+"
+)
+_NAME = r"[A-Za-z_][\w.\[\]-]{0,120}"
+_ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --name value
+    rf"(?<!\w)(?:(?P<name>{_NAME})(?:=| ?= ?(?=['\"]))"
+    rf"|(?P<quote>['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=b?['\"]|\d)"
+    rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: (?=\S)"
+    rf"|--(?P<option>{_NAME}) (?=[^\s-]))"
+)
+_VALUE = re.compile(r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|[^\s,;&'\"(){}\[\]]+", re.DOTALL)
+_PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false")
+
+
+def mask_text(text: str) -> str:
+    """Return a text without secrets: known values, and those of secret names in it."""
+    return _mask_patterns(mask_known_values(text))
+
+
+def _mask_patterns(text: str) -> str:
+    """Mask what looks secret in a text; the result depends on nothing but the text."""
+    if "://" in text:
+        text = _URL.sub(lambda found: _mask_url(found[0]), text)
+    if ":" in text or "=" in text or "--" in text:
+        text = _HEADER.sub(rf"\1: {MASK}", text)
+        text = _mask_assignments(text)
+    if "Bearer" in text or "Basic" in text:
+        text = _SCHEME.sub(rf"\1 {MASK}", text)
+    return text
+
+
+def _mask_url(url: str) -> str:
+    found = _USER_INFO.match(url)
+    if found is not None and not found[0].endswith("ssh://git@"):  # not the name of a person
+        url = f"{found[1]}{MASK}@{url[found.end() :]}"
+    url = _WEBHOOK.sub(rf"\1{MASK}", url)
+    return _QUERY.sub(_mask_query, url) if "=" in url else url
+
+
+def _mask_query(found: re.Match[str]) -> str:
+    name = found[1]
+    is_secret = name.lower() in _QUERY_NAMES or is_secret_name(name)
+    return f"{name}={MASK}" if is_secret else found[0]
+
+
+def _mask_assignments(text: str) -> str:
+    parts: list[str] = []
+    end = 0
+    for found in _ASSIGNMENT.finditer(text):
+        if found.start() < end:
+            continue  # within a value that was masked
+        name: str = found["name"] or found["key"] or found["flow"] or found["option"]
+        value = _VALUE.match(text, found.end()) if _has_secret_name(name) else None
+        if value is None or value[0].strip("'\"") in _PLAIN:
+            continue
+        mark = value[0][-1] if value[0][-1] in "'\"" else ""
+        parts += [text[end : found.end()], mark, MASK, mark]
+        end = value.end()
+    return "".join([*parts, text[end:]]) if parts else text
+
+
+def _has_secret_name(name: str) -> bool:
+    """Return whether a part of a key such as `hooks[0].api_key` looks secret."""
+    return any(is_secret_name(part) for part in re.split(r"[.\[\]]+", name))
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without secrets: `--name value`, `--name=value` and `key=value`."""
+    masked: list[str] = []
+    is_secret = False  # the next argument
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        has_name = re.fullmatch(rf"-*{_NAME}", name) is not None
+        names_secret = has_name and _has_secret_name(name)
+        if is_secret and not argument.startswith("-"):
+            masked.append(MASK)
+            is_secret = False
+            continue
+        if names_secret and equals and value not in _PLAIN:
+            masked.append(f"{name}={MASK}")
+        else:
+            masked.append(mask_text(argument))
+        is_secret = names_secret and not equals and argument.startswith("-")
+    return masked
+
+
+# -- nested values --------------------------------------------------------------------------------
+
+
+def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True) -> Any:
+    """Return mappings, lists and texts without secrets, at any depth.
+
+    None, booleans and empty values stay, also under a secret name. Objects of other types stay as
+    they are; convert them to JSON before. A container within itself becomes "…".
+
+    Args:
+        value: The value; it is not changed.
+        by_name: Mask the values of keys that look secret. Not for mappings whose keys come from
+            elsewhere: a package may be called `google-auth`.
+        known_values: Mask values of environment variables, and remembered ones. Without them, the
+            result depends on nothing but the value, as the hash of a configuration must.
+    """
+    mask = mask_text if known_values else _mask_patterns
+
+    def mask_value(value: Any, outer: tuple[int, ...]) -> Any:
+        if isinstance(value, str):
+            return mask(value)
+        if not isinstance(value, Mapping | list | tuple):
+            return value
+        if id(value) in outer:
+            return "…"
+        outer = (*outer, id(value))
+        if isinstance(value, Mapping):
+            return {
+                mask(key) if isinstance(key, str) else key: (
+                    MASK if by_name and _is_secret_item(key, item) else mask_value(item, outer)
+                )
+                for key, item in value.items()
+            }
+        masked = [mask_value(item, outer) for item in value]
+        return tuple(masked) if type(value) is tuple else masked
+
+    return mask_value(value, ())
+
+
+def _is_secret_item(key: Any, item: Any) -> bool:
+    if item is None or isinstance(item, bool) or not isinstance(key, str):
+        return False
+    is_empty = isinstance(item, str | Mapping | list | tuple) and not item
+    return not is_empty and is_secret_name(key)
+
+
+def masked_repr(value: Any, *names: Any) -> str:
+    """Return the `repr` of a value for a message; the mask, if one of its names looks secret."""
+    if any(isinstance(name, str) and is_secret_name(name) for name in names):
+        return MASK
+    return mask_text(repr(mask_secrets(value) if isinstance(value, dict | list) else value))
+
+
+# -- known values ---------------------------------------------------------------------------------
+
+_NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
+_remembered: set[str] = set()
+_scanned: Any = None  # the environment at the last scan
+_pattern: re.Pattern[str] | None = None
+
+
+def remember_secrets(value: Any, *, is_secret: bool = False) -> None:
+    """Mask the secrets of a configuration from now on wherever they stand, also in error texts.
+
+    Args:
+        value: A nested configuration; values of keys that look secret are remembered.
+        is_secret: The value itself is a secret, whatever its name is.
+    """
+    global _pattern
+    left: list[tuple[Any, bool]] = [(value, is_secret)]
+    seen: set[tuple[int, bool]] = set()  # a container may be within itself
+    while left:
+        value, is_secret = left.pop()
+        if isinstance(value, Mapping | list | tuple):
+            if (id(value), is_secret) in seen:
+                continue
+            seen.add((id(value), is_secret))
+        if isinstance(value, Mapping):
+            left += [(item, is_secret or _is_secret_item(key, item)) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(item, is_secret) for item in value]
+        elif is_secret and isinstance(value, str | int) and len(str(value)) >= _MIN_LENGTH:
+            forms = _written_forms(str(value))
+            if not forms <= _remembered:
+                _remembered.update(forms)
+                _pattern = None
+
+
+def _written_forms(text: str) -> set[str]:
+    """Return how a value may be written: as it is, escaped, in a URL, and a URL's path."""
+    forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1]}
+    forms |= {quote(text), quote(text, safe=""), quote_plus(text)}
+    if "://" in text:
+        try:
+            parts = urlsplit(text)
+        except ValueError:
+            return forms
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        forms |= {path} if len(path) >= _MIN_PATH else set()
+    return forms
+
+
+def mask_known_values(text: str) -> str:
+    """Return a text without the values of secret environment variables, and remembered ones."""
+    pattern = _known_values()
+    return text if pattern is None else pattern.sub(MASK, text)
+
+
+def _known_values() -> re.Pattern[str] | None:
+    """Return the pattern of all known values; None if there are none."""
+    global _scanned, _pattern
+    # Comparing this mapping takes a microsecond; os.environ decodes each of its values.
+    environment: Any = getattr(os.environ, "_data", os.environ)
+    if environment != _scanned:
+        _scanned = dict(environment)
+        for name, value in os.environ.items():
+            is_path = value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value))  # noqa: PTH110, PTH111
+            if is_secret_name(name) and name not in _NOT_SECRET_VARIABLES and not is_path:
+                remember_secrets(value, is_secret=True)
+    if _pattern is None and _remembered:
+        longest_first = sorted(_remembered, key=len, reverse=True)
+        _pattern = re.compile("|".join(map(re.escape, longest_first)))
+    return _pattern
+
+
+# -- logs -----------------------------------------------------------------------------------------
+
+
+def mask_log_records() -> None:
+    """Mask secrets in what Hookline's loggers log, tracebacks included."""
+    for name in ("hookline", "hookline.training"):
+        logging.getLogger(name).addFilter(_mask_record)  # no effect if it is there already
+
+
+def _mask_record(record: logging.LogRecord) -> bool:
+    try:
+        message = record.getMessage()
+    except Exception:  # arguments that do not match; logging reports that itself
+        return True
+    if (masked := mask_text(message)) != message:
+        record.msg, record.args = masked, ()
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+        if (masked := mask_text(text)) != text:
+            record.exc_text = masked  # formatters show it instead of exc_info
+    return True

@@ -1,0 +1,89 @@
+"""Text from elsewhere as it is shown on a terminal, in a message or in HTML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from unicodedata import category
+
+__all__ = ["escape_controls", "printable", "printable_lines", "printable_message"]
+
+# Control characters, marks that change the direction of text, invisible characters, line and
+# paragraph separators, lone surrogates. Joiners and variation selectors belong to emoji and to
+# some scripts; beside ASCII they are only invisible.
+_CONTROLS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f"
+    "\u2028-\u202e\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb"
+    "\U00013430-\U00013440\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+    "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0f]|[\u200c\u200d](?![^\x00-\x7f])"
+)
+_ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]")  # faster
+# A letter has few accents in any language; many are drawn over the lines above.
+_MAX_ACCENTS = 4
+_NO_LETTERS = re.compile(rf"[^\w\s\x00-\x7f]{{{_MAX_ACCENTS + 1},}}")
+
+_LINE_FEED_OF_NAME = re.compile(r"\n(?![ \t])")
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """Return a name or value on one line, with control characters escaped, cut after `limit`."""
+    return _cut(escape_controls(str(text)[: limit + 1], allowed=""), limit)
+
+
+def printable_lines(text: str, limit: int = 200, line_limit: int = 2000) -> str:
+    """Return a text of several lines with control characters escaped.
+
+    Args:
+        text: The text.
+        limit: The number of lines after which it is cut.
+        line_limit: The length after which a line is cut.
+    """
+    lines = text.split("\n", limit)
+    shown = [_cut(escape_controls(line[: line_limit + 1]), line_limit) for line in lines[:limit]]
+    left_out = lines[limit].count("\n") + 1 if len(lines) > limit else 0
+    return "\n".join(shown + [f"… and {left_out} more lines"] * bool(left_out))
+
+
+def printable_message(text: str) -> str:
+    """Return a message that contains names, with their control characters escaped.
+
+    The lines of a message are indented. A line feed before any other line is part of a name.
+    """
+    return printable_lines(_LINE_FEED_OF_NAME.sub(r"\\n", text))
+
+
+def _escape(char: str) -> str:
+    common = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    code = ord(char)
+    if char in common:
+        return common[char]
+    return (
+        f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    )
+
+
+def escape_controls(
+    text: str, allowed: str = "\n\t", escape: Callable[[str], str] = _escape
+) -> str:
+    """Return a text with control characters escaped, except tab and line feed."""
+    if text.isascii() and text.isprintable():
+        return text
+
+    def escape_accents(found: re.Match[str]) -> str:
+        """Escape the accents of a letter that has too many of them."""
+        shown, count = "", 0
+        for char in found[0]:
+            count = count + 1 if category(char) in ("Mn", "Me") else 0
+            shown += escape(char) if count > _MAX_ACCENTS else char
+        return shown
+
+    def escape_control(found: re.Match[str]) -> str:
+        return found[0] if found[0] in allowed else escape(found[0])
+
+    if text.isascii():
+        return _ASCII_CONTROLS.sub(escape_control, text)
+    return _NO_LETTERS.sub(escape_accents, _CONTROLS.sub(escape_control, text))
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: max(limit - 1, 0)] + "…"

@@ -1,0 +1,143 @@
+"""Odd values given to everything that takes a value: it works, or an error of Hookline is raised.
+
+    python tests/test_odd_values.py                  # every value for every call
+    python tests/test_odd_values.py -n 10 attach     # ten values, calls whose names contain a text
+
+Tests try a sample, `make soak` a larger one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import random
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from odd_values import ODD_VALUES, Call, Raw, calls, try_value
+from typer.testing import CliRunner
+
+import hookline
+from hookline.cli.app import app
+from hookline.files.limits import FileLimits
+
+
+def try_quietly(call: Call, value: str) -> Raw | None:
+    """Give a value to a call without output."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return try_value(call, value)
+
+
+@pytest.fixture(scope="module")
+def all_calls(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    with contextlib.chdir(folder):
+        made = calls(folder)
+        yield lambda: made  # hypothesis would print a list
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(number=st.integers(0, 10**6), value=st.sampled_from(sorted(ODD_VALUES)))
+def test_an_odd_value_works_or_raises_a_clear_error(all_calls, number, value):
+    made = all_calls()
+    assert try_quietly(made[number % len(made)], value) is None
+
+
+KNOWN = [
+    ("attach(settings=…)", "{}"),
+    ("attach with a run(runs=…)", "0"),
+    ("attach(stop_grace=…)", "space"),
+    ("attach(tags=…)", "-1"),
+    ("attach(hparams=…)", "failing mapping"),
+    ("verify(resume_from=…)", "path up"),
+    ("HookManager(settings=…)", "{}"),
+    ("HookManager.add_hook(before=…)", "[]"),
+    ("HookRegistry(config=…)", "failing mapping and repr"),
+    ("HookSettings(max_failures=…)", "None"),
+    ("HookRegistry.call_update_hooks(…)", "None"),
+    ("GradientMonitor(percentiles=…)", "failing list"),
+    ("GradientMonitor(percentiles=…)", "generator"),
+    ("TrainerConfig(hooks=…)", "deep list"),
+    ("Trainer(config=…)", "huge dict"),
+    ("Trainer(hparams=…)", "-10**5000"),
+    ("Trainer(tags=…)", "0"),
+    ("Trainer.fit(resume_from=…)", "empty text"),
+    ("Session.log(value=…)", "10**400"),
+    ("Session.batches(…)", "0"),
+    ("Run.rewind(…)", "inf"),
+    ("Run.log_metrics(metrics=…)", "space"),
+    ("open_run(…)", "object"),
+    ("get_last_checkpoint(…)", "surrogate"),
+    ("read_records(…)", "surrogate"),
+    ("probe()[…]", "[None]"),
+    ("a probe sees tap(x, …)", "[]"),
+    ("tokens_fn returns …", "[]"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), KNOWN)
+def test_values_that_once_raised_something_else(all_calls, name, value):
+    (call,) = (call for call in all_calls() if call.name == name)
+    assert try_quietly(call, value) is None
+
+
+@pytest.mark.parametrize("option", ["--resume=", "--from=", "--resume= "])
+def test_an_empty_run_on_the_command_line_is_not_the_current_folder(option):
+    result = CliRunner().invoke(app, ["train", "train.yaml", option])
+    assert result.exit_code == 2
+    assert "is empty" in result.output
+
+
+def test_a_message_can_be_printed_whatever_is_in_it():
+    error = hookline.HooklineError(f"'{'a' * 10**6}' \ud800. Do something else.")
+    assert len(str(error)) < 2000
+    assert str(error).encode().endswith(rb"\ud800. Do something else.")
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "", "1e9", "9" * 5000])
+def test_an_invalid_limit_in_the_environment_is_a_clear_error(value, monkeypatch):
+    monkeypatch.setenv("HOOKLINE_MAX_LINE_BYTES", value)
+    with pytest.raises(hookline.ConfigError, match="HOOKLINE_MAX_LINE_BYTES"):
+        FileLimits.from_environment()
+
+
+def main() -> int:
+    """Try the values, print what is raw, and return how many distinct exceptions were."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-n", type=int, default=len(ODD_VALUES), help="values for each call")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("words", nargs="*", help="texts that names of calls contain")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    found: Counter[tuple[str, str, str]] = Counter()
+    tried = 0
+    chosen = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for call in calls(Path(folder)):
+            if options.words and not any(word in call.name for word in options.words):
+                continue
+            for name in chosen.sample(list(ODD_VALUES), options.n):
+                tried += 1
+                raw = try_quietly(call, name)
+                if raw is not None:
+                    key = raw.problem, raw.kind, raw.place
+                    if not found[key]:
+                        print(f"{raw.kind} in {raw.place} ({raw.problem})", flush=True)
+                        print(f"    {raw.call} with {raw.value}: {raw.text[:150]}", flush=True)
+                    found[key] += 1
+    print(f"{tried} values: {sum(found.values())} raw exceptions, {len(found)} distinct")
+    return len(found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(bool(main()))
