@@ -84,6 +84,7 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
             f"The checkpoint {found} cannot be continued with these settings:\n  "
             + "\n  ".join(problems)
         )
+    trainer.check_data(fork.state)
     trainer.strategy.load(trainer.model, checkpoint.model)
     trainer.load_state_dict(fork.state)
     for name in trainer.hooks.list_hooks():

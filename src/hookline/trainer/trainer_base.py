@@ -368,12 +368,13 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             **self._before_validation,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+    def check_data(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a state cannot be resumed exactly with this trainer's data."""
+        if self.train_data is not None:
+            self._position.check_resumable(self.train_data, state["position"])
 
-        Raises:
-            CheckpointError: the run cannot be resumed exactly with this trainer's data.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, after `check_data`."""
         context, scaler = self._context, self.strategy.scaler
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -398,8 +399,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._epoch_started = state.get("epoch_started", False)
         self._epoch_over, self._run_position = state["epoch_over"], state.get("run")
         self._position.load_state_dict(state["position"], self.device)
-        if self.train_data is not None:
-            self._position.check_resumable(self.train_data)
         finished = self._position.epoch == self.max_epochs or context.step == self.config.max_steps
         self._last_epoch = state["epoch"]
         context.epoch = self._last_epoch if finished else self._position.epoch

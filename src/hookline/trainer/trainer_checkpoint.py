@@ -126,6 +126,7 @@ def load_trainer_checkpoint(
         strict=strict,
         more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
     )
+    trainer.check_data(checkpoint.state)
     trainer.strategy.load(trainer.model, checkpoint.model)
     trainer.load_state_dict(checkpoint.state)
     return checkpoint.state
