@@ -266,6 +266,19 @@ def test_settings_of_an_optimizer_that_does_not_fit_are_not_called_restored(tmp_
     assert "Without effect" not in caplog.text
 
 
+def test_a_model_with_an_expanded_buffer_is_resumed(tmp_path):
+    def train(resume_from=None):
+        model, optimizer = make()
+        model.register_buffer("scale", torch.ones(1, 4).expand(3, 4))
+        trainer = Trainer(settings(tmp_path, seed=1), model, optimizer, hooks=[SaveAt(2)])
+        return trainer.fit(batches(4), resume_from=resume_from)
+
+    whole = train()
+    resumed = train(whole.run.path)
+    assert same(weights(resumed.model), weights(whole.model))
+    assert torch.equal(resumed.model.scale, whole.model.scale)
+
+
 def test_data_that_does_not_fit_changes_nothing(tmp_path):
     dataset = TensorDataset(torch.randn(12, 8), torch.randn(12, 4))
     first = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(2)])

@@ -13,6 +13,7 @@ from hookline.checkpoint.differences import fit_checkpoint
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import ModelGroup
+from hookline.tensors.memory import expand_buffers
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -95,6 +96,7 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
 def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedCheckpoint:
     """Load a checkpoint that fits into the model, the optimizers, … and the counters."""
     state, context = checkpoint.state, session._context
+    expand_buffers(unwrapped(session.model))
     unwrapped(session.model).load_state_dict(checkpoint.model)
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
