@@ -32,7 +32,6 @@ from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
 from hookline.trainer.losses import BatchPlace
 from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase
-from hookline.trainer.trainer_checkpoint import encode_states
 from hookline.trainer.trainer_run import Preempted, TrainerRun
 
 __all__ = ["Trainer", "get_trainer"]
@@ -424,7 +423,7 @@ class Trainer(TrainerRun):
     def _validate_in_loop(self) -> None:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
         assert self.val_data is not None
-        states = encode_states(self.hooks.state_dict())
+        state = self._state_before_validation()
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end
         try:
@@ -435,7 +434,7 @@ class Trainer(TrainerRun):
             metrics = None
         self._phase = phase
         if metrics is None:
-            self._cancel_validation(states, generators)
+            self._cancel_validation(state, generators)
             self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------

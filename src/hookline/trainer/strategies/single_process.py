@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from hookline.errors import TrainingError
+from hookline.tensors.memory import expand_buffers
 
 __all__ = ["SingleProcess", "parameters_of"]
 
@@ -123,6 +124,7 @@ class SingleProcess:
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the model."""
+        expand_buffers(model)
         model.load_state_dict(weights)  # with its attribute `_metadata`
 
 
