@@ -34,16 +34,25 @@ class SignalAt(hookline.Hook):
 
 
 class ValidationCounter(hookline.Hook):
-    """Counts validation batches and validations; its state is part of checkpoints."""
+    """Counts validation batches and validations, in its state, on the trainer and in the log."""
 
     def __init__(self) -> None:
         self.batches = self.ends = 0
 
+    def on_train_start(self, trainer: Any) -> None:
+        trainer.validation_batches = 0
+        trainer.register_for_checkpoint("validation_batches")
+
+    def on_validation_start(self, trainer: Any) -> None:
+        trainer.log("validation_started", 1.0)
+
     def on_epoch_start(self, trainer: Any, epoch: int) -> None:
         trainer.log("epoch_started", float(epoch))
 
-    def on_validation_batch_end(self) -> None:
+    def on_validation_batch_end(self, trainer: Any) -> None:
         self.batches += 1
+        trainer.validation_batches += 1
+        trainer.log("validation_batches", trainer.validation_batches)
 
     def on_validation_end(self) -> None:
         self.ends += 1
@@ -101,6 +110,18 @@ def test_resuming_after_a_signal_gives_the_uninterrupted_run(tmp_path, event, at
     assert second.run.path == first.run.path
     assert outcome(second) == outcome(expected)
     assert same(weights(second.model), weights(expected.model))
+
+
+def test_a_hook_whose_state_cannot_be_saved_does_not_stop_a_validation_without_checkpoints():
+    class Holder(hookline.Hook):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    trainer = make_trainer(Holder(), max_epochs=1)
+    trainer.fit(DATA, VAL)
+    assert trainer.status == "completed"
 
 
 def test_a_signal_in_validation_saves_the_training_weights_and_not_the_average(tmp_path):

@@ -231,6 +231,66 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_listed(tmp_path, caplog
     assert "the checkpoint lacks 'third.weight'" in caplog.text
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("width", [8, 9])
+def test_without_strict_optimizers_and_their_gradients_may_be_others(tmp_path, groups, width):
+    def make_several(groups: int, width: int) -> Trainer:
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+        split = [[0, 1, 2]] if groups == 1 else [[0], [1, 2]] if groups == 2 else [[0], [1], [2]]
+        optimizers = [
+            torch.optim.SGD([p for i in part for p in model[i].parameters()], lr=0.01)
+            for part in split
+        ]
+        every = None if groups == 1 else [2, *[1] * (groups - 1)]
+        config = settings(tmp_path, optimizer_every=every, max_epochs=2, seed=1)
+        inputs = [(x := torch.randn(4, width), x) for _ in range(4)]
+        trainer = Trainer(config, model, optimizers, loss_fn=nn.functional.mse_loss)
+        trainer.set_data(inputs)
+        return trainer
+
+    first = make_several(2, 8)
+    first.add_hook(SaveAt(3))
+    first.fit()
+    trainer = make_several(groups, width)
+    trainer.fit(resume_from=first.run.path, strict=False)
+    assert (trainer.status, trainer.step) == ("completed", 8)
+
+
+def test_settings_of_an_optimizer_that_does_not_fit_are_not_called_restored(tmp_path, caplog):
+    first = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(3)])
+    first.fit(batches(3))
+    model, _ = make()
+    trainer = Trainer(settings(tmp_path), model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    trainer.fit(batches(3), resume_from=first.run.path, strict=False)
+    assert "SGD in the checkpoint and AdamW here" in caplog.text
+    assert "Without effect" not in caplog.text
+
+
+def test_a_model_with_an_expanded_buffer_is_resumed(tmp_path):
+    def train(resume_from=None):
+        model, optimizer = make()
+        model.register_buffer("scale", torch.ones(1, 4).expand(3, 4))
+        trainer = Trainer(settings(tmp_path, seed=1), model, optimizer, hooks=[SaveAt(2)])
+        return trainer.fit(batches(4), resume_from=resume_from)
+
+    whole = train()
+    resumed = train(whole.run.path)
+    assert same(weights(resumed.model), weights(whole.model))
+    assert torch.equal(resumed.model.scale, whole.model.scale)
+
+
+def test_data_that_does_not_fit_changes_nothing(tmp_path):
+    dataset = TensorDataset(torch.randn(12, 8), torch.randn(12, 4))
+    first = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(2)])
+    first.fit(DataLoader(dataset, batch_size=3))
+    model, optimizer = make()
+    before = weights(model)
+    trainer = Trainer(settings(tmp_path), model, optimizer)
+    with pytest.raises(CheckpointError, match="batch size 3"):
+        trainer.fit(DataLoader(dataset, batch_size=4), resume_from=first.run.path)
+    assert same(weights(model), before)
+
+
 def test_attributes_that_hooks_register_are_restored(tmp_path):
     class Best(hookline.Hook):
         def on_train_start(self, trainer):

@@ -24,7 +24,13 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config.trainer_config import CheckpointConfig, HooksConfig, MixConfig, TrainerConfig
+from hookline.config.trainer_config import (
+    CheckpointConfig,
+    FSDPConfig,
+    HooksConfig,
+    MixConfig,
+    TrainerConfig,
+)
 from hookline.dispatch import HookSettings
 from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument, Event
 from hookline.options import get_options
@@ -138,6 +144,10 @@ def config_tables() -> str:
             "## loaders",
             "",
             *_config_table(MixConfig),
+            "",
+            "## fsdp",
+            "",
+            *_config_table(FSDPConfig),
             "",
             "## checkpoints",
             "",

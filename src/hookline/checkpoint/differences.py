@@ -178,15 +178,30 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
     weights = OrderedDict({**model, **fitting_weights(checkpoint.model, model)})
     with_versions(weights, checkpoint.model)
     weights_fit = not describe_mismatches(checkpoint.model, model)
-    parts: dict[str, list[Any]] = {"optimizers": [], "schedulers": []}
+    fits: dict[str, list[bool]] = {"optimizers": [], "schedulers": []}
     for kind in ("optimizer", "scheduler"):
         for index, own in enumerate(state.get(f"{kind}s", ())):
             found = saved.get(f"{kind}s", ())[index : index + 1]
-            fits = bool(found) and not _describe_classes(kind, index, saved, state)
+            fit = bool(found) and not _describe_classes(kind, index, saved, state)
             if kind == "optimizer":
-                fits = fits and weights_fit and not _describe_optimizer("", found[0], own)
-            parts[f"{kind}s"].append(found[0] if fits else own)
+                fit = fit and weights_fit and not _describe_optimizer("", found[0], own)
+            fits[f"{kind}s"].append(fit)
+    parts = _choose(fits, saved, state)
+    gradients = {"pending_gradients": fits["optimizers"]}  # of the optimizers
+    parts |= _choose(gradients, saved, state)
+    if "settings" in saved and "settings" in state:
+        own_settings = _choose(fits, saved["settings"], state["settings"])
+        parts["settings"] = {**saved["settings"], **own_settings}
     return replace(checkpoint, model=weights, state={**saved, **parts})
+
+
+def _choose(fits: Mapping[str, Sequence[bool]], saved: State, own: State) -> dict[str, Any]:
+    """Return lists with the saved values that fit, and a training's own ones where they do not."""
+    return {
+        name: [saved[name][i] if fits[name][i] else value for i, value in enumerate(own[name])]
+        for name in fits
+        if name in saved and name in own
+    }
 
 
 def _describe_dtypes(weights: State, expected: State) -> list[str]:

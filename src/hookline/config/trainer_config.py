@@ -379,7 +379,7 @@ class TrainerConfig(Config):
         description="how several processes, as `torchrun` starts them, train together: ddp, fsdp "
         "(sharded parameters); auto: ddp, or a single process",
     )
-    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="how fsdp shards the model")
     shard_loaders: bool = Field(
         default=True,
         description="each of several processes takes its share of the loaders' batches; false: "

@@ -24,6 +24,7 @@ REGISTRATION_KEYS: dict[str, dict[str, Any]] = {
     "sample_rate": {"type": "number", "description": "call it in this fraction of the steps"},
     "from_epoch": {"type": "integer", "minimum": 0, "description": "call it from this epoch on"},
     "ranks": {
+        "type": "string",
         "enum": ["all", "main", "local_main"],
         "description": "in which processes it is called",
     },

@@ -46,11 +46,11 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
 
 
 def _describe_failure(part: Any, checkpoint: str) -> tuple[Any, ...] | None:
-    """Return what identifies the failure of a part that began from a checkpoint; None without."""
-    if not isinstance(part, Mapping) or part.get("resumed_from") != checkpoint:
+    """Return what identifies the failure of a part whose newest checkpoint was this one."""
+    error = part.get("error") if isinstance(part, Mapping) else None
+    if not isinstance(error, Mapping) or part.get("status") != "error":
         return None
-    error = part.get("error")
-    if part.get("status") != "error" or not isinstance(error, Mapping):
+    if error.get("checkpoint", part.get("resumed_from")) != checkpoint:
         return None
     message = _VARYING.sub("#", str(error.get("message")))
     return error.get("type"), message, error.get("step")

@@ -23,6 +23,7 @@ from hookline.arguments import (
     show_value,
 )
 from hookline.checkpoint.atomic_files import remove_leftovers, sync
+from hookline.checkpoint.checkpoint_lookup import read_pointers
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.masking import mask_secrets
@@ -376,13 +377,15 @@ class Run:
         self.metrics_log = self._events = None
 
     def _describe_error(self, error: BaseException | str | None) -> dict[str, Any] | None:
-        """Return an error with the last step that was recorded before it."""
+        """Return an error with the last step and the newest checkpoint before it."""
         if error is None:
             return None
         kind = type(error).__name__ if isinstance(error, BaseException) else None
         steps = (r.get("step") for r in read_jsonl_backwards(self.path / "metrics.jsonl"))
         step = next((step for step in steps if type(step) is int), None)
-        return {"type": kind, "message": to_jsonable(str(error)), "step": step}
+        last = read_pointers(self.checkpoints).get("last")
+        message = to_jsonable(str(error))
+        return {"type": kind, "message": message, "step": step, "checkpoint": last}
 
     def _writable_log(self) -> MetricsLog:
         if self.metrics_log is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["storages", "unshared"]
+__all__ = ["expand_buffers", "storages", "unshared"]
 
 _STRIDED = torch.strided
 
@@ -50,6 +50,22 @@ def _dense_parts(value: Any) -> Iterator[Tensor]:
             yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
         else:
             yield tensor
+
+
+def expand_buffers(model: torch.nn.Module) -> None:
+    """Give expanded buffers (`Tensor.expand`) memory for each element, so that they can be loaded.
+
+    `load_state_dict` copies into them, which torch refuses if elements share memory.
+    """
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None and value.layout is _STRIDED and _shares_elements(value):
+                module._buffers[name] = value.contiguous()
+
+
+def _shares_elements(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

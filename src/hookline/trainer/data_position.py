@@ -66,14 +66,6 @@ class DataPosition:
         self._generators: list[Any] = []
         self._saved: dict[str, Any] | None = None  # the checkpoint's state, until it is used
 
-    @classmethod
-    def of(cls, saved: Mapping[str, Any], *, fast_forward: bool) -> DataPosition:
-        """Return a saved position, without restoring any random state."""
-        position = cls(fast_forward=fast_forward)
-        position.epoch, position.batches = saved["epoch"], saved["batches"]
-        position._saved = dict(saved)
-        return position
-
     def end_epoch(self) -> None:
         """Go to the start of the next epoch."""
         self.epoch += 1
@@ -102,10 +94,9 @@ class DataPosition:
             return stream.tuples()
         return self._resume(stream, saved)
 
-    def check_resumable(self, stream: Stream) -> None:
-        """Raise if the run cannot be resumed exactly with these loaders."""
-        saved = self._saved
-        if saved is None or not saved["loaders"]:
+    def check_resumable(self, stream: Stream, saved: Mapping[str, Any]) -> None:
+        """Raise if a saved position cannot be resumed exactly with these loaders."""
+        if not saved["loaders"]:
             return
         generators = len(generators_of(stream.loaders))
         if (len(saved["generators"]), len(saved["loaders"])) != (generators, len(stream.loaders)):
@@ -126,9 +117,11 @@ class DataPosition:
                     f"Resume with persistent_workers={not persistent}."
                 )
             if before["pass"] is not None:
-                self._check_continuable(name, loader, before)
+                self._check_continuable(name, loader, before, saved)
 
-    def _check_continuable(self, name: str, loader: Any, before: Mapping[str, Any]) -> None:
+    def _check_continuable(
+        self, name: str, loader: Any, before: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> None:
         """Raise if the pass that the checkpoint was made in cannot be continued."""
         batch_size, batch_size_before = _batch_size(loader), before.get("batch_size")
         if batch_size_before is not None and batch_size != batch_size_before:
@@ -148,12 +141,13 @@ class DataPosition:
             )
         if isinstance(loader, Iterator) and not self._fast_forward:
             raise CheckpointError(
-                f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, and "
-                f"the train loader '{name}' is an iterator ({type(loader).__name__}), whose "
-                "position cannot be restored. Use a DataLoader with a map-style dataset, or "
-                "torchdata's StatefulDataLoader. If this iterator starts with the first batch of "
-                "the epoch and gives the same batches as then, set fast_forward=True in the "
-                "TrainerConfig: the batches before the checkpoint are then loaded and dropped."
+                f"The checkpoint was made after {saved['batches']} batches of epoch "
+                f"{saved['epoch']}, and the train loader '{name}' is an iterator "
+                f"({type(loader).__name__}), whose position cannot be restored. Use "
+                "a DataLoader with a map-style dataset, or torchdata's StatefulDataLoader. If this "
+                "iterator starts with the first batch of the epoch and gives the same batches as "
+                "then, set fast_forward=True in the TrainerConfig: the batches before the "
+                "checkpoint are then loaded and dropped."
             )
 
     def _check_per_sample_seed(self, stream: Stream) -> None:

@@ -40,7 +40,7 @@ def describe_position(
     if stream is None or not saved["loaders"]:
         return lines
     try:
-        DataPosition.of(saved, fast_forward=fast_forward).check_resumable(stream)
+        DataPosition(fast_forward=fast_forward).check_resumable(stream, saved)
     except CheckpointError as error:
         return [*lines, str(error)]
     lines += describe_generators(stream.loaders, saved["generators"])

@@ -34,7 +34,6 @@ from hookline.trainer.losses import BatchPlace
 from hookline.trainer.sharded_loader import end_together, set_loader_epoch
 from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase
-from hookline.trainer.trainer_checkpoint import encode_states
 from hookline.trainer.trainer_run import Preempted, TrainerRun
 
 __all__ = ["Trainer", "get_trainer"]
@@ -462,7 +461,7 @@ class Trainer(TrainerRun):
         assert self.val_data is not None
         if not self.strategy.alone:
             self._step_records.report(self._recorder.run)  # before the values of the validation
-        states = encode_states(self.hooks.state_dict())
+        state = self._state_before_validation()
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end
         try:
@@ -473,7 +472,7 @@ class Trainer(TrainerRun):
             metrics = None
         self._phase = phase
         if metrics is None:
-            self._cancel_validation(states, generators)
+            self._cancel_validation(state, generators)
             self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------

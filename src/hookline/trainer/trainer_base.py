@@ -127,7 +127,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._epoch_over = False  # whether on_epoch_end was fired for the current position
         self._stop_signal: str | None = None
         self._run_position: Any = None  # of the metrics log, in the checkpoint that was loaded
-        self._states_before_validation: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] = {}  # the state before one that was canceled
         self._context: TrainerEventContext = TrainerEventContext(self, self.model, self.optimizers)
         self._watch = ModelWatch(self.model, self._before_forward, self._after_forward)
         configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
@@ -415,7 +415,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs, apart from the model's weights."""
         context, scaler = self._context, self.strategy.scaler
-        hook_states = self._states_before_validation  # if validation was canceled
         return {
             "classes": {
                 "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
@@ -424,7 +423,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "hooks": self.hooks.state_dict() if hook_states is None else hook_states,
+            "hooks": self.hooks.state_dict(),
             "attributes": self._attribute_states(),
             "disabled": [info.name for info in self.hooks.describe() if info.status == "disabled"],
             "position": self._position.state_dict(self.device),
@@ -442,6 +441,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "run": self._recorder.position(),
             "settings": self._settings,
             "ranks": self._rank_states,
+            **self._before_validation,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -478,8 +478,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._epoch_started = state.get("epoch_started", False)
         self._epoch_over, self._run_position = state["epoch_over"], state.get("run")
         self._position.load_state_dict(state["position"], self.device)
-        if self.train_data is not None:
-            self._position.check_resumable(self.train_data)
         finished = self._position.epoch == self.max_epochs or context.step == self.config.max_steps
         self._last_epoch = state["epoch"]
         context.epoch = self._last_epoch if finished else self._position.epoch

@@ -68,8 +68,8 @@ def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
 
 
 def encode_states(states: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return a copy of hook states that does not change; the tensors in it are not copied."""
-    encoder = Encoder("hooks")
+    """Return a copy of states that does not change; the tensors in it are not copied."""
+    encoder = Encoder("state")
     return encoder.encode(dict(states)), encoder.tensors
 
 

@@ -12,7 +12,7 @@ from typing import Any, Never
 
 from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
-from hookline.errors import HooklineError, TrainingError
+from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.random_state import seed_everything, set_generator_state
@@ -31,6 +31,7 @@ from hookline.trainer.trainer_base import Phase, TrainerBase
 from hookline.trainer.trainer_checkpoint import (
     collect_checkpoint,
     decode_states,
+    encode_states,
     find_start,
     load_trainer_checkpoint,
 )
@@ -347,11 +348,27 @@ class TrainerRun(TrainerBase):
             self.status,
         )
 
-    def _cancel_validation(self, states: Any, generators: list[tuple[Any, Any]]) -> None:
+    def _state_before_validation(self) -> Any:
+        """Return the encoded state that hooks may change in a validation.
+
+        None if it cannot be saved: the error is raised when a checkpoint is saved.
+        """
+        try:
+            return encode_states(
+                {
+                    "hooks": self.hooks.state_dict(),
+                    "attributes": self._attribute_states(),
+                    "run": self._recorder.position(),  # of the metrics log
+                }
+            )
+        except CheckpointError:
+            return None
+
+    def _cancel_validation(self, state: Any, generators: list[tuple[Any, Any]]) -> None:
         """Undo a validation that does not end: it is repeated after resuming.
 
         Args:
-            states: the encoded states of the hooks before it.
+            state: what `_state_before_validation` returned.
             generators: the generators of the validation loaders, with their states before it.
         """
         for generator, state in generators:
@@ -360,7 +377,7 @@ class TrainerRun(TrainerBase):
             cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
             if cancel is not None:
                 cancel()
-        self._states_before_validation = decode_states(states)
+        self._before_validation = {} if state is None else decode_states(state)
 
     def _requeue(self) -> None:
         if self.status == "preempted" and self.config.checkpoints.requeue:
@@ -425,7 +442,7 @@ class TrainerRun(TrainerBase):
             log.exception("A hook failed in on_train_end.")
         finally:
             self._phase = Phase.IDLE
-            self._states_before_validation = None
+            self._before_validation = {}
             if self._saving is not None:
                 self._saving.close()
                 self._saving = None

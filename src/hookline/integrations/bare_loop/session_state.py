@@ -23,6 +23,7 @@ from hookline.loop.state_differences import (
     describe_objects,
     describe_random_state,
 )
+from hookline.tensors.memory import expand_buffers
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -127,6 +128,7 @@ def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedChec
     weights = None if is_plain else copy.deepcopy(before["model"])
     try:
         loaded = _restore_state(session, checkpoint.path, checkpoint.state)
+        expand_buffers(model)
         model.load_state_dict(checkpoint.model)
     except Exception as error:
         with suppress(Exception):  # the first error matters more

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from hookline.loop.processes import OneProcess
+from hookline.tensors.memory import expand_buffers
 
 __all__ = ["Precision", "SingleProcess", "parameters_of"]
 
@@ -136,6 +137,7 @@ class SingleProcess:
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the model."""
+        expand_buffers(model)
         model.load_state_dict(weights)  # with its attribute `_metadata`
 
 
