@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 __all__ = [
     "TEMPORARY",
     "create_folder",
+    "create_locked_folder",
     "hash_file",
     "hash_stream",
     "remove_leftovers",
+    "remove_locked_folder",
     "replace_file",
     "sync",
     "temporary_folder",
@@ -120,11 +122,11 @@ def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
         parent: Where to create it.
         name: What is written in it; part of the folder's name.
     """
-    folder, lock = _create_locked_folder(parent, name)
+    folder, lock = create_locked_folder(parent, name)
     try:
         yield folder
     finally:
-        _remove_folder(folder, lock)
+        remove_locked_folder(folder, lock)
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -143,10 +145,11 @@ def remove_leftovers(parent: Path) -> None:
                 folder.rmdir()
             continue
         with suppress(OSError):  # locked by its writer, or locks are not supported here
-            _remove_folder(folder, _lock(marker))
+            remove_locked_folder(folder, _lock(marker))
 
 
-def _create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock | None]:
+def create_locked_folder(parent: Path, name: str) -> tuple[Path, BaseFileLock | None]:
+    """Create a temporary folder; return it with the lock that it is this process's."""
     while True:
         # Shortened: with the additions, a long name could exceed the limit for file names.
         folder = parent / f"{TEMPORARY}{name[:40]}-{uuid.uuid4().hex[:8]}.hookline"
@@ -172,7 +175,7 @@ def _lock(marker: Path) -> BaseFileLock:
     return lock
 
 
-def _remove_folder(folder: Path, lock: BaseFileLock | None) -> None:
+def remove_locked_folder(folder: Path, lock: BaseFileLock | None) -> None:
     """Remove a folder, the marker last: if this is interrupted, the rest is still recognized."""
     with suppress(OSError):
         for path in folder.iterdir():

@@ -6,6 +6,8 @@ step_000120/
   model.safetensors   weights
   state.safetensors   the state's tensors
   state.json          everything else of the state
+  model-1.safetensors, state-1.safetensors, …
+                      of sharded training: the parts of tensors that rank 1, … has
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
+from hookline.checkpoint.checkpoint_manifest import part_names
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
 from hookline.checkpoint.state_tree import Decoder, decode
@@ -125,9 +128,13 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
     manifest = read_manifest(path, verify_files=True)
     name = "model.safetensors"
     try:
-        model: OrderedDict[str, Any] = OrderedDict(read_tensors(path / name, torch.device(device)))
+        parts = [path / part for part in part_names(manifest, "model")]
+        model: OrderedDict[str, Any] = OrderedDict(
+            read_tensors(path / name, torch.device(device), parts)
+        )
         name = "state.safetensors"
-        tensors = read_tensors(path / name, torch.device("cpu"))
+        parts = [path / part for part in part_names(manifest, "state")]
+        tensors = read_tensors(path / name, torch.device("cpu"), parts)
         name = "state.json"
         tree = json.loads(read_regular_file(path / name, file_limits.state_bytes))
         decoder = Decoder(tensors)

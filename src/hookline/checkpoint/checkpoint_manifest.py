@@ -34,6 +34,7 @@ __all__ = [
     "is_checkpoint_name",
     "is_count",
     "parse_manifest",
+    "part_names",
     "read_json",
 ]
 
@@ -70,6 +71,12 @@ def is_checkpoint_name(name: Any) -> TypeGuard[str]:
         and not name.startswith(".")
         and name not in ("last", "best")
     )
+
+
+def part_names(manifest: Manifest, kind: str) -> list[str]:
+    """Return the names of the files with the parts of ranks other than 0, of "model" or "state"."""
+    pattern = re.compile(rf"{kind}-[1-9]\d{{0,5}}\.safetensors")
+    return [name for name in manifest["files"] if pattern.fullmatch(name)]
 
 
 def is_count(value: Any) -> TypeGuard[int]:

@@ -33,7 +33,13 @@ from hookline.checkpoint.checkpoint_lookup import (
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
-__all__ = ["CheckpointWriter", "SaveResult", "encode_manifest"]
+__all__ = [
+    "AbandonedError",
+    "CheckpointWriter",
+    "SaveResult",
+    "describe_failure",
+    "encode_manifest",
+]
 
 log = logging.getLogger("hookline")
 
@@ -73,7 +79,7 @@ class SaveResult:
     seconds: float
 
 
-class _AbandonedError(Exception):
+class AbandonedError(Exception):
     """The write was abandoned for a newer save."""
 
 
@@ -102,6 +108,7 @@ class CheckpointWriter:
         self._files = files
         self._info = info
         self._hashes: dict[str, str] = {}
+        self._parts: dict[str, Any] = {}  # files of other ranks, with their sizes and hashes
         self._linkable: Path | None = None
         self._begin = begin
         self._synced = synced
@@ -138,13 +145,13 @@ class CheckpointWriter:
             self._linkable = path
             if move_last:
                 set_pointer(folder.parent, "last", path)
-        except _AbandonedError:
+        except AbandonedError:
             replaced = True
         except CheckpointError as failure:  # from `set_pointer`
             error = CheckpointError(f"The checkpoint {path} is complete, but: {failure}")
             error.__cause__ = failure
         except Exception as failure:
-            error = CheckpointError(_describe_failure(failure, folder, path, temporary))
+            error = CheckpointError(describe_failure(failure, folder, path, temporary))
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
         return SaveResult(requested, path, decode(self._info, {}), error, replaced, seconds)
@@ -163,13 +170,26 @@ class CheckpointWriter:
         for name, data in self._files.items():
             if not self._link(folder / name):
                 self._hashes[name] = self._write_file(folder / name, data)
+        self._add_files(folder)
         files = {
             name: {"size": len(data), "xxh3_64": self._hashes[name]}
             for name, data in self._files.items()
         }
+        files |= self._parts
         manifest = encode_manifest(files, self._info, _next_number(folder.parent.parent))
         self._write_file(folder / "manifest.json", memoryview(manifest))
         sync(folder)
+
+    def _add_files(self, folder: Path) -> None:
+        """Add the files of other ranks; there are none."""
+
+    def _copy_linkable(self, file: Path) -> None:
+        assert self._linkable is not None
+        shutil.copyfile(self._linkable / file.name, file)
+        sync(file)
+
+    def close(self) -> None:
+        """Remove what is left of the write, once it has been reported."""
 
     def _link(self, file: Path) -> bool:
         if self._linkable is None:
@@ -187,7 +207,7 @@ class CheckpointWriter:
         try:
             for start in range(0, len(data), _CHUNK):
                 if self.is_abandoned and file.name in self._files:  # the manifest is the end
-                    raise _AbandonedError
+                    raise AbandonedError
                 begin = perf_counter()
                 chunk = data[start : start + _CHUNK]
                 digest.update(chunk)
@@ -247,9 +267,10 @@ def _rename(temporary: Path, folder: Path) -> Path:
     raise AssertionError
 
 
-def _describe_failure(
+def describe_failure(
     error: Exception, folder: Path, path: Path | None, temporary: Path | None
 ) -> str:
+    """Return the message for a checkpoint that could not be written."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     file = getattr(error, "filename", None)
     text += f" ({file})" if file else ""

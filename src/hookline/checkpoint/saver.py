@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
+from hookline.checkpoint.part_writer import PartWriter, SharedSave, SharedWriter
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
@@ -57,14 +58,18 @@ class CheckpointSaver:
         self._buffers = SnapshotBuffers()
         self._write: _Write | None = None
         self._results: deque[SaveResult] = deque()
+        self._parts: list[CheckpointWriter] = []  # of a rank other than 0, until rank 0 has them
 
-    def prepare(self, *, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def prepare(
+        self, *, model: Mapping[str, Tensor], state: Mapping[str, Any], shards_only: bool = False
+    ) -> None:
         """Allocate the memory for copies of this state, so that the first save is fast too.
 
         Raises:
             CheckpointError: A value cannot be saved.
         """
         encoded = encode_state(model, state)
+        encoded = encoded.shards_only() if shards_only else encoded
         self.wait()
         self._buffers.reserve(encoded)
 
@@ -76,6 +81,7 @@ class CheckpointSaver:
         state: Mapping[str, Any],
         info: Mapping[str, Any],
         sync: Sequence[Path] = (),
+        shared: SharedSave | None = None,
     ) -> None:
         """Copy a state now, and write it into each of the folders later.
 
@@ -92,20 +98,30 @@ class CheckpointSaver:
             info: Numbers and strings for the manifest. Tensors with one element become numbers.
             sync: Files that have to be on the disk before the checkpoint is there, such as a log
                 whose length is part of the state.
+            shared: Several processes save sharded tensors together, each with this call. Rank 0's
+                result says whether the checkpoint is complete; the others call `release_part` when
+                they know it.
 
         Raises:
             CheckpointError: A value cannot be saved. Nothing is written then.
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
+        rank = 0 if shared is None else shared.rank
+        if rank:
+            encoded, folders = encoded.shards_only(), folders[:1]
         folders = [Path(folder).absolute() for folder in folders]  # the process may change its own
         replaces = self._finish_previous()
         try:
-            files = self._buffers.copy(encoded)
+            files = self._buffers.copy(encoded, rank)
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
             self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
             return
-        writer = CheckpointWriter(files, encoded_info, begin, sync)
+        writer = _make_writer(shared)(files, encoded_info, begin, sync)
+        if isinstance(writer, PartWriter | SharedWriter) and shared is not None:
+            writer.shared = shared
+        if rank:
+            self._parts.append(writer)
         move_last = not info.get("emergency")
         self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:
@@ -120,6 +136,13 @@ class CheckpointSaver:
             results.append(self._results.popleft())
         return results
 
+    def release_parts(self) -> None:
+        """Remove what rank 0 has not taken of this rank's parts, once it has finished."""
+        self.wait()
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.close()
+
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self._write is not None:
@@ -127,7 +150,7 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait until nothing is being written, and free the memory."""
-        self.wait()
+        self.release_parts()
         self._write = None
         self._buffers = SnapshotBuffers()
 
@@ -141,6 +164,12 @@ class CheckpointSaver:
             previous.writer.is_abandoned = True
         previous.wait()
         return replace
+
+
+def _make_writer(shared: SharedSave | None) -> type[CheckpointWriter]:
+    if shared is None:
+        return CheckpointWriter
+    return PartWriter if shared.rank else SharedWriter
 
 
 def _not_copied(folder: Path, failure: Exception, info: Any) -> SaveResult:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hookline.checkpoint.state_tree import Encoder
 from hookline.checkpoint.tensor_files import TensorBuffer
 from hookline.errors import CheckpointError
+from hookline.tensors.sharded import Shard, is_sharded, shard_of
 
 __all__ = ["EncodedState", "SnapshotBuffers", "encode_info", "encode_state"]
 
@@ -23,6 +24,20 @@ class EncodedState:
     weights: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
     tree: bytes
+    weight_shards: Mapping[str, Shard]
+    tensor_shards: Mapping[str, Shard]
+
+    def shards_only(self) -> EncodedState:
+        """Return what a rank other than 0 writes: its shards that no rank before it has."""
+        weights = {name: one for name, one in self.weight_shards.items() if one.is_first}
+        tensors = {name: one for name, one in self.tensor_shards.items() if one.is_first}
+        return EncodedState(
+            {name: one.values for name, one in weights.items()},
+            {name: one.values for name, one in tensors.items()},
+            b"",
+            weights,
+            tensors,
+        )
 
 
 def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedState:
@@ -39,13 +54,18 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
                 "the parameter or buffer."
             )
     Encoder("model").encode(weights)  # raises if a weight cannot be saved
+    shards = {
+        name: shard_of(value.detach()) for name, value in weights.items() if is_sharded(value)
+    }
+    weights |= {name: shard.values for name, shard in shards.items()}
     encoder = Encoder("state")
     extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
     tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
     metadata = getattr(model, "_metadata", None)  # the versions of modules
     if metadata is not None:
         tree["metadata"] = encoder.encode(dict(metadata), "['_metadata']")
-    return EncodedState(weights, encoder.tensors, json.dumps(tree, allow_nan=False).encode())
+    text = json.dumps(tree, allow_nan=False).encode()
+    return EncodedState(weights, encoder.tensors, text, shards, encoder.shards)
 
 
 def encode_info(info: Mapping[str, Any]) -> Any:
@@ -62,13 +82,21 @@ class SnapshotBuffers:
 
     def reserve(self, state: EncodedState) -> None:
         """Allocate the memory for states like this one."""
-        self._weights.reserve(state.weights)
-        self._tensors.reserve(state.tensors)
+        self._weights.reserve(state.weights, state.weight_shards)
+        self._tensors.reserve(state.tensors, state.tensor_shards)
 
-    def copy(self, state: EncodedState) -> dict[str, memoryview]:
-        """Copy a state, and return the contents of its files until the next call."""
-        self._weights.copy(state.weights)
-        self._tensors.copy(state.tensors)
+    def copy(self, state: EncodedState, rank: int = 0) -> dict[str, memoryview]:
+        """Copy a state, and return the contents of its files until the next call.
+
+        A rank other than 0 has files for its shards, `model-1.safetensors`.
+        """
+        self._weights.copy(state.weights, state.weight_shards)
+        self._tensors.copy(state.tensors, state.tensor_shards)
+        if rank:
+            return {
+                f"model-{rank}.safetensors": self._weights.data,
+                f"state-{rank}.safetensors": self._tensors.data,
+            }
         return {
             "model.safetensors": self._weights.data,
             "state.safetensors": self._tensors.data,

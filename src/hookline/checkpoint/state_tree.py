@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
+from hookline.tensors.sharded import Shard, is_sharded, shard_of
 
 __all__ = ["Decoder", "Encoder", "decode"]
 
@@ -49,6 +50,7 @@ class Encoder:
 
     def __init__(self, root: str, *, numbers_only: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.shards: dict[str, Shard] = {}  # those of `tensors` that are a rank's part of a tensor
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an id is unique only while its object is alive
         self._root = root
@@ -106,12 +108,21 @@ class Encoder:
             return {"$": "complex", "v": [_encode_float(value.real), _encode_float(value.imag)]}
         if kind is torch.dtype or kind is torch.device:
             return {"$": kind.__name__, "v": str(value).removeprefix("torch.")}
+        if is_sharded(value) and not self._numbers_only:
+            return self._encode_shard(value, path)
         if kind is Tensor or kind is torch.nn.Parameter:
             return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
         if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
             return self._encode_numpy(numpy, value, path)
         raise self._unsupported(path, f"is a {_type_name(kind)}")
+
+    def _encode_shard(self, value: Tensor, path: str) -> Any:
+        # All ranks have to give it the same name, and may have other tensors before it.
+        if path not in self.shards:
+            self.shards[path] = shard_of(value.detach())
+            self.tensors[path] = self.shards[path].values
+        return {"$": "tensor", "v": path}
 
     def _encode_tensor(self, value: Tensor, path: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":

@@ -1,8 +1,9 @@
 """Named tensors of every dtype in a safetensors file.
 
 Any safetensors reader can read the file. Its metadata has, as JSON, what the format lacks:
-`hookline.same` maps the names of tied weights to the tensor that is written, and `hookline.viewed`
-has the dtype and shape of tensors that are written as bytes, because the format lacks their dtype.
+`hookline.same` maps the names of tied weights to the tensor that is written, `hookline.viewed` has
+the dtype and shape of tensors that are written as bytes, because the format lacks their dtype, and
+`hookline.shards` the shape of the whole tensor and the offset of tensors that are a part of one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from hookline.checkpoint.tensor_header import read_header
 from hookline.files.regular_files import open_handle
 from hookline.printable import printable
+from hookline.tensors.sharded import Shard
 
 __all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 
@@ -38,6 +40,7 @@ _NATIVE = {
 }
 _DTYPES = {name: dtype for dtype, name in _NATIVE.items()}
 _ALIGNMENT = 64
+_NONE: Mapping[str, Any] = {}
 _SPARE = 1 << 20  # so that tensors may grow a little without a new allocation
 
 
@@ -65,6 +68,7 @@ class TensorBuffer:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._entries: list[_Entry] = []
+        self._shards: dict[str, Any] = {}
         self._views: list[Tensor] = []
         self._size = 0
         self._is_pinned = False
@@ -74,17 +78,22 @@ class TensorBuffer:
         """The bytes of the file. They are valid until the next call of `reserve` or `copy`."""
         return _memory_of(self._memory, self._size)
 
-    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+    def reserve(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
         """Allocate the memory for tensors like these, and write to every page of it."""
         before = self._memory
-        self._lay_out(tensors)
+        self._lay_out(tensors, shards)
         if self._memory is not before:
             self._memory[self._size - sum(view.nbytes for view in self._views) :].zero_()
 
     @torch.no_grad()
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of any device. Tied tensors are copied once."""
-        sources = self._lay_out(tensors)
+    def copy(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard] = _NONE) -> None:
+        """Copy tensors of any device. Tied tensors are copied once.
+
+        Args:
+            tensors: The tensors by name.
+            shards: Those of them that are a rank's part of a tensor.
+        """
+        sources = self._lay_out(tensors, shards)
         accelerator = _accelerator()
         for view, source in zip(self._views, sources, strict=True):
             values = source if source.dtype in _NATIVE else _as_bytes(source)
@@ -92,14 +101,16 @@ class TensorBuffer:
         for device in {source.device for source in sources if source.device.type == accelerator}:
             torch.accelerator.synchronize(device)
 
-    def _lay_out(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def _lay_out(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> list[Tensor]:
         """Update the views into the memory; return the tensors to copy there, in their order."""
         first_names: dict[Any, str] = {}
         entries = [
             _Entry(name, first_names.setdefault(_memory_key(t, name), name), t.dtype, t.shape)
             for name, t in tensors.items()
         ]
-        if entries != self._entries or not self._size:
+        places = {name: [list(one.shape), list(one.offset)] for name, one in shards.items()}
+        if (entries, places) != (self._entries, self._shards) or not self._size:
+            self._shards = places
             self._entries = []  # in case that the memory cannot be allocated
             self._allocate(entries, {tensor.device.type for tensor in tensors.values()})
             self._entries = entries
@@ -107,7 +118,7 @@ class TensorBuffer:
 
     def _allocate(self, entries: list[_Entry], devices: set[str]) -> None:
         written = _written(entries)
-        header = _encode_header(entries, written)
+        header = _encode_header(entries, written, self._shards)
         self._size = len(header) + sum(entry.bytes for entry in written)
         accelerator = _accelerator()
         is_pinned = accelerator in devices and accelerator != "mps"
@@ -135,8 +146,47 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.write_bytes(buffer.data)
 
 
-def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
+def read_tensors(path: Path, device: torch.device, parts: Sequence[Path] = ()) -> dict[str, Tensor]:
     """Return all tensors of a file, copied to memory: the file may be removed afterwards.
+
+    Args:
+        path: The file.
+        device: Where the tensors go.
+        parts: Files with the other parts of the sharded tensors in it, which become whole.
+
+    Raises:
+        ValueError: A file is damaged, or not a safetensors file.
+        OSError: It cannot be read, is a link, or not a regular file.
+    """
+    tensors, shards = _read_file(path, device)
+    if not shards and not parts:
+        return tensors
+    found = {name: [(tensors[name], offset)] for name, (_, offset) in shards.items()}
+    for part in parts:
+        others, other_shards = _read_file(part, device)
+        for name, (shape, offset) in other_shards.items():
+            if name not in shards or shards[name][0] != shape:
+                raise ValueError(f"{part.name} has a part of another tensor '{printable(name)}'")
+            found[name].append((others[name], offset))
+    return tensors | {name: _join(name, shards[name][0], found[name]) for name in shards}
+
+
+def _join(name: str, shape: list[int], parts: list[tuple[Tensor, list[int]]]) -> Tensor:
+    """Return the whole tensor that parts at these offsets are."""
+    if math.prod(shape) != sum(part.numel() for part, _ in parts):
+        raise ValueError(f"parts of the tensor '{printable(name)}' are missing")
+    first = parts[0][0]
+    whole = torch.zeros(shape, dtype=first.dtype, device=first.device)
+    for part, offset in parts:
+        if part.dtype != first.dtype:
+            raise ValueError(f"the parts of '{printable(name)}' have different dtypes")
+        place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+        whole[place].copy_(part)
+    return whole
+
+
+def _read_file(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file, and the shapes and offsets of those that are a part of one.
 
     Raises:
         ValueError: The file is damaged, or not a safetensors file.
@@ -155,7 +205,14 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
                 raise ValueError(f"the tensor '{printable(stored.name)}' does not have its shape")
             tensors[stored.name] = data.view(kind).view(shape).to(device)
     by_name = dict(sorted(tensors.items()))
-    return by_name | {name: tensors[other] for name, other in header.tied.items()}
+    by_name |= {name: tensors[other] for name, other in header.tied.items()}
+    shards = {name: header.shards[name] for name in by_name if name in header.shards}
+    for name, (shape, offset) in shards.items():
+        ends = [o + n for o, n in zip(offset, by_name[name].shape, strict=False)]
+        dimensions = (len(shape), len(offset), by_name[name].dim())
+        if len(set(dimensions)) > 1 or any(e > n for e, n in zip(ends, shape, strict=True)):
+            raise ValueError(f"the tensor '{printable(name)}' is not a part of its whole")
+    return by_name, shards
 
 
 def _find_dtype(name: str) -> torch.dtype:
@@ -179,7 +236,9 @@ def _written(entries: list[_Entry]) -> list[_Entry]:
     return sorted(written, key=lambda entry: -entry.dtype.itemsize)
 
 
-def _encode_header(entries: list[_Entry], written: list[_Entry]) -> bytes:
+def _encode_header(
+    entries: list[_Entry], written: list[_Entry], shards: Mapping[str, Any]
+) -> bytes:
     metadata = {"format": "pt"}
     same = {entry.name: entry.first for entry in entries if entry.first != entry.name}
     viewed = {
@@ -191,6 +250,8 @@ def _encode_header(entries: list[_Entry], written: list[_Entry]) -> bytes:
         metadata["hookline.same"] = json.dumps(same)
     if viewed:
         metadata["hookline.viewed"] = json.dumps(viewed)
+    if shards:
+        metadata["hookline.shards"] = json.dumps(shards)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for entry in written:

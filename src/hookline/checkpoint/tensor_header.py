@@ -57,11 +57,13 @@ class TensorHeader:
     Attributes:
         tensors: Those that are written, in their order in the file.
         tied: The names of the others, each with that of the written tensor it is the same as.
+        shards: The shape of the whole tensor and the offset, of those that are a part of one.
         data_start: Where the first tensor begins in the file.
     """
 
     tensors: list[StoredTensor]
     tied: dict[str, str]
+    shards: dict[str, tuple[list[int], list[int]]]
     data_start: int
 
 
@@ -95,7 +97,11 @@ def read_header(file: BinaryIO) -> TensorHeader:
     for name, other in tied.items():
         if name in header or not isinstance(other, str) or other not in header:
             raise ValueError(f"'{printable(name)}' is tied to a tensor that the file lacks")
-    return TensorHeader(tensors, tied, 8 + length)
+    shards = _parse_mapping(metadata, "hookline.shards")
+    for name, place in shards.items():
+        if not isinstance(place, list) or len(place) != 2 or not all(map(_is_shape, place)):
+            raise ValueError(f"'{printable(name)}' has no valid place in 'hookline.shards'")
+    return TensorHeader(tensors, tied, shards, 8 + length)
 
 
 def _parse_tensor(name: str, fields: Any, viewed: Any) -> StoredTensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
+from hookline.checkpoint.part_writer import SharedSave
 from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.dispatch import HookManager
@@ -50,30 +51,40 @@ class CheckpointSaving:
         """Whether a checkpoint has not been reported yet."""
         return self._in_flight > 0
 
-    def prepare(self) -> None:
+    def prepare(self, *, shards_only: bool = False) -> None:
         """Allocate the memory for copies of the state, so that the first save does not."""
         collected = self._collect()
         state = self._without_unsupported_states(collected["state"]) or collected["state"]
-        self._saver.prepare(model=collected["model"], state=state)
+        self._saver.prepare(model=collected["model"], state=state, shards_only=shards_only)
 
-    def save(self, folders: Sequence[Path], *, wait: bool = False, **info: Any) -> list[SaveResult]:
+    def save(
+        self,
+        folders: Sequence[Path],
+        *,
+        wait: bool = False,
+        shared: SharedSave | None = None,
+        **info: Any,
+    ) -> list[SaveResult]:
         """Copy the state, and write it to each of the folders; return what can be reported now.
 
         Args:
             folders: where to save; several share the files.
             wait: until the checkpoint is durable.
+            shared: several processes save together, each with this call.
             info: further fields for the manifest's `info`.
         """
         collected = self._collect()
         info = {**collected.pop("info"), **info}
         try:
-            self._saver.save(folders, info=info, **collected)
+            self._saver.save(folders, info=info, shared=shared, **collected)
         except CheckpointError:
             without = self._without_unsupported_states(collected["state"])
             if without is None:
                 raise
             collected["state"] = without
-            self._saver.save(folders, info=info, **collected)
+            self._saver.save(folders, info=info, shared=shared, **collected)
+        if shared is not None and shared.rank:
+            return []  # rank 0 reports
         self._in_flight += len(folders)
         return self.report(wait=wait)
 
@@ -119,6 +130,13 @@ class CheckpointSaving:
         if failure is not None and self._settings.on_failure == "stop":
             raise failure
         return results
+
+    def release_parts(self) -> None:
+        """Remove what is left of this rank's parts, after rank 0 has reported."""
+        self._saver.release_parts()
+        for result in self._saver.finished():
+            if result.error is not None:
+                log.error("%s", result.error)
 
     def close(self) -> None:
         """Wait for what is being written, report it, and free the memory."""

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["is_sharded", "local", "local_with_groups", "stored_values", "whole"]
+__all__ = [
+    "Shard",
+    "is_sharded",
+    "local",
+    "local_with_groups",
+    "shard_like",
+    "shard_of",
+    "stored_values",
+    "whole",
+]
+
+
+class Shard(NamedTuple):
+    """This rank's part of a sharded tensor.
+
+    Attributes:
+        values: the part; it shares the tensor's memory.
+        shape: the shape of the whole tensor.
+        offset: where the part begins in each dimension.
+        is_first: whether this rank is the first of those that have the same part.
+    """
+
+    values: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    is_first: bool
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -29,6 +54,26 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; it shares the tensor's memory."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def shard_of(tensor: Any) -> Shard:
+    """Return this rank's part of a `DTensor`, and where it belongs. Nothing is communicated."""
+    (chunk,) = tensor.__create_chunk_list__()
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    places = zip(tensor.placements, coordinates, strict=True)
+    is_first = not any(place.is_replicate() and position for place, position in places)
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(chunk.offsets), is_first)
+
+
+def shard_like(values: Tensor, other: Any) -> Tensor:
+    """Return a whole tensor sharded as another one. Nothing is communicated."""
+    if not is_sharded(other) or is_sharded(values):
+        return values
+    from torch.distributed.tensor import distribute_tensor
+
+    values = values.to(other.device)
+    mesh, placements = other.device_mesh, other.placements
+    return distribute_tensor(values, mesh, placements, src_data_rank=None)
 
 
 def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:

@@ -26,6 +26,7 @@ from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
+from hookline.tensors.sharded import shard_like
 from hookline.trainer.checks import (
     check_arguments,
     check_gradient,
@@ -456,7 +457,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         context, scaler = self._context, self.strategy.scaler
         state = {**state, **self._own_state(state.get("ranks"))}
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            self.strategy.load_optimizer(optimizer, saved)
             # Else a scheduler that steps before the next optimizer step warns about their order.
             optimizer._opt_called = state["step"] > 0  # type: ignore[attr-defined]
         for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
@@ -512,7 +513,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         for optimizer, gradients in zip(self.optimizers, saved, strict=True):
             if gradients is not None:
                 for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
-                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+                    parameter.grad = None
+                    if gradient is not None:
+                        parameter.grad = shard_like(gradient.to(parameter.device), parameter)
 
     # -- agreement of the processes ---------------------------------------------------------------
 

@@ -63,7 +63,8 @@ def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
         "metrics": state["position"]["validated"],
     }
     model = trainer.strategy.save(trainer.model)
-    sync = [] if run is None else [run.metrics_file]
+    is_written_here = run is not None and trainer.strategy.is_main
+    sync = [run.metrics_file] if is_written_here else []
     return {"model": model, "state": state, "info": info, "sync": sync}
 
 

@@ -6,12 +6,14 @@ import copy
 import logging
 import math
 import signal
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Never
 
 from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
+from hookline.checkpoint.part_writer import SharedSave
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
@@ -213,15 +215,26 @@ class TrainerRun(TrainerBase):
         assert self._saving is not None
         self._prepares_saving = False
         self._gather_rank_states()
+        folders = [self._folder_for(path) for path in paths]
+        shared = self._shared_save()
         if not self.strategy.is_main:
+            if shared is not None:
+                self._saving.save(folders, shared=shared)
             self._share_saved()  # waits until rank 0 has saved
             return None
-        folders = [self._folder_for(path) for path in paths]
-        results = self._saving.save(folders, wait=wait)
+        results = self._saving.save(folders, wait=wait, shared=shared)
         self._rank_states = None
         if not self.strategy.alone:
             self._share_saved()
         return next((r.path for r in results if r.requested == folders[0]), None)
+
+    def _shared_save(self) -> SharedSave | None:
+        """Return what the processes share to save sharded tensors; None if rank 0 has them all."""
+        if not self.strategy.is_sharded:
+            return None
+        processes = self.strategy.processes
+        token = processes.share(uuid.uuid4().hex[:12])
+        return SharedSave(token, processes.rank, processes.size)
 
     def _gather_rank_states(self) -> None:
         """Collect the states of all processes for a checkpoint, which rank 0 writes."""
@@ -278,17 +291,21 @@ class TrainerRun(TrainerBase):
     def _share_saved(self) -> None:
         """Report the checkpoints that rank 0 has saved in the other processes, too."""
         saved, self._saved = self._saved, []
-        for result in self.strategy.processes.share(saved):
-            if not self.strategy.is_main:
-                self._report_save(result)
+        shared: list[SaveResult] = self.strategy.processes.share(saved)
+        if self.strategy.is_main:
+            return
+        if shared and self._saving is not None:
+            self._saving.release_parts()
+        for result in shared:
+            self._report_save(result)
 
     def _prepare_saving(self) -> None:
         """Allocate the memory that saving needs, after a step: optimizers have their state then."""
         assert self._saving is not None
         self._prepares_saving = False
         self._gather_rank_states()
-        if self.strategy.is_main:
-            self._saving.prepare()
+        if self.strategy.is_main or self.strategy.is_sharded:
+            self._saving.prepare(shards_only=not self.strategy.is_main)
         self._rank_states = None
 
     # -- signals ----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class SingleProcess:
     """Train in one process on one device; `fp16` has a gradient scaler."""
 
+    is_sharded = False  # whether each process has a part of the parameters
     forward_is_collective = False  # whether all processes have to call the model equally often
 
     def __init__(
@@ -134,6 +135,10 @@ class SingleProcess:
     def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's weights, unsharded."""
         return model.state_dict()
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a state with whole tensors into an optimizer."""
+        optimizer.load_state_dict(dict(state))
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load weights into the model."""
