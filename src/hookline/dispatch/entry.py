@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
 from hookline.dispatch.binding import Binding
+from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.settings import Schedule
 from hookline.errors import NameTakenError
 from hookline.events import EVENTS, FLOWS
@@ -68,6 +70,10 @@ class Entry:
     def enabled(self) -> bool:
         """Whether the hook is called in this process."""
         return self.status == "enabled" and self.is_here
+
+    def method(self, event: str) -> Callable[..., Any]:
+        """Return what is called for an event."""
+        return mark_calls(self.bindings[event].method, self.name, self.ranks)
 
     @property
     def critical(self) -> bool:

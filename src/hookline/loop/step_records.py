@@ -20,9 +20,9 @@ class StepRecords:
 
     def __init__(self, processes: OneProcess) -> None:
         self._processes = processes
-        self._values: list[tuple[int, int, str, Any]] = []
+        self._values: list[tuple[int, int | None, str, Any]] = []
 
-    def add(self, step: int, epoch: int, name: str, value: Any) -> None:
+    def add(self, step: int, epoch: int | None, name: str, value: Any) -> None:
         """Keep a value: a number, or a tensor with one element."""
         self._values.append((step, epoch, name, value))
 
