@@ -229,6 +229,17 @@ def check_full_tensor(mesh: DeviceMesh) -> None:
     assert hookline.full_tensor(whole_value) is whole_value
 
 
+def check_flow(mesh: DeviceMesh) -> None:
+    alone, model = make_model(), shard(make_model(), mesh)
+    run_backward(alone)
+    run_backward(model)
+    expected, found = (hookline.probes.gradient_flow(m).rows for m in (alone, model))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.layer, a.mark) == (b.layer, b.mark)
+        values = [[row.norm, row.mean_abs, row.zeros, row.ratio or 0.0] for row in (a, b)]
+        torch.testing.assert_close(*values, **TOLERANCE)
+
+
 def check_time_limit(mesh: DeviceMesh) -> None:
     """A rank that calls it alone gets an error that names the others; then all can call it."""
     value = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
@@ -277,6 +288,7 @@ def main() -> None:
             check_finiteness,
             check_ema,
             check_full_tensor,
+            check_flow,
         ):
             check(mesh)
     check_time_limit(flat)

@@ -29,3 +29,9 @@ def run(script: str, ranks: int, *arguments: str) -> str:
 
 def test_numbers_of_sharded_tensors_are_those_of_whole_ones() -> None:
     assert run("distributed_numbers.py", 4).count("fine") == 4
+
+
+def test_hooks_in_bare_loops_under_ddp_and_fsdp2_get_the_numbers_of_one_process(
+    tmp_path: Path,
+) -> None:
+    assert run("distributed_loops.py", 2, str(tmp_path)).count("fine") == 2

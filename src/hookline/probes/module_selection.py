@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, Union, get_origin
 from torch import nn
 
 from hookline.errors import ConfigError, listed
+from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
     clean_name,
@@ -184,7 +185,9 @@ def _describe_mismatch(places: list[ModulePlace], item: Any) -> str:
     if isinstance(item, nn.Module):
         problem = f"This {type(item).__name__} is not a part of the model."
     elif _is_type(item):
-        types = Counter(type(place.module).__name__ for place in places if not place.is_wrapper)
+        types = Counter(
+            module_class(place.module).__name__ for place in places if not place.is_wrapper
+        )
         problem = f"No module of the model is a {getattr(item, '__name__', item)}."
         return f"{problem} Its types are: {listed(types)}."
     elif isinstance(item, str):

@@ -10,11 +10,17 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
+from hookline.tensors.sharded import (
+    is_sharded,
+    local_with_groups,
+    needs_collective,
+    stored_values,
+)
 
 __all__ = ["all_finite", "extremes", "first_nonfinite"]
 
@@ -72,14 +78,21 @@ def _are_finite(tensors: list[Tensor]) -> bool:
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or Inf, and how many of them it has."""
+    """Return the name of the first tensor with a NaN or Inf, and how many of them it has.
+
+    Of a sharded tensor this rank's part is looked at, and the text says so.
+    """
+    named = list(named)
     pairs = [(name, stored_values(tensor), tensor.is_complex()) for name, tensor in named]
     flags = _are_nonfinite([values for _, values, _ in pairs])
-    for (name, values, is_complex), is_nonfinite in zip(pairs, flags, strict=True):
+    for (name, values, is_complex), is_nonfinite, (_, tensor) in zip(
+        pairs, flags, named, strict=True
+    ):
         if is_nonfinite:
+            where = f" in the part of rank {dist.get_rank()}" if needs_collective(tensor) else ""
             values = torch.view_as_complex(values) if is_complex else values
             nans, infinite = values.isnan().sum(), values.isinf().sum()
-            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()})"
+            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()}{where})"
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from hookline.tensors.nested import map_tensors, tensors_in
 from hookline.tensors.rank_rendezvous import missing_ranks
 from hookline.tensors.sharded import is_sharded, needs_collective, whole
 
-__all__ = ["full_tensor"]
+__all__ = ["full_tensor", "require_all_ranks"]
 
 T = TypeVar("T")
 
@@ -41,8 +42,7 @@ def full_tensor(value: T, *, timeout: float = 60.0) -> T:
     sharded = [tensor for tensor in tensors_in(value) if is_sharded(tensor)]
     if not sharded:
         return value
-    if waiting := [tensor for tensor in sharded if needs_collective(tensor)]:
-        _meet(waiting, timeout)
+    require_all_ranks(sharded, "full_tensor", timeout)
     result: T = map_tensors(value, _whole_detached)
     return result
 
@@ -51,15 +51,23 @@ def _whole_detached(tensor: Tensor) -> Tensor:
     return whole(tensor.detach()) if is_sharded(tensor) else tensor
 
 
-def _meet(tensors: list[Any], timeout: float) -> None:
-    """Wait until all processes are here that have parts of the tensors; raise if one is not."""
+def require_all_ranks(tensors: Iterable[Any], function: str, timeout: float) -> None:
+    """Wait until all processes are here that have parts of the tensors.
+
+    Raises:
+        CollectiveError: the hook that calls the function is not called in all processes, or a
+            process has not called it in time.
+    """
+    tensors = [tensor for tensor in tensors if needs_collective(tensor)]
+    if not tensors:
+        return
     hook = current_limited_hook()
     if hook is not None:
         raise CollectiveError(
-            f"full_tensor was called in the hook '{hook.name}', which is not called in all "
+            f"{function} was called in the hook '{hook.name}', which is not called in all "
             f"processes (ranks='{hook.ranks}'). It gathers the parts of all of them, so it would "
-            "wait for ever. Register the hook with ranks='all', call full_tensor in all processes, "
-            "and use the result in one of them."
+            f"wait for ever. Register the hook with ranks='all', call {function} in all "
+            "processes, and use the result in one of them."
         )
     purposes: dict[tuple[int, ...], list[str]] = {}
     for tensor in tensors:
@@ -67,10 +75,10 @@ def _meet(tensors: list[Any], timeout: float) -> None:
         described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements}"
         purposes.setdefault(ranks, []).append(described)
     for ranks, several in purposes.items():
-        purpose = f"full_tensor {' '.join(several[:8])} of {len(several)}"
+        purpose = f"{function} {' '.join(several[:8])} of {len(several)}"
         if missing := missing_ranks(purpose, ranks, timeout):
             raise CollectiveError(
-                f"full_tensor waited {timeout:g} s for rank {', '.join(map(str, missing))}, which "
+                f"{function} waited {timeout:g} s for rank {', '.join(map(str, missing))}, which "
                 f"did not call it for a tensor of shape {tuple(tensors[0].shape)}. All processes "
                 "have to call it, in the same order. Is the hook enabled, registered with the same "
                 "schedule, and without an error on all ranks?"

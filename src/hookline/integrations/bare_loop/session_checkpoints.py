@@ -74,6 +74,7 @@ class SessionCheckpoints:
 
     def save(self, path: Path | None, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
         """Save now; return the folder if it is durable already."""
+        self._refuse_sharded()
         if not is_main_process():
             return None
         self.save_requested()
@@ -85,8 +86,18 @@ class SessionCheckpoints:
             self._extra = {}
         return next((result.path for result in results if result.requested == folder), None)
 
+    def _refuse_sharded(self) -> None:
+        """Raise if a rank has parts of the parameters only, which is not supported here."""
+        if self._session._context.norm_agreement is not None:
+            raise LoopError(
+                "A session saves whole models, and this one is sharded (FSDP2). Save it with "
+                "torch.distributed.checkpoint, and say so to hooks: "
+                "`session.notify_checkpoint_saved(path)`. Or use Hookline's trainer."
+            )
+
     def request(self, path: Path | None, extra: Mapping[str, Any]) -> None:
         """Save before the next step begins."""
+        self._refuse_sharded()
         if not is_main_process():
             return
         if is_compiled_in_place(self._session.model):
