@@ -113,10 +113,17 @@ class Norms(hookline.Hook):
         self.losses.append(loss)
 
 
+@contextmanager
+def closing_session(session: hookline.Session) -> Iterator[None]:
+    yield
+    session.detach()
+
+
 def train(model: nn.Module, hooks: Any, rank: int | None, *, clip: bool, **options: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = hookline.attach(model, optimizer, hooks=hooks, settings=DEBUG, **options)
-    with session:
+    # Without `with`, training starts in the first call of the model.
+    with session if clip else closing_session(session):
         for batch in batches(rank):
             model(batch).square().mean().backward()
             if clip:

@@ -35,9 +35,18 @@ class StepRecords:
 
         All processes have to call this.
         """
+        self._record(run, self._processes)
+
+    def report_own(self, run: Any) -> int:
+        """Record the values of this process alone; return of how many steps."""
+        steps = len({step for step, *_ in self._values})
+        self._record(run, OneProcess())
+        return steps
+
+    def _record(self, run: Any, processes: OneProcess) -> None:
         kept, self._values = self._values, []
         own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
-        sums = self._processes.sum_numbers(own)
+        sums = processes.sum_numbers(own)
         if run is None:
             return
         for i, (step, epoch, name, _) in enumerate(kept):

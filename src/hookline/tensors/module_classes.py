@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["module_class"]
+__all__ = ["is_fsdp_module", "module_class"]
 
 _WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 
@@ -18,6 +18,10 @@ def module_class(module: Any) -> type:
     while kind.__name__ in _WRAPPED and hasattr(module, _WRAPPED[kind.__name__]):
         module = getattr(module, _WRAPPED[kind.__name__])
         kind = type(module)
-    bases = kind.__bases__
-    is_sharded = len(bases) == 2 and bases[0].__name__ == "FSDPModule"
-    return bases[1] if is_sharded else kind
+    return kind.__bases__[1] if is_fsdp_module(module) else kind
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Return whether `fully_shard` was called with a module itself."""
+    bases = type(module).__bases__
+    return len(bases) == 2 and bases[0].__name__ == "FSDPModule"

@@ -204,8 +204,13 @@ def merge_ranks(measured: Sequence[tuple[TensorStatistics, Columns]]) -> None:
             )
             size = torch.distributed.get_world_size(group)
             gathered = own.new_empty((size, *own.shape))
-            torch.distributed.all_gather_into_tensor(gathered.view(-1), own, group=group)
+            _all_gather(gathered.view(-1), own, group=group)
             _merge_parts(parts, gathered)
+
+
+def _all_gather(output: Tensor, own: Tensor, group: Any) -> None:
+    gather: Any = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13
+    (gather or torch.distributed.all_gather_into_tensor)(output, own, group=group)
 
 
 def _merge_parts(parts: list[tuple[Columns, str, list[int]]], gathered: Tensor) -> None:

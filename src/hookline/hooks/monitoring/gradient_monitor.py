@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hookline.errors import ConfigError, HookConfigError
 from hookline.hook import Rank
+from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.reading import read_tensors
@@ -155,7 +156,7 @@ class GradientMonitor(BuiltIn):
         for layer, counts in report.get("counts", {}).items():
             bins = _histogram(counts, report["largest"][layer])
             trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
-        if self._needs_norms:
+        if self._needs_norms and is_main_process():  # all ranks have the same gradients
             self._warn(step, report["norm"])
 
     def _measure(self, gradients: _OptimizerGradients) -> None:

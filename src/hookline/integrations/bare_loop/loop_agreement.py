@@ -7,6 +7,7 @@ ever, or train another model.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from hookline.tensors.rank_rendezvous import missing_ranks
 from hookline.tensors.sharded import needs_collective
 
 __all__ = ["LoopAgreement", "trains_together"]
+
+log = logging.getLogger("hookline")
 
 _SECONDS = 120.0  # within which all processes have to attach
 
@@ -69,6 +72,13 @@ class LoopAgreement:
         """Record what remains, unless the script has ended the process group before."""
         if dist.is_initialized():
             self.records.report(run)
+        elif (steps := self.records.report_own(run)) and run is not None:
+            log.warning(
+                "The process group was destroyed before the session has ended: train/loss of the "
+                "last %d steps is that of rank 0 instead of the mean over all ranks. End the "
+                "session first: `with hookline.attach(…):` around the loop, or `session.detach()`.",
+                steps,
+            )
 
 
 def trains_together(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> bool:
