@@ -538,6 +538,10 @@ def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
     assert sum(values["gradients/first.weight/histogram"]["counts"]) == 128
 
 
+def std_of(moments: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (moments["squares"] / moments["finite"]).sqrt()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -547,7 +551,7 @@ def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
     for row, tensor in enumerate(tensors):
         exact = tensor.double()
         assert measured.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
-        assert found.std[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
+        assert std_of(found)[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
 
 
 def test_types_may_be_mixed() -> None:
@@ -559,7 +563,7 @@ def test_a_small_deviation_beside_a_large_mean_is_right() -> None:
     values = 1000 + 0.01 * torch.randn(200_000, dtype=torch.float64)
     found = TensorStatistics([values.float()]).moments()
     exact = values.float().double().std(correction=0).item()
-    assert found.std.item() == pytest.approx(exact, rel=0.01)
+    assert std_of(found).item() == pytest.approx(exact, rel=0.01)
 
 
 def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
@@ -572,15 +576,17 @@ def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
     finite = values[values.isfinite()]
     measured = TensorStatistics([values, torch.zeros(3)])
     found = measured.moments()
-    assert found.finite.tolist() == [499_998, 3]
-    assert found.zeros.tolist() == [int((values == 0).sum()), 3]
-    assert found.largest.tolist() == [9.5, 0]
-    assert found.mean[0].item() == pytest.approx(finite.double().mean().item(), abs=1e-8)
-    assert found.std[0].item() == pytest.approx(finite.double().std(correction=0).item(), rel=1e-5)
-    counts = measured.histograms(found.largest, 8)
+    assert found["finite"].tolist() == [499_998, 3]
+    assert found["zeros"].tolist() == [int((values == 0).sum()), 3]
+    assert found["largest"].tolist() == [9.5, 0]
+    assert found["mean"][0].item() == pytest.approx(finite.double().mean().item(), abs=1e-8)
+    assert std_of(found)[0].item() == pytest.approx(
+        finite.double().std(correction=0).item(), rel=1e-5
+    )
+    counts = measured.distributions(found, 8, [])[0]
     assert counts.sum(1).tolist() == [499_998, 3]
     assert counts[0].tolist() == torch.histc(finite, 8, -9.5, 9.5).tolist()
-    assert measured.percentiles(found.finite, found.largest, [50])[1].item() == 0
+    assert measured.distributions(found, 0, [50])[1][1].item() == 0
 
 
 def test_a_sparse_gradient_counts_the_zeros_it_does_not_store() -> None:
@@ -598,9 +604,9 @@ def _all_of(gradient: torch.Tensor) -> list[torch.Tensor]:
     found = measured.moments()
     return [
         measured.norms(),
-        *vars(found).values(),
-        measured.histograms(found.largest, 7),
-        measured.percentiles(found.finite, found.largest, [0, 3, 50, 99, 100]),
+        *(found | {"squares": std_of(found)}).values(),
+        measured.distributions(found, 7, [])[0],
+        measured.distributions(found, 0, [0, 3, 50, 99, 100])[1],
     ]
 
 
@@ -610,8 +616,8 @@ def test_a_complex_gradient_is_measured_by_its_parts() -> None:
     found = measured.moments()
     assert measured.norms().item() == pytest.approx(13)
     assert measured.sizes() == [4]
-    assert found.zeros.item() == 1
-    assert found.largest.item() == 12
+    assert found["zeros"].item() == 1
+    assert found["largest"].item() == 12
 
 
 values_of_gradients = st.lists(
@@ -631,7 +637,7 @@ def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], want
     tensor = torch.tensor(values)
     measured = TensorStatistics([tensor])
     found = measured.moments()
-    estimate = measured.percentiles(found.finite, found.largest, [wanted]).item()
+    estimate = measured.distributions(found, 0, [wanted])[1].item()
     ordered = sorted(tensor.tolist())
     position = wanted / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
@@ -644,14 +650,14 @@ def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], want
 def test_a_percentile_among_zeros_is_zero() -> None:
     measured = TensorStatistics([torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])])
     found = measured.moments()
-    assert measured.percentiles(found.finite, found.largest, [50]).item() == 0
+    assert measured.distributions(found, 0, [50])[1].item() == 0
 
 
 def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
     measured = TensorStatistics([torch.full((3,), math.nan)])
     found = measured.moments()
-    assert math.isnan(measured.percentiles(found.finite, found.largest, [50]).item())
-    assert found.finite.item() == 0
+    assert math.isnan(measured.distributions(found, 0, [50])[1].item())
+    assert found["finite"].item() == 0
 
 
 SHARDED = """

@@ -17,7 +17,10 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Hooks and events",
         "The base classes of hooks, and the classes that register and call them. "
         "[Events](../events.md) lists the event methods of `Hook`.",
-        ("hookline.hook", "hookline.events", "hookline.context", "hookline.dispatch"),
+        (
+            *("hookline.hook", "hookline.events", "hookline.context", "hookline.dispatch"),
+            "hookline.tensors",
+        ),
     ),
     "trainer": (
         "Trainer",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Summary as Summary
     from hookline.errors import ArgumentError as ArgumentError
     from hookline.errors import CheckpointError as CheckpointError
+    from hookline.errors import CollectiveError as CollectiveError
     from hookline.errors import ConfigError as ConfigError
     from hookline.errors import HookConfigError as HookConfigError
     from hookline.errors import HookFailedError as HookFailedError
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from hookline.probes.taps import tap as tap
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
+    from hookline.tensors.full_tensor import full_tensor as full_tensor
     from hookline.trainer.trainer import Trainer as Trainer
     from hookline.trainer.trainer import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
@@ -117,8 +119,8 @@ _MODULES = {
         *("Schedule", "StateReport", "Summary"),
     ),
     "errors": (
-        *("ArgumentError", "CheckpointError", "ConfigError", "HookConfigError", "HookFailedError"),
-        *("HookStateError", "HooklineError"),
+        *("ArgumentError", "CheckpointError", "CollectiveError", "ConfigError", "HookConfigError"),
+        *("HookFailedError", "HookStateError", "HooklineError"),
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
         *("SignatureError", "StopTraining", "TrainingError", "UnknownEventError"),
@@ -148,6 +150,7 @@ _MODULES = {
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),
+    "tensors.full_tensor": ("full_tensor",),
     "trainer.trainer": ("Trainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),

@@ -13,6 +13,7 @@
     ├── LoopError                  a bare loop is ambiguous
     ├── StopTraining               a hook asked to stop, and a bare loop went on
     ├── ConfigError                (also a ValueError) invalid configuration
+    ├── CollectiveError            not all processes take part in a collective
     ├── TrainingError              invalid model, optimizer, data or loss
     ├── CheckpointError            a checkpoint cannot be saved, found or loaded
     ├── RunError                   a run's folder cannot be created, opened or used
@@ -37,6 +38,7 @@ from hookline.printable import printable, printable_lines, printable_message
 __all__ = [
     "ArgumentError",
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "HookConfigError",
     "HookFailedError",
@@ -117,6 +119,10 @@ class StopTraining(HooklineError):  # noqa: N818 - a request, not a failure
 
 class ConfigError(HooklineError, ValueError):
     """The configuration is invalid; the message names each field, and the nearest valid one."""
+
+
+class CollectiveError(HooklineError):
+    """Not all processes take part in a collective, so the others would wait for ever."""
 
 
 class TrainingError(HooklineError):

@@ -136,7 +136,7 @@ class Dispatcher:
             signatures.append(signature)
             self._scheduled.append(signature.scheduled)
             self._globals |= {
-                f"hook{i}": binding.method,
+                f"hook{i}": entry.method(self.event),
                 f"optional{i}": binding.optional,
                 f"calls{i}": 0,
                 f"every{i}": schedule.every,

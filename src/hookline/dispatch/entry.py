@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hookline.arguments import check_flag, check_name, show_value
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
 from hookline.dispatch.binding import Binding
+from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.settings import Schedule
 from hookline.errors import ArgumentError, NameTakenError, UnknownHookError, listed, nearest
 from hookline.events import EVENTS, FLOWS
@@ -73,6 +74,10 @@ class Entry:
     def enabled(self) -> bool:
         """Whether the hook is called in this process."""
         return self.status == "enabled" and self.is_here
+
+    def method(self, event: str) -> Callable[..., Any]:
+        """Return what is called for an event."""
+        return mark_calls(self.bindings[event].method, self.name, self.ranks)
 
     @property
     def critical(self) -> bool:

@@ -35,6 +35,7 @@ from hookline.dispatch.accounting import (
 )
 from hookline.dispatch.arguments import EventArguments, make_event_method
 from hookline.dispatch.binding import bind
+from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
     Entry,
@@ -342,6 +343,12 @@ class HookManager:
             if not (needed and event in e.hook.hookline_optional_events)
         ]
 
+    def schedules_of(self, event: str, arguments: Iterable[str]) -> dict[str, Schedule]:
+        """Return the schedules of the enabled hooks that take one of these arguments, by name."""
+        wanted = set(arguments)
+        entries = self.listening(event)
+        return {e.name: e.schedule for e in entries if wanted & e.bindings[event].accepted}
+
     def listening(self, event: str) -> list[Entry]:
         """Return the entries of the hooks that are called for an event."""
         check_instance("event", event, str, "the name of an event")
@@ -363,7 +370,7 @@ class HookManager:
             stats.calls += 1
             started = perf_counter_ns()
             try:
-                return function(*args)
+                return mark_calls(function, name, entry.ranks)(*args)
             except Exception as error:
                 fatal = self.handle_failure(entry, method, stats.calls, error)
                 if fatal is not None:
@@ -385,12 +392,8 @@ class HookManager:
             NotSuppliedError: the loop does not provide what the schedule needs.
         """
         schedule, source = self._entry(name).schedule, cast(Any, self.source)
-        step = source.step_in_progress
-        return (
-            not step % schedule.every
-            and not (schedule.from_epoch and source.epoch < schedule.from_epoch)
-            and schedule.samples(name, step)
-        )
+        epoch = source.epoch if schedule.from_epoch else 0
+        return schedule.is_due(name, source.step_in_progress, epoch)
 
     # -- failures ---------------------------------------------------------------------------------
 

@@ -76,6 +76,10 @@ class Schedule:
         parts += [f"from epoch {self.from_epoch}"] if self.from_epoch else []
         return ", ".join(parts) or "always"
 
+    def is_due(self, name: str, step: int, epoch: int) -> bool:
+        """Return whether the hook of this name is called in this step and epoch."""
+        return not step % self.every and epoch >= self.from_epoch and self.samples(name, step)
+
     def samples(self, name: str, step: int) -> bool:
         """Return whether `sample_rate` selects this step for the hook of this name."""
         return zlib.crc32(f"{name}:{step}".encode()) < self.sample_rate * 2**32

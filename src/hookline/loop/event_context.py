@@ -6,16 +6,21 @@ context of a step) are made when a hook asks for them.
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from hookline.context import LazyFloat
-from hookline.tensors.sharded import whole
+from hookline.dispatch import HookManager
+from hookline.loop.norm_agreement import NormAgreement
+from hookline.loop.processes import OneProcess
+from hookline.tensors.global_norm import global_norm
+from hookline.tensors.sharded import needs_collective
 from hookline.updates.gradients import Gradients, NamedParameters
 
-__all__ = ["EventContext", "device_of", "gradients_of", "total_norm"]
+__all__ = ["EventContext", "device_of", "gradients_of"]
 
 
 class EventContext:
@@ -42,6 +47,8 @@ class EventContext:
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.clipped_norm: torch.Tensor | None = None
+        self.norm_agreement: NormAgreement | None = None  # where gradients are sharded
+        self.agreed_norm: torch.Tensor | None = None
 
     @property
     def gradients(self) -> Gradients:
@@ -71,8 +78,33 @@ class EventContext:
         """Return the norm of all gradients, on the device."""
         if self.clipped_norm is not None:
             return self.clipped_norm
-        # A rank has a part of sharded gradients; the norm of that part would be wrong.
-        return whole(total_norm(self.all_gradients()))
+        if self.norm_agreement is None:
+            return self.compute_norm()
+        if self.agreed_norm is None:  # reading a value must not start a collective
+            self.norm_agreement.warn_of_late_hook()
+            return torch.tensor(math.nan)
+        return self.agreed_norm
+
+    def compute_norm(self) -> torch.Tensor:
+        """Compute the norm of all gradients. If they are sharded, all ranks have to call this."""
+        return global_norm(self.all_gradients())
+
+    def agree_on_norm(self, hooks: HookManager, processes: OneProcess) -> None:
+        """Agree with all ranks, between two steps, on when the norm is computed.
+
+        Without sharded parameters nothing has to be agreed on, and this is not a collective.
+        """
+        self.norm_agreement = None
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        if any(needs_collective(parameter) for group in groups for parameter in group["params"]):
+            self.norm_agreement = NormAgreement(hooks, processes)
+
+    def prepare_norm(self, epoch: int | None) -> None:
+        """Compute the norm of sharded gradients, if a hook of any rank asks for it in this step."""
+        agreement = self.norm_agreement
+        if agreement is not None and agreement.is_due(self.step_in_progress, epoch):
+            known = self.clipped_norm
+            self.agreed_norm = self.compute_norm() if known is None else known
 
     def all_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all optimizers' parameters."""
@@ -92,15 +124,6 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         for parameter in group["params"]
         if parameter.grad is not None
     ]
-
-
-def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of gradients as torch does, unseen by listeners to the loop's own calls."""
-    get_total_norm = torch.nn.utils.get_total_norm
-    compute = getattr(get_total_norm, "__wrapped__", get_total_norm)
-    with torch.no_grad():
-        norm: torch.Tensor = compute(gradients)
-    return norm
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

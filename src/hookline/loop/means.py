@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from hookline.context import LazyFloat
+from hookline.loop.processes import OneProcess
 
-__all__ = ["Means"]
+__all__ = ["Means", "means_of_all"]
 
 _MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
@@ -101,3 +102,11 @@ class Means:
             name: Mean(saved["mean"] * saved["weight"], saved["weight"])
             for name, saved in state.items()
         }
+
+
+def means_of_all(means: Means, processes: OneProcess) -> dict[str, Any]:
+    """Return means over all processes, which all have to call this."""
+    if processes.size == 1:
+        return means.means()
+    sums = processes.sum_numbers(means.sums())
+    return {name: total / weight for name, (total, weight) in sums.items()}

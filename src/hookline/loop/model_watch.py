@@ -15,6 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
+from hookline.tensors.module_classes import is_fsdp_module
 from hookline.tensors.nested import tensors_in
 
 __all__ = ["ModelCallback", "ModelGroup", "ModelWatch"]
@@ -106,8 +107,11 @@ class ModelWatch:
         self._depth = 0
         for model in self._models():
             if calls:
+                before = ModelCallback(self._before)
+                # FSDP2 replaces parameters by whole ones before forward: events come before that.
+                first = is_fsdp_module(model)
                 self._handles += [
-                    model.register_forward_pre_hook(ModelCallback(self._before)),
+                    model.register_forward_pre_hook(before, prepend=first),
                     # always_call: a forward that raises must not leave the depth wrong
                     model.register_forward_hook(ModelCallback(self._after), always_call=True),
                 ]

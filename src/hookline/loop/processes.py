@@ -15,9 +15,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from hookline.errors import TrainingError
+from hookline.errors import LoopError, TrainingError
 
-__all__ = ["OneProcess", "ProcessGroup", "join_processes", "local_rank", "world_size"]
+__all__ = [
+    "OneProcess",
+    "ProcessGroup",
+    "is_main_process",
+    "join_processes",
+    "local_rank",
+    "share_from_main",
+    "world_size",
+]
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the others wait
@@ -169,3 +177,29 @@ def join_processes(device: torch.device) -> OneProcess:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend)
     return ProcessGroup(started_here=started_here)
+
+
+def is_main_process() -> bool:
+    """Return whether this is rank 0, also before there is a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("RANK") or 0) == 0  # as torchrun sets it
+
+
+def share_from_main(value: Any) -> Any:
+    """Return the value of rank 0 in all processes, in the process group of the loop.
+
+    Raises:
+        LoopError: there are several processes, and no process group yet.
+    """
+    if world_size() == 1:
+        return value
+    if not dist.is_initialized():
+        raise LoopError(
+            "The processes of this job cannot agree on a checkpoint, because there is no process "
+            "group yet. Call `torch.distributed.init_process_group` first, or give the "
+            "checkpoint's path."
+        )
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -20,9 +20,9 @@ class StepRecords:
 
     def __init__(self, processes: OneProcess) -> None:
         self._processes = processes
-        self._values: list[tuple[int, int, str, Any]] = []
+        self._values: list[tuple[int, int | None, str, Any]] = []
 
-    def add(self, step: int, epoch: int, name: str, value: Any) -> None:
+    def add(self, step: int, epoch: int | None, name: str, value: Any) -> None:
         """Keep a value: a number, or a tensor with one element."""
         self._values.append((step, epoch, name, value))
 
@@ -35,9 +35,18 @@ class StepRecords:
 
         All processes have to call this.
         """
+        self._record(run, self._processes)
+
+    def report_own(self, run: Any) -> int:
+        """Record the values of this process alone; return of how many steps."""
+        steps = len({step for step, *_ in self._values})
+        self._record(run, OneProcess())
+        return steps
+
+    def _record(self, run: Any, processes: OneProcess) -> None:
         kept, self._values = self._values, []
         own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
-        sums = self._processes.sum_numbers(own)
+        sums = processes.sum_numbers(own)
         if run is None:
             return
         for i, (step, epoch, name, _) in enumerate(kept):

@@ -19,12 +19,16 @@ from hookline.probes.call import Call
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.probe import Probe
+from hookline.tensors.full_tensor import require_all_ranks
+from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.reading import read_tensors, widest_float
-from hookline.tensors.sharded import stored_values
+from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 from hookline.text_tables import format_table
 
 __all__ = ["Flow", "FlowRow", "GradientFlow", "gradient_flow"]
+
+_SECONDS = 60.0  # to wait for other ranks
 
 Mark = Literal["", "no gradient", "not finite", "zero", "vanishes", "explodes"]
 
@@ -84,7 +88,8 @@ def gradient_flow(
     """Return the gradients of the parameters layer by layer, after backward.
 
     Layers are the modules that have parameters of their own, from the last in the model's order to
-    the first. Of sharded parameters only this rank's part counts. This waits for the device, once.
+    the first. This waits for the device, once. If parameters are sharded (FSDP2) it is a
+    collective, which all ranks have to call.
 
     Args:
         model: The model.
@@ -101,7 +106,7 @@ def gradient_flow(
         if own:
             seen.update(id(parameter) for parameter in own)
             gradients[name] = [p.grad for p in own if p.grad is not None]
-    measured = {name: _sums(gradients[name]) for name in reversed(gradients)}
+    measured = _sums_of_all_ranks({name: gradients[name] for name in reversed(gradients)})
     return Flow(list(_rows(measured, vanishing, exploding)))
 
 
@@ -156,6 +161,28 @@ class GradientFlow(BuiltIn, Probe):
     def table(self) -> Flow:
         """Return the table. This waits for the device, once."""
         return Flow(list(_rows(self._sums, self._vanishing, self._exploding)))
+
+
+@torch.no_grad()
+def _sums_of_all_ranks(gradients: Mapping[str, list[Tensor]]) -> dict[str, Tensor | None]:
+    """Return the sums of each layer, with the parts of sharded gradients on other ranks."""
+    layers = [(name, gradient) for name, several in gradients.items() for gradient in several]
+    require_all_ranks((gradient for _, gradient in layers), "gradient_flow", _SECONDS)
+    by_groups: dict[tuple[Any, ...], dict[str, Tensor]] = {}  # with parts of the same tensors
+    for name, gradient in layers:
+        part, groups = local_with_groups(gradient) if is_sharded(gradient) else (gradient, ())
+        sums = _sums([part])
+        if sums is None:  # this rank has nothing of it
+            sums = torch.zeros(4, dtype=widest_float(part.device), device=part.device)
+        layer = by_groups.setdefault(groups, {})
+        layer[name] = layer[name] + sums if name in layer else sums
+    total: dict[str, Tensor | None] = dict.fromkeys(gradients)
+    for groups, layer in by_groups.items():
+        reduced = reduce_sum(torch.stack([*layer.values()]), groups)
+        for name, sums in zip(layer, reduced, strict=True):
+            known = total[name]
+            total[name] = sums if known is None else known + sums
+    return total
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from hookline.probes.captured_state import CapturedState
 from hookline.probes.probe import Probe
 from hookline.probes.store import Counts, Policy, Store
 from hookline.probes.sync import ModuleProbe, ModuleProbeSync
+from hookline.tensors.module_classes import module_class
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
@@ -338,7 +339,7 @@ class Probes:
             infos = {info.name: info for info in self._hooks.describe()}
             described: list[ProbeInfo] = []
             for hook_id, entry in self._registered.items():
-                info, module = infos[hook_id], type(entry.module).__name__
+                info, module = infos[hook_id], module_class(entry.module).__name__
                 counts = entry.probe.counts if isinstance(entry.probe, Capture) else None
                 state = (info.status, info.failures, info.last_error)
                 described.append(ProbeInfo(hook_id, entry.kind, module, *state, counts))

@@ -12,6 +12,7 @@ from torch import nn
 
 from hookline.arguments import read_items, show_value
 from hookline.errors import ConfigError, listed
+from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
     clean_name,
@@ -195,7 +196,9 @@ def _describe_mismatch(places: list[ModulePlace], item: Any) -> str:
     if isinstance(item, nn.Module):
         problem = f"This {type(item).__name__} is not a part of the model."
     elif _is_type(item):
-        types = Counter(type(place.module).__name__ for place in places if not place.is_wrapper)
+        types = Counter(
+            module_class(place.module).__name__ for place in places if not place.is_wrapper
+        )
         problem = f"No module of the model is a {getattr(item, '__name__', item)}."
         return f"{problem} Its types are: {listed(types)}."
     elif isinstance(item, str):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from hookline.runs.jsonable import to_jsonable
+from hookline.tensors.module_classes import module_class
 
 __all__ = ["describe_training"]
 
@@ -114,5 +115,5 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
 
 
 def _class_name(value: Any) -> str:
-    kind = type(getattr(value, "_orig_mod", value))  # of a compiled model
+    kind = module_class(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

@@ -10,10 +10,17 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.sharded import stored_values
+from hookline.tensors.sharded import (
+    is_sharded,
+    local_with_groups,
+    needs_collective,
+    stored_values,
+)
 
 __all__ = ["all_finite", "extremes", "first_nonfinite"]
 
@@ -41,12 +48,25 @@ def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tenso
     return low, high
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor], *, on_all_ranks: bool = False) -> bool:
     """Return whether all values are finite. This waits for the device once.
 
     It computes norms, for all tensors in one call. A norm can overflow where no value does, so if
-    one is not finite the values are checked themselves.
+    one is not finite the values are checked themselves. Of sharded tensors this rank's part is
+    checked; with `on_all_ranks` all parts, by one collective that all ranks have to call.
     """
+    tensors = list(tensors)
+    finite = _are_finite(tensors)
+    if not on_all_ranks:
+        return finite
+    sharded = [local_with_groups(tensor) for tensor in tensors if is_sharded(tensor)]
+    for groups in dict.fromkeys(groups for _, groups in sharded if groups):
+        nonfinite = torch.tensor(float(not finite), device=sharded[0][0].device)
+        finite = not reduce_sum(nonfinite, groups).item()
+    return finite
+
+
+def _are_finite(tensors: list[Tensor]) -> bool:
     stored = map(stored_values, tensors)
     values = [values for values in stored if values.numel() and values.is_floating_point()]
     if not values:
@@ -58,14 +78,21 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or Inf, and how many of them it has."""
+    """Return the name of the first tensor with a NaN or Inf, and how many of them it has.
+
+    Of a sharded tensor this rank's part is looked at, and the text says so.
+    """
+    named = list(named)
     pairs = [(name, stored_values(tensor), tensor.is_complex()) for name, tensor in named]
     flags = _are_nonfinite([values for _, values, _ in pairs])
-    for (name, values, is_complex), is_nonfinite in zip(pairs, flags, strict=True):
+    for (name, values, is_complex), is_nonfinite, (_, tensor) in zip(
+        pairs, flags, named, strict=True
+    ):
         if is_nonfinite:
+            where = f" in the part of rank {dist.get_rank()}" if needs_collective(tensor) else ""
             values = torch.view_as_complex(values) if is_complex else values
             nans, infinite = values.isnan().sum(), values.isinf().sum()
-            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()})"
+            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()}{where})"
     return None
 
 

@@ -13,6 +13,8 @@ __all__ = [
     "is_sharded",
     "local",
     "local_with_groups",
+    "needs_collective",
+    "shard_index",
     "shard_like",
     "shard_of",
     "stored_values",
@@ -46,9 +48,46 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def needs_collective(tensor: Tensor) -> bool:
+    """Return whether the full tensor is on no rank alone: `whole` would be a collective."""
+    if not is_sharded(tensor):
+        return False
+    sharded = cast(Any, tensor)
+    sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
+    return any(size > 1 and not place.is_replicate() for place, size in sizes)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor. For a sharded one this is a collective: all ranks have to call it."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+def shard_index(tensor: Tensor) -> int:
+    """Return the number of this rank's part; 0 for a tensor that this rank has as a whole.
+
+    Ranks that have copies of the same part (HSDP) get the same number.
+    """
+    if not needs_collective(tensor):
+        return 0
+    mesh, index = cast(Any, tensor).device_mesh, 0
+    places = zip(cast(Any, tensor).placements, mesh.get_coordinate(), mesh.shape, strict=True)
+    for place, position, size in places:
+        index = index if place.is_replicate() else index * size + position
+    return index
+
+
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return a whole tensor sharded as another is; each rank keeps its part, without a collective.
+
+    A tensor is returned as it is if it is sharded already, or if the other is not.
+    """
+    if is_sharded(tensor) or not is_sharded(other):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    like = cast(Any, other)
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -65,17 +104,6 @@ def shard_of(tensor: Any) -> Shard:
     return Shard(tensor.to_local(), tuple(tensor.shape), tuple(chunk.offsets), is_first)
 
 
-def shard_like(values: Tensor, other: Any) -> Tensor:
-    """Return a whole tensor sharded as another one. Nothing is communicated."""
-    if not is_sharded(other) or is_sharded(values):
-        return values
-    from torch.distributed.tensor import distribute_tensor
-
-    values = values.to(other.device)
-    mesh, placements = other.device_mesh, other.placements
-    return distribute_tensor(values, mesh, placements, src_data_rank=None)
-
-
 def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
     """Return this rank's part of a `DTensor`, and the process groups that hold the other parts.
 
@@ -87,7 +115,11 @@ def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
         reduced = [Replicate() if place.is_partial() else place for place in tensor.placements]
         tensor = tensor.redistribute(placements=reduced)
     mesh = tensor.device_mesh
-    sharded = [dim for dim, place in enumerate(tensor.placements) if not place.is_replicate()]
+    sharded = [
+        dim
+        for dim, place in enumerate(tensor.placements)
+        if mesh.size(dim) > 1 and not place.is_replicate()
+    ]
     return tensor.to_local(), tuple(mesh.get_group(dim) for dim in sharded)
 
 

@@ -2,7 +2,8 @@
 
 Every function returns tensors on the device with one row per tensor, so that they can be copied to
 the host together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
-holds, and the results are reduced: all ranks have to call the same functions.
+holds, and the columns of several measurements are merged by one collective, `merge_ranks`, which
+all ranks have to call.
 
 Large tensors are measured in pieces. That bounds the memory for temporary results, keeps a CPU
 within its cache, and keeps counts in float32 exact.
@@ -12,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.reading import widest_float
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 
-__all__ = ["Moments", "TensorStatistics"]
+__all__ = ["Columns", "TensorStatistics", "merge_ranks"]
 
 _OCTAVES = 24  # the range below the largest magnitude that percentiles resolve
 _PER_OCTAVE = 64
@@ -32,19 +33,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 Measure = Callable[[Tensor], list[Tensor]]
 
 
-@dataclass
-class Moments:
-    """Moments of the finite values, one row per tensor."""
-
-    finite: Tensor  # the number of finite values
-    mean: Tensor
-    std: Tensor  # of the population
-    largest: Tensor  # the largest magnitude
-    zeros: Tensor  # the number of zeros
+Columns = dict[str, Tensor]
+"""Measurements by name, each with one row per tensor. Of the finite values: `finite` (how many),
+`mean`, `squares` (the sum of squared distances from the mean), `largest` (the largest magnitude)
+and `zeros` (how many). All others are norms."""
 
 
 class TensorStatistics:
-    """Measures several tensors, and reduces the results over the ranks that share them.
+    """Measures several tensors, in the parts that this rank has.
 
     The tensors may be dense, sparse or sharded, and of any floating-point type.
     """
@@ -53,7 +49,8 @@ class TensorStatistics:
         self._tensors = tensors
         self.local = list(tensors)
         """The dense values of each tensor that this rank holds."""
-        self._groups: dict[tuple[Any, ...], list[int]] = {}  # rows by process groups
+        self.groups: dict[tuple[Any, ...], list[int]] = {}
+        """The rows of sharded tensors, by the process groups that have their other parts."""
         self._unstored: list[int] = []
         for row, tensor in enumerate(self.local):
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
@@ -66,7 +63,7 @@ class TensorStatistics:
         if is_sharded(tensor):
             tensor, groups = local_with_groups(tensor)
             if groups:
-                self._groups.setdefault(groups, []).append(row)
+                self.groups.setdefault(groups, []).append(row)
         if tensor.layout is torch.sparse_coo:
             stored = stored_values(tensor)
             self._unstored = self._unstored or [0] * len(self.local)
@@ -85,47 +82,67 @@ class TensorStatistics:
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor; half precision is computed in float32."""
-        norms = _norms(self.local, self.home)
-        if not self._groups:
-            return norms
-        return self._reduce(norms.to(widest_float(self.home)).square()).sqrt()
+        return _norms(self.local, self.home)
 
     @torch.no_grad()
-    def moments(self) -> Moments:
-        """Return mean, standard deviation, largest magnitude and counts of each tensor."""
+    def moments(self) -> Columns:
+        """Return the moments of each tensor's finite values."""
         rows = [_by_piece(tensor, _first_pass, largest_at=1) for tensor in self.local]
         sums, largest, nonzero, finite = _columns(rows, self.home)
         unstored = self._unstored_zeros()
-        largest = self._reduce(largest, largest=True)
-        sums, nonzero, finite = map(self._reduce, (sums, nonzero, finite + unstored))
-        counted = finite.clamp(min=1)
-        mean = sums / counted
+        finite = finite + unstored
+        mean = sums / finite.clamp(min=1)
         # A second pass: the mean square less the square of the mean would be noise where the mean
         # is much larger than the deviation.
         pairs = zip(self.local, mean, strict=True)
         deviations = [_by_piece(tensor, partial(_deviation, center)) for tensor, center in pairs]
-        squares = self._reduce(_columns(deviations, self.home)[0] + unstored * mean.square())
-        return Moments(finite, mean, (squares / counted).sqrt(), largest, finite - nonzero)
+        squares = _columns(deviations, self.home)[0] + unstored * mean.square()
+        names = ("finite", "mean", "squares", "largest", "zeros")
+        values = (finite, mean, squares, largest, finite - nonzero)
+        return dict(zip(names, values, strict=True))
 
     @torch.no_grad()
-    def histograms(self, largest: Tensor, bins: int) -> Tensor:
-        """Return counts in bins of equal width from minus to plus the largest magnitude."""
+    def distributions(
+        self, moments: Columns, bins: int, percentiles: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Return histograms and percentiles of each tensor, over all ranks.
+
+        A histogram has counts in bins of equal width from minus to plus the largest magnitude. If
+        tensors are sharded, this is one collective.
+
+        Args:
+            moments: merged over all ranks; the bins depend on the largest magnitude.
+            bins: the number of bins of a histogram; 0: no histograms.
+            percentiles: from 0 to 100; empty: none.
+        """
+        counts: list[Tensor] = []
+        if bins:
+            counts.append(self._histograms(moments["largest"], bins))
+        if percentiles:
+            fine = self._count(moments["largest"], _fine_bins, 2 * _TOP + 3)[:, 1:-1]
+            fine[:, _TOP] += self._unstored_zeros()
+            counts.append(fine)
+        joined = torch.cat(counts, 1)
+        for groups, rows in self.groups.items():
+            joined[rows] = reduce_sum(joined[rows], groups)
+        fine = joined[:, bins:] if percentiles else joined.new_zeros((len(joined), 1))
+        return joined[:, :bins], self._percentiles(moments, fine, percentiles)
+
+    def _histograms(self, largest: Tensor, bins: int) -> Tensor:
         counts = self._count(largest, partial(_linear_bins, bins), bins + 2)
         counts[:, bins - 1] += counts[:, bins]  # the largest value itself is on the last edge
         counts[:, bins // 2] += self._unstored_zeros()
-        return self._reduce(counts[:, :bins].contiguous())
+        return counts[:, :bins]
 
-    @torch.no_grad()
-    def percentiles(self, finite: Tensor, largest: Tensor, wanted: Sequence[float]) -> Tensor:
-        """Return estimated percentiles (0 to 100) of the finite values, one column each.
+    def _percentiles(self, moments: Columns, counts: Tensor, wanted: Sequence[float]) -> Tensor:
+        """Return estimated percentiles of the finite values, one column each.
 
         They are interpolated as in `torch.quantile`, between two values that are exact to 1 %, or
         to one ten-millionth of the tensor's largest magnitude where that is more. This is because
         they come from a histogram with bins that are narrow for small values, not from sorting.
         """
-        counts = self._count(largest, _fine_bins, 2 * _TOP + 3)[:, 1:-1].contiguous()
-        counts[:, _TOP] += self._unstored_zeros()
-        cumulative = self._reduce(counts).to(torch.int64).cumsum(1)
+        finite, largest = moments["finite"], moments["largest"]
+        cumulative = counts.to(torch.int64).cumsum(1)
         last = (finite - 1).clamp(min=0)
         centers = _bin_centers(self.home)
 
@@ -140,19 +157,9 @@ class TensorStatistics:
             above = torch.minimum(below + 1, last)
             value = torch.lerp(value_at(below), value_at(above), position - below)
             found.append(value * largest)
+        if not found:
+            return counts.new_zeros((len(counts), 0))
         return torch.stack(found, 1).masked_fill(finite[:, None] == 0, torch.nan)
-
-    def _reduce(self, rows: Tensor, *, largest: bool = False) -> Tensor:
-        """Turn sums (or largest values) over this rank's values into those over all ranks."""
-        for groups, numbers in self._groups.items():
-            part = rows if len(numbers) == len(rows) else rows[numbers]
-            operations = torch.distributed.ReduceOp
-            operation = operations.MAX if largest else operations.SUM
-            for group in groups:
-                torch.distributed.all_reduce(part, operation, group=group)
-            if part is not rows:
-                rows[numbers] = part
-        return rows
 
     def _unstored_zeros(self) -> Tensor | float:
         """Return how many zeros of each tensor are not stored, on the device if there are any."""
@@ -173,6 +180,66 @@ class TensorStatistics:
                     counts += _bin_counts(indices, bins).to(self.home)
                 rows.append(counts)
         return torch.stack(rows)
+
+
+# -- all ranks ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge_ranks(measured: Sequence[tuple[TensorStatistics, Columns]]) -> None:
+    """Replace columns, which each rank has measured in its own parts, by those of all ranks.
+
+    This is one collective for all columns of sharded tensors with the same device mesh; all ranks
+    have to call it. Ranks are merged in their order, so all get the same numbers.
+    """
+    shared: dict[tuple[Any, ...], list[tuple[Columns, str, list[int]]]] = {}
+    for statistics, columns in measured:
+        for groups, rows in statistics.groups.items() if columns else ():
+            shared.setdefault(groups, []).extend((columns, name, rows) for name in columns)
+    for groups, parts in shared.items():
+        home = parts[0][0][parts[0][1]].device
+        for group in groups:
+            own = torch.cat(
+                [columns[name][rows].to(home, widest_float(home)) for columns, name, rows in parts]
+            )
+            size = torch.distributed.get_world_size(group)
+            gathered = own.new_empty((size, *own.shape))
+            _all_gather(gathered.view(-1), own, group=group)
+            _merge_parts(parts, gathered)
+
+
+def _all_gather(output: Tensor, own: Tensor, group: Any) -> None:
+    gather: Any = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13
+    (gather or torch.distributed.all_gather_into_tensor)(output, own, group=group)
+
+
+def _merge_parts(parts: list[tuple[Columns, str, list[int]]], gathered: Tensor) -> None:
+    """Write what was gathered, a row for each rank, into the columns."""
+    pieces = gathered.split([len(rows) for _, _, rows in parts], 1)
+    of_ranks: dict[tuple[int, tuple[int, ...]], Columns] = {}  # by columns and rows
+    for (columns, name, rows), piece in zip(parts, pieces, strict=True):
+        of_ranks.setdefault((id(columns), tuple(rows)), {})[name] = piece
+    for columns, name, rows in parts:
+        ranks = of_ranks[id(columns), tuple(rows)]
+        column = columns[name] = columns[name].to(gathered.dtype)
+        column[rows] = _merge_column(name, ranks).to(column.device)
+
+
+def _merge_column(name: str, ranks: Columns) -> Tensor:
+    """Return a column of all ranks together, from those of each rank."""
+    column = ranks[name]
+    if name == "largest":
+        return column.amax(0)
+    if name in ("finite", "zeros"):
+        return column.sum(0)
+    if name not in ("mean", "squares"):
+        return column.square().sum(0).sqrt()
+    # With the formula of Chan, Golub and LeVeque.
+    finite, means = ranks["finite"], ranks["mean"]
+    mean = (finite * means).sum(0) / finite.sum(0).clamp(min=1)
+    if name == "mean":
+        return mean
+    return (column + finite * (means - mean).square()).sum(0)
 
 
 def _real_numel(tensor: Tensor) -> int:

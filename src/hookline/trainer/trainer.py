@@ -384,6 +384,8 @@ class Trainer(TrainerRun):
         context, fire, losses = self._context, self._dispatchers, self._accumulated_losses
         run = self._recorder.run
         loss = losses[0] if len(losses) == 1 else _mean(losses)
+        if context.norm_agreement is not None:
+            context.prepare_norm(context.epoch)
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
@@ -400,7 +402,7 @@ class Trainer(TrainerRun):
             self._probes.end_step()
         losses.clear()
         self._accumulated_metrics.clear()
-        context.clipped_norm = None
+        context.clipped_norm = context.agreed_norm = None
         context.step_in_progress = context.step + 1
 
     def _boundary(self, *, validate: bool | None = None) -> bool:

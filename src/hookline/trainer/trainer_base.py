@@ -20,7 +20,8 @@ from hookline.errors import CheckpointError, RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
-from hookline.loop.means import Means
+from hookline.loop.hook_agreement import HookAgreement
+from hookline.loop.means import Means, means_of_all
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
@@ -119,7 +120,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
         self._batch_to_repeat: Any = None
         self._hooks_toggled = False  # whether hooks were toggled since the processes agreed
-        self._agreed_hooks: dict[str, bool] = {}  # which hooks are enabled, for all processes
         self._rank_states: list[Any] | None = None  # of all processes, for a checkpoint
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
@@ -139,6 +139,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._dispatchers = self.hooks.dispatchers
         processes = self.strategy.processes
         self.hooks.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
+        self._hook_agreement = HookAgreement(self.hooks, processes)
         self.hooks.on_change = self._hooks_changed
         self._hooks_changed()
 
@@ -302,10 +303,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _means_of_all(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
-        if self.strategy.alone:
-            return means.means()
-        sums = self.strategy.processes.sum_numbers(means.sums())
-        return {name: total / weight for name, (total, weight) in sums.items()}
+        return means_of_all(means, self.strategy.processes)
 
     def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
@@ -525,19 +523,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _agree_on_hooks(self) -> None:
         """Enable and disable hooks as they were in any process since the last agreement."""
-        now = {info.name: info.status == "enabled" for info in self.hooks.describe()}
-        before = self._agreed_hooks
-        own = {name: on for name, on in now.items() if before.get(name, on) != on}
-        for changes in reversed(self.strategy.processes.gather(own)):  # rank 0's count most
-            now |= {name: on for name, on in changes.items() if name in now}
-        for name, on in now.items():
-            toggle = self.hooks.enable_hook if on else self.hooks.disable_hook
-            if on != (name in self._enabled_hooks()):
-                toggle(name)
-        self._agreed_hooks, self._hooks_toggled = now, False
-
-    def _enabled_hooks(self) -> set[str]:
-        return {info.name for info in self.hooks.describe() if info.status == "enabled"}
+        self._hook_agreement.apply_toggles()
+        self._hooks_toggled = False
+        self._context.agree_on_norm(self.hooks, self.strategy.processes)
 
     # -- hooks and probes -------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hookline.checkpoint.part_writer import SharedSave
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
+from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
 from hookline.runs.recorder import Recorder
@@ -88,8 +89,9 @@ class TrainerRun(TrainerBase):
         self._context.run = RunElsewhere(*started) if started and run is None else run
         self._called_model = self.strategy.wrap(self.model)
         self._step_records = StepRecords(self.strategy.processes)
-        self._agreed_hooks = {n: n in self._enabled_hooks() for n in self.hooks}
+        self._hook_agreement = HookAgreement(self.hooks, self.strategy.processes)
         self._hooks_toggled = False
+        context.agree_on_norm(self.hooks, self.strategy.processes)
         self._saving = self._make_saving()
         self._prepares_saving = any(
             getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat
 
 from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
-from hookline.tensors.sharded import is_sharded, local
+from hookline.tensors.sharded import is_sharded, local, shard_index, shard_like
 from hookline.updates.gradients import require_dense
 
 __all__ = ["EMAFilter", "Noise"]
@@ -50,22 +50,25 @@ class Noise(BuiltIn, UpdateHook):
         steps = self._steps.get(optimizer_idx, 0)
         self._steps[optimizer_idx] = steps + 1
         scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
-        parts = [local(gradient) for gradient in require_dense(gradients, self)]
-        sharded = any(is_sharded(gradient) for gradient in gradients.values())
-        noise = [self._sample(part, sharded) for part in parts]
+        tensors = require_dense(gradients, self)
+        parts = [local(gradient) for gradient in tensors]
+        noise = [self._sample(local(gradient), shard_index(gradient)) for gradient in tensors]
         if parts:
             torch._foreach_add_(parts, noise, alpha=scale)
 
-    def _sample(self, like: torch.Tensor, sharded: bool) -> torch.Tensor:
-        """Return normal noise; for sharded gradients each rank has its own seed."""
+    def _sample(self, like: torch.Tensor, shard: int) -> torch.Tensor:
+        """Return normal noise. Each shard has a generator, and so other noise; copies of it none.
+
+        Ranks that have the same part of a gradient, or all of it, draw the same noise.
+        """
         shape, dtype, device = like.shape, like.dtype, like.device
-        generator = self._generators.get(str(device))
+        key = f"{device} {shard}" if shard else str(device)
+        generator = self._generators.get(key)
         if generator is None:
-            generator = self._generators[str(device)] = torch.Generator(device)
-            rank = torch.distributed.get_rank() if sharded else 0
-            generator.manual_seed(self.seed + rank)
-            if str(device) in self._saved:
-                generator.set_state(self._saved[str(device)])
+            generator = self._generators[key] = torch.Generator(device)
+            generator.manual_seed(self.seed + shard)
+            if key in self._saved:
+                generator.set_state(self._saved[key])
         return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,8 +114,8 @@ class EMAFilter(BuiltIn, UpdateHook):
             average = self._averages.get(name)
             if average is None:
                 self._averages[name] = gradient.detach().nan_to_num(0.0, 0.0, 0.0)
-            elif average.device != gradient.device:
-                self._averages[name] = average.to(gradient.device)  # from a checkpoint
+            elif average.device != gradient.device or is_sharded(gradient):  # from a checkpoint
+                self._averages[name] = shard_like(average.to(gradient.device), gradient)
         tensors = require_dense(gradients, self)
         if not tensors:
             return

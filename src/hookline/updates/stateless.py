@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,9 +14,12 @@ from pydantic import PositiveFloat
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
+from hookline.tensors.finiteness import all_finite
+from hookline.tensors.global_norm import global_norm
 from hookline.tensors.parameter_names import match_parameters, parameters_by_name
-from hookline.tensors.sharded import whole
+from hookline.tensors.sharded import local
 from hookline.updates.gradients import require_dense
+from hookline.updates.unit_norms import unit_norms
 
 __all__ = [
     "AGC",
@@ -124,7 +126,7 @@ class ClipNorm(BuiltIn, UpdateHook):
         tensors = require_dense(gradients, self)
         if not tensors:
             return
-        norm = whole(torch.nn.utils.get_total_norm(tensors))
+        norm = global_norm(tensors)
         torch._foreach_mul_(tensors, (self.max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
@@ -178,14 +180,14 @@ class AGC(_PatternUpdate):
         pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in skipped]
         if not pairs:
             return
-        limits = [_unit_norm(weight.detach()) for weight, _ in pairs]
+        limits = unit_norms([weight.detach() for weight, _ in pairs])
         torch._foreach_clamp_min_(limits, self.eps)
         torch._foreach_mul_(limits, self.clipping)
-        norms = [_unit_norm(gradient) for _, gradient in pairs]
+        norms = unit_norms([gradient for _, gradient in pairs])
         torch._foreach_clamp_min_(norms, 1e-6)
         torch._foreach_div_(limits, norms)
         torch._foreach_clamp_max_(limits, 1.0)
-        torch._foreach_mul_([gradient for _, gradient in pairs], limits)
+        torch._foreach_mul_([local(gradient) for _, gradient in pairs], limits)
 
 
 class Centralize(BuiltIn, UpdateHook):
@@ -217,9 +219,7 @@ class SkipNonfinite(BuiltIn, UpdateHook):
         self, gradients: Mapping[str, torch.Tensor], trainer: Any, optimizer_idx: int
     ) -> None:
         """Check the gradients, and request that the step be skipped."""
-        tensors = require_dense(gradients, self)
-        norm = whole(torch.nn.utils.get_total_norm(tensors, norm_type=math.inf))
-        if torch.isfinite(norm).item():
+        if all_finite(require_dense(gradients, self), on_all_ranks=True):
             return
         skip = getattr(trainer, "skip_optimizer_step", None)
         if skip is None:
@@ -228,10 +228,3 @@ class SkipNonfinite(BuiltIn, UpdateHook):
                 "a step. Use Hookline's trainer, or check the gradients in the loop."
             )
         skip(optimizer_idx, "non-finite gradients")
-
-
-def _unit_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm of each row or filter, or of a whole vector."""
-    dims = tuple(range(1, tensor.ndim)) or None
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
-    return norm

@@ -11,6 +11,7 @@ import torch
 
 from hookline.hook import Hook
 from hookline.loop.random_state import random_state
+from hookline.tensors.module_classes import module_class
 from hookline.verification.digests import digest_tensor, digest_value, flatten_state
 
 __all__ = ["BatchRecord", "Interruption", "ModuleCall", "Recording", "RecordingHook", "StepRecord"]
@@ -170,7 +171,7 @@ class RecordingHook(Hook):
         def record(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 inputs, outputs = digest_value((args, kwargs)), digest_value(output)
-                call = ModuleCall(self._step, name, type(module).__name__, inputs, outputs)
+                call = ModuleCall(self._step, name, module_class(module).__name__, inputs, outputs)
                 self.recording.modules.append(call)
 
         return record

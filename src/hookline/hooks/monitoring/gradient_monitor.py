@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hookline.errors import ConfigError, HookConfigError
 from hookline.hook import Rank
+from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.tensor_statistics import TensorStatistics
+from hookline.tensors.tensor_statistics import Columns, TensorStatistics, merge_ranks
 
 __all__ = ["GradientMonitor"]
 
@@ -65,7 +66,8 @@ class GradientMonitor(BuiltIn):
     cost = (
         "Nothing in steps without a report. A report takes one pass over the gradients (a full one "
         "about twenty) and waits for the device once; `update_ratio` keeps a copy of the monitored "
-        "weights during the step."
+        "weights during the step. For sharded gradients a report is one collective, and up to "
+        "three with histograms or percentiles."
     )
     hookline_rank = Rank.MONITOR
     hookline_records = True
@@ -145,14 +147,16 @@ class GradientMonitor(BuiltIn):
         """Read all measurements at once, and log them."""
         if not self._measured:
             return
-        report = _read_report(list(self._measured.values()))
+        measured = list(self._measured.values())
         self._measured.clear()
+        merge_ranks([(gradients.statistics, gradients.columns) for gradients in measured])
+        report = _read_report(measured)
         for layer, measure, value in self._numbers(report):
             trainer.log(f"gradients/{layer}/{measure}", value)
         for layer, counts in report.get("counts", {}).items():
             bins = _histogram(counts, report["largest"][layer])
             trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
-        if self._needs_norms:
+        if self._needs_norms and is_main_process():  # all ranks have the same gradients
             self._warn(step, report["norm"])
 
     def _measure(self, gradients: _OptimizerGradients) -> None:
@@ -161,14 +165,17 @@ class GradientMonitor(BuiltIn):
             columns["norm"] = statistics.norms()
         if self._needs_statistics:
             gradients.sizes = statistics.sizes()
-            moments = statistics.moments()
-            columns.update(vars(moments))
-            if self.log_histogram:
-                columns["counts"] = statistics.histograms(moments.largest, self.bins)
-            if self.percentiles:
-                columns["percentiles"] = statistics.percentiles(
-                    moments.finite, moments.largest, self.percentiles
-                )
+            columns.update(statistics.moments())
+            if self.log_histogram or self.percentiles:
+                merge_ranks([(statistics, columns)])  # the bins depend on the largest of all ranks
+                bins = self.bins if self.log_histogram else 0
+                counts, percentiles = statistics.distributions(columns, bins, self.percentiles)
+                gradients.merged = columns
+                gradients.columns = {}
+                if self.log_histogram:
+                    columns["counts"] = counts
+                if self.percentiles:
+                    columns["percentiles"] = percentiles
 
     def _numbers(self, report: Report) -> Iterator[tuple[str, str, float]]:
         """Yield what to log: layer, measure, value."""
@@ -235,7 +242,8 @@ class _OptimizerGradients:
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
         self.names: list[str] = []
-        self.columns: dict[str, Tensor] = {}
+        self.columns: Columns = {}
+        self.merged: Columns = {}  # of all ranks already
         self.sizes: list[int] = []
         self._parameters: list[Tensor] = []
         self._before: TensorStatistics | None = None
@@ -270,16 +278,22 @@ class _OptimizerGradients:
 
 def _read_report(measured: Sequence[_OptimizerGradients]) -> Report:
     """Return the measures of all optimizers, copied to the host with one transfer."""
-    columns = (column for gradients in measured for column in gradients.columns.values())
-    values = iter(read_tensors(columns))
+    columns = [gradients.merged | gradients.columns for gradients in measured]
+    values = iter(read_tensors(column for several in columns for column in several.values()))
     report: Report = {}
-    for gradients in measured:
-        for measure in gradients.columns:
+    for gradients, several in zip(measured, columns, strict=True):
+        for measure in several:
             rows = zip(gradients.names, next(values), strict=True)
             report.setdefault(measure, {}).update(rows)
-        if gradients.sizes and gradients.columns:
+        if gradients.sizes and several:
             sizes = zip(gradients.names, gradients.sizes, strict=True)
             report.setdefault("size", {}).update(sizes)
+    if "squares" in report:
+        finite = report["finite"]
+        report["std"] = {
+            name: math.sqrt(squares / max(finite[name], 1))
+            for name, squares in report.pop("squares").items()
+        }
     return report
 
 

@@ -13,6 +13,7 @@ from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text
 from hookline.options import BuiltIn
 from hookline.runs.run_lookup import shorten_path
+from hookline.tensors.module_classes import module_class
 
 __all__ = ["LoggingHook"]
 
@@ -49,7 +50,7 @@ class LoggingHook(BuiltIn):
         size = sum(parameter.numel() for parameter in model.parameters())
         folder = "" if run is None else f", in {shorten_path(run.path)}"
         resumed = f" after step {step}" if step else ""
-        what = f"{type(model).__name__} with {size:,} parameters"
+        what = f"{module_class(model).__name__} with {size:,} parameters"
         self._log("Training starts%s: %s%s", resumed, what, folder)
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from hookline.hook import Rank
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
+from hookline.tensors.module_classes import module_class
 
 __all__ = ["NotificationHook"]
 
@@ -95,7 +96,7 @@ class NotificationHook(BuiltIn):
         if "training_start" in self._notify_on:
             name = "" if run is None else f", run {run.id}"
             after = f" after step {step}" if step else ""
-            self._send(f"Training starts{after}: {type(model).__name__}{name}.")
+            self._send(f"Training starts{after}: {module_class(model).__name__}{name}.")
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Report the metrics, and a new best model."""

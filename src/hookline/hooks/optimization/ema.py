@@ -16,7 +16,11 @@ from hookline.checkpoint.atomic_files import replace_file
 from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import Rank
+from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
+from hookline.tensors.full_tensor import full_tensor
+from hookline.tensors.name_patterns import module_places
+from hookline.tensors.sharded import is_sharded, local, shard_like
 
 __all__ = ["EMA"]
 
@@ -169,16 +173,27 @@ class EMA(BuiltIn):
         return state
 
     def apply_to(self, model: nn.Module) -> None:
-        """Copy the averaged weights, and the rest of the model's state, into another model."""
-        _unwrapped(model).load_state_dict(self.averaged_state_dict())
+        """Copy the averaged weights, and the rest of the model's state, into another model.
+
+        If this model is sharded and the other is not, all ranks have to call this.
+        """
+        state = self.averaged_state_dict()
+        if not any(map(is_sharded, model.parameters())):
+            state = full_tensor(state)
+        _unwrapped(model).load_state_dict(state)
 
     def export(self, path: str | Path) -> Path:
         """Write the model with the averaged weights as safetensors, and return the path.
 
-        An existing file is replaced atomically.
+        An existing file is replaced atomically. If the model is sharded, all ranks have to call
+        this, and rank 0 writes.
         """
         path = Path(path)
         state = {n: v for n, v in self.averaged_state_dict().items() if isinstance(v, Tensor)}
+        if any(map(is_sharded, state.values())):
+            state = full_tensor(state)
+            if not is_main_process():
+                return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as temporary:
             write_tensors(temporary, state)
@@ -214,7 +229,7 @@ class EMA(BuiltIn):
                 f"The average of '{name}' from the checkpoint has shape {tuple(loaded.shape)}, but "
                 f"the model's has {tuple(tensor.shape)}. Resume with the model of the run."
             )
-        source = tensor.detach() if loaded is None else loaded
+        source = tensor.detach() if loaded is None else shard_like(loaded, tensor)
         self._averages[name] = source.to(tensor.device, dtype, copy=True)
         self._weights[name] = tensor
 
@@ -228,7 +243,7 @@ class EMA(BuiltIn):
             for tensor, average in zip(self._weights.values(), averages, strict=True)
         ]
         if averages:
-            _lerp(averages, weights, 1 - decay)
+            _lerp([*map(local, averages)], [*map(local, weights)], 1 - decay)
         self.updates += 1
 
     @torch.no_grad()
@@ -240,14 +255,15 @@ class EMA(BuiltIn):
         swap = partial(self._save_training_weights)
         self._handle = self._model.register_state_dict_post_hook(swap)
         self._training_weights = kept
-        _copy(list(self._weights.values()), [self._averages[n] for n in self._weights])
+        averages = [local(self._averages[name]) for name in self._weights]
+        _copy([*map(local, self._weights.values())], averages)
 
     @torch.no_grad()
     def _restore_weights(self) -> None:
         kept = self._training_weights
         if kept is None:
             return
-        _copy([self._weights[name] for name in kept], list(kept.values()))
+        _copy([local(self._weights[name]) for name in kept], [*map(local, kept.values())])
         self._training_weights = None
         self._handle.remove()
         self._handle = None
@@ -278,9 +294,8 @@ class EMA(BuiltIn):
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside a `torch.compile` wrapper, whose parameters have other names."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+    """Return the model inside wrappers (`torch.compile`, DDP), which change parameters' names."""
+    return next(place.module for place in module_places(model) if not place.is_wrapper)
 
 
 def _tensors(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:

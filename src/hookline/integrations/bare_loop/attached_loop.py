@@ -21,7 +21,7 @@ from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
-from hookline.integrations.bare_loop.processes import is_main_process
+from hookline.integrations.bare_loop.loop_agreement import LoopAgreement, trains_together
 from hookline.integrations.bare_loop.requirements import (
     CALLS,
     pending_requirements,
@@ -29,8 +29,10 @@ from hookline.integrations.bare_loop.requirements import (
 )
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_watch import StepWatch
+from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.loop.evaluation import count_tokens, make_counter
-from hookline.loop.means import Means
+from hookline.loop.means import Means, means_of_all
+from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.training_loop import TrainingLoop
 from hookline.printable import printable_message
 
@@ -110,15 +112,14 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._validated: dict[str, Any] = {}
         self._resumed_epoch: int | None = None  # that was in progress when a checkpoint was saved
         self._epoch_is_over = False
-        self._stop_reason: str | None = None
-        self._stop_step = 0
-        self._on_stop, self._stop_grace = on_stop, stop_grace
-        self._has_read_stop = self._ignores_stop = False
+        self._stop = StopRequest(on_stop, stop_grace)
+        self._agreement: LoopAgreement | None = None  # where several processes train the model
         self.started = self._ended = False
         self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._warned_late_log = self._warned_no_run = False
         self.hooks = HookManager(source=self._context, settings=settings)
         self.hooks.raise_on_missing_args = True  # until the first step
+        self.hooks.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
         self.hooks.register_hooks(hooks)
         callbacks = StepCallbacks(
             begin=self.begin,
@@ -141,55 +142,42 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
         A loop that reads it is expected to end itself.
         """
-        self._has_read_stop |= self._is_stopping
-        return self._is_stopping
+        self._stop.has_been_read |= self._stop.is_active
+        return self._stop.is_active
 
     @should_stop.setter
     def should_stop(self, should_stop: bool) -> None:
         if should_stop:
             self.stop("trainer.should_stop was set")
         else:
-            self._stop_reason = None
-
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stop_reason is not None
+            self._stop.withdraw()
 
     def stop(self, reason: str = "") -> None:
         """Ask the loop to end: `should_stop` is True from now on; the first reason is kept.
 
-        A loop over `session.batches` ends after the batch in progress.
+        A loop over `session.batches` ends after the batch in progress. Where several processes
+        train together, `should_stop` is True in all of them from the end of the step on.
         """
-        if self._stop_reason is None:
-            self._stop_reason = as_reason(reason)
-            self._stop_step = self._context.step_in_progress
-            self._step_watch.after_step = self._after_step
+        self._stop.make(as_reason(reason), self._context.step_in_progress)
+        self._step_watch.after_step = self._after_step
 
     def _after_step(self) -> None:
-        """Do what is rarely needed at the end of a step."""
+        """Do what is rarely needed at the end of a step, or where several processes train."""
         if self._checkpoints is not None and self._checkpoints.is_waiting:
             self._checkpoints.step_ended()
-        if self._is_stopping:
-            self._check_stop()
+        if self._agreement is not None:
+            self._agree()
+            if self._agreement.records.is_due(self._context.step):
+                self._agreement.records.report(self.run)
+        if self._stop.is_active:
+            self._stop.check(self._context.step)
 
-    def _check_stop(self) -> None:
-        """Warn about a loop that goes on after a request to stop; raise if the user chose so."""
-        steps = self._context.step - self._stop_step
-        if steps < 0 or self._has_read_stop:
-            return
-        why = f" ({self._stop_reason})" if self._stop_reason else ""
-        if self._on_stop == "raise" and steps >= self._stop_grace:
-            self._ignores_stop = False  # it ends now
-            raise StopTraining(f"Training was asked to stop in step {self._stop_step}{why}.")
-        if steps >= 1 and not self._ignores_stop:
-            self._ignores_stop = True
-            log.warning(
-                "Training was asked to stop in step %d%s, but the loop goes on. %s Or end it where "
-                "`session.should_stop` is True, or by an exception: `attach(…, on_stop='raise')`.",
-                self._stop_step,
-                why,
-                CALLS["batches"],
-            )
+    def _agree(self) -> None:
+        """Apply what hooks of any process have requested."""
+        if self._agreement is not None and self._agreement.end_step(
+            stops=self._stop.reason is not None
+        ):
+            self._stop.agree(self._context.step)
 
     # -- start and end ----------------------------------------------------------------------------
 
@@ -235,6 +223,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
     def begin(self) -> None:
         """Start training; nothing happens after the first call, which the session makes itself."""
         if not self.started:
+            self._join_processes()
             self._start_recorder()
             self.started = True
             self._cancel_detach_at_exit = detach_at_exit(self)
@@ -249,6 +238,15 @@ class AttachedLoop(TrainingLoop[HookManager]):
                 self._fire_load()
             self._step_watch.start()
 
+    def _join_processes(self) -> None:
+        """Agree with the other processes that train the model, if there are any."""
+        if not trains_together(self.model, self.optimizers):
+            return
+        self._agreement = LoopAgreement(self.hooks, self._context)
+        self._stop.needs_agreement = True
+        self._step_watch.skips.any_rank = self._agreement.any_rank
+        self._step_watch.after_step = self._after_step
+
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
         if self._ended:
@@ -258,8 +256,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._cancel_detach_at_exit()
         try:
             if self._context.status == "training":
-                ends_early = self._is_stopping and not self._ignores_stop
+                ends_early = self._stop.is_active and not self._stop.is_ignored
                 self._context.status = "stopped" if ends_early else "completed"
+                if self._agreement is not None:
+                    self._agreement.close(self.run)
             if self._checkpoints is not None:
                 self._checkpoints.finish(failed=self._context.status in ("error", "interrupted"))
             if self.started:
@@ -275,8 +275,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             if self._checkpoints is not None:
                 self._checkpoints.close()
             self._close_recorder(self._context.status, self._context.exception)
-        if self._context.status == "stopped" and self._is_stopping:
-            reason = f": {self._stop_reason}" if self._stop_reason else ""
+        if self._context.status == "stopped" and self._stop.is_active:
+            reason = f": {self._stop.reason}" if self._stop.reason else ""
             self._announce(f"stopped after {self._context.step} steps{reason}")
         if self._context.status in ("completed", "stopped"):
             for line in pending_requirements(self.hooks, self._supplied):
@@ -304,6 +304,14 @@ class AttachedLoop(TrainingLoop[HookManager]):
         given = to_jsonable(self._context.known_config)
         return given if isinstance(given, dict) else {} if given is None else {"config": given}
 
+    def _epoch_means(self) -> dict[str, Any]:
+        """Return the epoch's means, over all processes that train the model."""
+        means, agreement = self._context.means, self._agreement
+        if agreement is None:
+            return means.means()
+        agreement.records.report(self.run)
+        return means_of_all(means, agreement.processes)
+
     def _rewind(self, step: int) -> None:
         """Continue the record behind the checkpoint that was loaded."""
         position = None if self._restored is None else self._restored[1].get("run")
@@ -311,17 +319,23 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._recorder.rewind(position or {"step": step})
 
     def _record_step(self, loss: LazyFloat | None) -> None:
+        step, epoch = self._context.step, self._context.known_epoch
+        agreement = self._agreement
         if self._recorder is not None:
-            self._recorder.end_step(self._context.step, self._context.known_epoch, loss)
+            self._recorder.end_step(step, epoch, loss, keep_loss=agreement is None)
+        if agreement is not None and loss is not None:  # the mean over all processes, later
+            agreement.records.add(step, epoch, "train/loss", loss)
 
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:
             self._recorder.end_step(self._context.step, self._context.known_epoch, None)
-            self._recorder.close(status, self._stop_reason, self.hooks.summary(), error)
+            self._recorder.close(status, self._stop.reason, self.hooks.summary(), error)
             self._recorder = None
 
     def _announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else on the terminal."""
+        if not is_main_process():
+            return
         if log.isEnabledFor(logging.INFO) and log.hasHandlers():
             log.info("%s", text)
         else:
@@ -383,10 +397,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
     def _request_skip(self, idx: int, reason: str) -> None:
         # The optimizer's gradients are removed just before its step, which then changes nothing.
-        self._step_watch.skip(idx, reason)
+        self._step_watch.skips.request(idx, reason)
 
     def _watch_model(self) -> None:
         self._step_watch.hooks_changed()
+        if self._agreement is not None:
+            self._agreement.hooks_toggled = True
 
     def _sync_probes(self, *, at_boundary: bool = False) -> None:
         super()._sync_probes(at_boundary=at_boundary)

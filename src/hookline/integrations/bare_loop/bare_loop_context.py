@@ -16,9 +16,9 @@ import torch
 from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
 from hookline.errors import NotSuppliedError
 from hookline.integrations.bare_loop.requirements import CALLS, not_supplied
-from hookline.loop.event_context import EventContext, device_of, gradients_of, total_norm
+from hookline.loop.event_context import EventContext, device_of, gradients_of
 from hookline.loop.means import Means
-from hookline.tensors.sharded import whole
+from hookline.tensors.global_norm import global_norm
 
 __all__ = ["BareLoopEventContext", "Batch", "ProbeContext"]
 
@@ -99,16 +99,15 @@ class BareLoopEventContext(EventContext):
 
     # -- what is made when it is read -------------------------------------------------------------
 
-    def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients before clipping, on the device."""
-        if self.clipped_norm is not None or not self.norms:
-            return super().norm()
+    def compute_norm(self) -> torch.Tensor:
+        """Compute the norm of all gradients before clipping, on the device."""
+        if not self.norms:
+            return super().compute_norm()
         norms = [
-            self.norms[i] if i in self.norms else total_norm(gradients_of(optimizer))
+            self.norms[i] if i in self.norms else global_norm(gradients_of(optimizer))
             for i, optimizer in enumerate(self.optimizers)
         ]
-        norms = [whole(norm) for norm in norms]
-        return norms[0] if len(norms) == 1 else total_norm(norms)
+        return norms[0] if len(norms) == 1 else global_norm(norms)
 
     @property
     def ctx(self) -> StepContext:

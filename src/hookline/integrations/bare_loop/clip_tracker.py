@@ -13,7 +13,9 @@ from hookline.integrations.bare_loop.clip_watch import (
     add_clip_listener,
     remove_clip_listener,
 )
-from hookline.loop.event_context import gradients_of, total_norm
+from hookline.loop.event_context import gradients_of
+from hookline.tensors.global_norm import global_norm
+from hookline.tensors.sharded import whole
 
 __all__ = ["ClipTracker", "Versions", "gradient_versions"]
 
@@ -88,10 +90,17 @@ class ClipTracker:
             return
         self.seen = True
         self._call, self._concerned = call, concerned
-        for i in concerned:
+        for i in concerned if self._norm_is_wanted() else ():
             gradients = gradients_of(self._context.optimizers[i])
-            if self.wants_norm and i not in self._clipped and not _has_norm_of(call, gradients):
-                self._context.norms[i] = total_norm(gradients)
+            if i not in self._clipped and not _has_norm_of(call, gradients):
+                self._context.norms[i] = global_norm(gradients)
+
+    def _norm_is_wanted(self) -> bool:
+        """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""
+        context = self._context
+        if context.norm_agreement is None:
+            return self.wants_norm
+        return context.norm_agreement.is_due(context.step_in_progress, context.known_epoch)
 
     def _optimizers_of(self, given: set[int]) -> list[int]:
         """Return the numbers of the optimizers that have one of these parameters, given by id."""
@@ -127,8 +136,8 @@ class ClipTracker:
             self._clipped[i] = gradient_versions(context.optimizers[i])
             if not is_first:
                 continue
-            if self.wants_norm and call.result is not None:
-                context.norms.setdefault(i, call.result)
+            if call.result is not None and self._norm_is_wanted():
+                context.norms.setdefault(i, whole(call.result))  # all ranks clip together
             if self._dispatchers.on_gradient_clip is not None:
                 context.optimizer_idx = i
                 context.clipped_norm = context.norms.get(i)

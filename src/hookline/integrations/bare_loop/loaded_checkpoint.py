@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hookline.integrations.bare_loop.processes import is_main_process
+from hookline.loop.processes import is_main_process
 from hookline.loop.random_state import restore_random_state
 
 __all__ = ["LoadedCheckpoint"]

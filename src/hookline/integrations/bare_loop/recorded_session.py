@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.integrations.bare_loop.processes import is_main_process
 from hookline.loop.event_context import device_of
 from hookline.loop.means import Means
+from hookline.loop.processes import is_main_process
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
 from hookline.runs.run_lookup import find_run_of_checkpoint
@@ -62,8 +62,11 @@ class SessionRecorder(Recorder):
         if self.run is not None:
             self._step_means.add(f"train/{name}", value)
 
-    def end_step(self, step: int, epoch: int | None, loss: Any) -> None:
-        """Write the loss of a step, and the means of what was logged in it."""
+    def end_step(self, step: int, epoch: int | None, loss: Any, *, keep_loss: bool = True) -> None:
+        """Write the loss of a step, and the means of what was logged in it.
+
+        With `keep_loss=False`, the loss is known, but written later.
+        """
         if self.run is None:
             return
         values = self._step_means.means()
@@ -73,6 +76,8 @@ class SessionRecorder(Recorder):
         if loss is not None:
             self._warned = True  # a step without a loss is the exception then
             values["train/loss"] = loss  # that of backward has precedence over a logged one
+            if not keep_loss:
+                del values["train/loss"]
         elif "train/loss" not in values and not self._warned:
             self._warned = True
             log.warning(

@@ -75,7 +75,7 @@ class Session(AttachedLoop):
         self._supplied.add("batches")
         trains = self._validation is None
         kind = "train" if trains else "validation"
-        if self._is_stopping and trains:
+        if self._stop.is_active and trains:
             return
         if trains:
             self._reach_boundary()
@@ -86,7 +86,7 @@ class Session(AttachedLoop):
             self._fire(f"on_{kind}_batch_start")
             yield batch
             self._end_batch(tokens)
-            if self._is_stopping and trains:
+            if self._stop.is_active and trains:
                 break
             if trains:
                 self._reach_boundary()
@@ -110,9 +110,10 @@ class Session(AttachedLoop):
         self._fire("on_epoch_start")
         yield epoch
         self._epoch_is_over = True
-        means = self._context.means.means()
+        means = self._epoch_means()
         self._context.metrics = Metrics(means | self._validated)
         self._fire("on_epoch_end")
+        self._agree()
         if self._recorder is not None:
             self._recorder.epoch(self._context.step, epoch, means)
 

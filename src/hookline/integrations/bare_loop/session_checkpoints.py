@@ -14,7 +14,6 @@ from hookline.config.trainer_config import CheckpointConfig
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
-from hookline.integrations.bare_loop.processes import first_rank_decides, is_main_process
 from hookline.integrations.bare_loop.session_state import (
     collect_session,
     read_for_session,
@@ -23,6 +22,7 @@ from hookline.integrations.bare_loop.session_state import (
 from hookline.integrations.bare_loop.step_boundary import StepBoundary
 from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.event_context import device_of
+from hookline.loop.processes import is_main_process, share_from_main
 from hookline.loop.random_state import random_state
 from hookline.runs.jsonable import canonical_json
 from hookline.runs.recorder import describe_loop
@@ -74,6 +74,7 @@ class SessionCheckpoints:
 
     def save(self, path: Path | None, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
         """Save now; return the folder if it is durable already."""
+        self._refuse_sharded()
         if not is_main_process():
             return None
         self.save_requested()
@@ -85,8 +86,18 @@ class SessionCheckpoints:
             self._extra = {}
         return next((result.path for result in results if result.requested == folder), None)
 
+    def _refuse_sharded(self) -> None:
+        """Raise if a rank has parts of the parameters only, which is not supported here."""
+        if self._session._context.norm_agreement is not None:
+            raise LoopError(
+                "A session saves whole models, and this one is sharded (FSDP2). Save it with "
+                "torch.distributed.checkpoint, and say so to hooks: "
+                "`session.notify_checkpoint_saved(path)`. Or use Hookline's trainer."
+            )
+
     def request(self, path: Path | None, extra: Mapping[str, Any]) -> None:
         """Save before the next step begins."""
+        self._refuse_sharded()
         if not is_main_process():
             return
         if is_compiled_in_place(self._session.model):
@@ -223,7 +234,7 @@ class SessionCheckpoints:
                 "`with session:`."
             )
         found = self._find_run() if is_main_process() else None
-        decided: Path | None = first_rank_decides(found)
+        decided: Path | None = share_from_main(found)
         return decided
 
     def _find_run(self) -> Path | None:

@@ -32,6 +32,7 @@ from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.step_skips import StepSkips
 from hookline.loop.model_watch import ModelCallback, ModelWatch
 
 __all__ = ["StepWatch"]
@@ -76,7 +77,7 @@ class StepWatch:
         self._ready: set[int] = set()
         self._versions: dict[int, Versions] = {}
         self._stale: dict[int, Versions] = {}  # of those ready when another backward began
-        self._skips: dict[int, str] = {}  # reasons to skip, by optimizer; -1 for all
+        self.skips = StepSkips()
         self._found_inf: torch.Tensor | None = None
         self._unchecked = True
         self._verified = self._takes_short_path = False
@@ -206,12 +207,7 @@ class StepWatch:
         """Forget about gradients that no step has used."""
         self._ready.discard(i)
         self._clips.forget(i)
-        self._skips.pop(i, None)
-        self._skips.pop(-1, None)
-
-    def skip(self, i: int, reason: str) -> None:
-        """Skip an optimizer's next step; -1 stands for all."""
-        self._skips[i] = reason
+        self.skips.forget(i)
 
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
@@ -287,8 +283,8 @@ class StepWatch:
                 self._gradients_ready(0)
             if fire.on_before_optimizer_step is not None:
                 fire.on_before_optimizer_step(context)
-            if self._skips:
-                self._drop_gradients(0)
+            if self.skips:
+                self.skips.apply(0, optimizer)
             return None
         return self._before_any_step(optimizer, args, kwargs)
 
@@ -312,14 +308,8 @@ class StepWatch:
         if self.dispatchers.on_before_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_before_optimizer_step(self.context)
-        if self._skips:
-            self._drop_gradients(i)
-
-    def _drop_gradients(self, i: int) -> None:
-        """Remove the gradients of a step that is to be skipped, so that it changes nothing."""
-        if i in self._skips or -1 in self._skips:
-            for parameter in (p for g in self.optimizers[i].param_groups for p in g["params"]):
-                parameter.grad = None
+        if self.skips:
+            self.skips.apply(i, self.optimizers[i])
 
     def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
         """Wrap the closure: gradients exist after it has run, not before the step."""
@@ -339,7 +329,7 @@ class StepWatch:
         return (args[0], evaluate, *args[2:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._takes_short_path and not self._skips:
+        if self._takes_short_path and (not self.skips or self.skips.reason(0) is None):
             if self.dispatchers.on_after_optimizer_step is not None:
                 self.dispatchers.on_after_optimizer_step(self.context)
             self._end_step(skipped=False)
@@ -354,7 +344,7 @@ class StepWatch:
             # scaler does for every other optimizer.
             self._skip_turn(i, _OVERFLOW)
             return
-        if (reason := self._skips.get(i, self._skips.get(-1))) is not None:
+        if (reason := self.skips.reason(i)) is not None:
             self._skip_turn(i, reason)
             return
         if self.dispatchers.on_after_optimizer_step is not None:
@@ -386,18 +376,21 @@ class StepWatch:
         context, losses = self.context, self.losses
         latest_loss = context.latest_loss
         context.skipped = skipped
-        if self._skips:
-            self._skips.clear()  # on_step_end requests for the next step
+        if self.skips:
+            self.skips.clear()  # on_step_end requests for the next step
         if not skipped:
             context.step += 1
         if losses.wanted:
             losses.end_step()
         if context.known_batch is not None:
             self.callbacks.end_batch()
+        if context.norm_agreement is not None:
+            context.prepare_norm(context.known_epoch)
         if self.dispatchers.on_step_end is not None:
             if losses.wanted:
                 losses.set_step_loss()
             self.dispatchers.on_step_end(context)
+        context.agreed_norm = None
         if losses.wanted:
             losses.forget()
         if self._ready:

@@ -1,0 +1,104 @@
+"""What the processes of a bare loop under DDP or FSDP decide together.
+
+Between two steps they agree on requests to stop and on toggles of hooks, and before a step on
+requests to skip it. A process that stopped or skipped a step alone would make the others wait for
+ever, or train another model.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hookline.dispatch import HookManager
+from hookline.errors import LoopError
+from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.loop.hook_agreement import HookAgreement
+from hookline.loop.processes import ProcessGroup
+from hookline.loop.step_records import StepRecords
+from hookline.tensors.name_patterns import module_places
+from hookline.tensors.rank_rendezvous import missing_ranks
+from hookline.tensors.sharded import needs_collective
+
+__all__ = ["LoopAgreement", "trains_together"]
+
+log = logging.getLogger("hookline")
+
+_SECONDS = 120.0  # within which all processes have to attach
+
+
+class LoopAgreement:
+    """The agreement of all processes on what hooks request.
+
+    Attributes:
+        processes: the processes.
+        hooks_toggled: whether hooks were toggled in this process since the last agreement.
+        records: the values of steps, for means over all processes.
+    """
+
+    def __init__(self, hooks: HookManager, context: BareLoopEventContext) -> None:
+        if missing := missing_ranks("attach", range(dist.get_world_size()), _SECONDS):
+            raise LoopError(
+                f"Rank {', '.join(map(str, missing))} has not attached to the loop within "
+                f"{_SECONDS:g} s. Call `hookline.attach` in all processes that train the model: a "
+                "hook with ranks='main' is still called in rank 0 only, and only rank 0 writes the "
+                "run."
+            )
+        self.processes = ProcessGroup(started_here=False)
+        self._hooks, self._context = hooks, context
+        _check_same_hooks(hooks, self.processes)
+        self._agreement = HookAgreement(hooks, self.processes)
+        context.agree_on_norm(hooks, self.processes)
+        self.hooks_toggled = False
+        self.records = StepRecords(self.processes)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a process has set the flag; all processes have to call this."""
+        return self.processes.any(flag)[0]
+
+    def end_step(self, *, stops: bool) -> bool:
+        """Apply toggles of all processes; return whether one of them asks to stop."""
+        stop, toggled = self.processes.any(stops, self.hooks_toggled)
+        if toggled:
+            self._agreement.apply_toggles()
+            self._context.agree_on_norm(self._hooks, self.processes)
+            self.hooks_toggled = False
+        return stop
+
+    def close(self, run: Any) -> None:
+        """Record what remains, unless the script has ended the process group before."""
+        if dist.is_initialized():
+            self.records.report(run)
+        elif (steps := self.records.report_own(run)) and run is not None:
+            log.warning(
+                "The process group was destroyed before the session has ended: train/loss of the "
+                "last %d steps is that of rank 0 instead of the mean over all ranks. End the "
+                "session first: `with hookline.attach(…):` around the loop, or `session.detach()`.",
+                steps,
+            )
+
+
+def trains_together(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether several processes train this model, with DDP or sharded parameters."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    wrappers = {type(place.module).__name__ for place in module_places(model) if place.is_wrapper}
+    if wrappers & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+        return True
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(needs_collective(parameter) for group in groups for parameter in group["params"])
+
+
+def _check_same_hooks(hooks: HookManager, processes: ProcessGroup) -> None:
+    """Raise if the processes have attached different hooks."""
+    all_names = processes.gather(hooks.list_hooks())
+    for rank, names in enumerate(all_names):
+        if names != all_names[0]:
+            raise LoopError(
+                f"Rank 0 has attached the hooks {all_names[0]}, and rank {rank} {names}. Attach "
+                "the same hooks in all processes: `ranks='main'` of a hook says that it is called "
+                "in rank 0 only."
+            )

@@ -1,0 +1,52 @@
+"""Requests to skip the step of an optimizer in a bare loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["StepSkips"]
+
+
+class StepSkips:
+    """Requests to skip steps: an optimizer's gradients are removed, so its step changes nothing.
+
+    Attributes:
+        any_rank: returns whether any process has set a flag, where several train together.
+    """
+
+    def __init__(self) -> None:
+        self.any_rank: Callable[[bool], bool] | None = None
+        self._reasons: dict[int, str] = {}  # by optimizer; -1 for all
+
+    def request(self, i: int, reason: str) -> None:
+        """Skip an optimizer's next step; -1 stands for all."""
+        self._reasons[i] = reason
+
+    def reason(self, i: int) -> str | None:
+        """Return why an optimizer's step is skipped; None if it is not."""
+        return self._reasons.get(i, self._reasons.get(-1))
+
+    def apply(self, i: int, optimizer: torch.optim.Optimizer) -> None:
+        """Remove the gradients of a step that is to be skipped, in all processes together."""
+        skips = self.reason(i) is not None
+        if self.any_rank is not None and self.any_rank(skips) and not skips:
+            self.request(i, "another process asked")
+            skips = True
+        if skips:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                parameter.grad = None
+
+    def forget(self, i: int) -> None:
+        """Forget requests for gradients that no step has used."""
+        self._reasons.pop(i, None)
+        self._reasons.pop(-1, None)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._reasons.clear()
+
+    def __bool__(self) -> bool:
+        """Whether something has to be done before a step."""
+        return bool(self._reasons) or self.any_rank is not None

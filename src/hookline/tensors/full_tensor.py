@@ -1,0 +1,85 @@
+"""full_tensor: the whole value of a sharded tensor, for hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from hookline.dispatch.current_hook import current_limited_hook
+from hookline.errors import CollectiveError
+from hookline.tensors.nested import map_tensors, tensors_in
+from hookline.tensors.rank_rendezvous import missing_ranks
+from hookline.tensors.sharded import is_sharded, needs_collective, whole
+
+__all__ = ["full_tensor", "require_all_ranks"]
+
+T = TypeVar("T")
+
+
+def full_tensor(value: T, *, timeout: float = 60.0) -> T:
+    """Return the whole value of a sharded tensor (a `DTensor`), as a plain tensor.
+
+    Under FSDP2, parameters and gradients are sharded: each process has a part of them, and
+    `gradient.norm().item()` is the norm of that part. This is a collective, so all processes of the
+    tensor's device mesh have to call it, in the same order.
+
+        def on_gradients_ready(self, model, step):
+            gradient = hookline.full_tensor(model.head.weight.grad)
+            if torch.distributed.get_rank() == 0:
+                print(step, gradient.norm().item())
+
+    Args:
+        value: a tensor, or lists, tuples and mappings with tensors. Plain tensors are returned as
+            they are; whole values of sharded ones are detached.
+        timeout: how many seconds to wait for the other processes.
+
+    Raises:
+        CollectiveError: the hook that calls this is not called in all processes (its `ranks`), or
+            a process has not called this in time.
+    """
+    sharded = [tensor for tensor in tensors_in(value) if is_sharded(tensor)]
+    if not sharded:
+        return value
+    require_all_ranks(sharded, "full_tensor", timeout)
+    result: T = map_tensors(value, _whole_detached)
+    return result
+
+
+def _whole_detached(tensor: Tensor) -> Tensor:
+    return whole(tensor.detach()) if is_sharded(tensor) else tensor
+
+
+def require_all_ranks(tensors: Iterable[Any], function: str, timeout: float) -> None:
+    """Wait until all processes are here that have parts of the tensors.
+
+    Raises:
+        CollectiveError: the hook that calls the function is not called in all processes, or a
+            process has not called it in time.
+    """
+    tensors = [tensor for tensor in tensors if needs_collective(tensor)]
+    if not tensors:
+        return
+    hook = current_limited_hook()
+    if hook is not None:
+        raise CollectiveError(
+            f"{function} was called in the hook '{hook.name}', which is not called in all "
+            f"processes (ranks='{hook.ranks}'). It gathers the parts of all of them, so it would "
+            f"wait for ever. Register the hook with ranks='all', call {function} in all "
+            "processes, and use the result in one of them."
+        )
+    purposes: dict[tuple[int, ...], list[str]] = {}
+    for tensor in tensors:
+        ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
+        described = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements}"
+        purposes.setdefault(ranks, []).append(described)
+    for ranks, several in purposes.items():
+        purpose = f"{function} {' '.join(several[:8])} of {len(several)}"
+        if missing := missing_ranks(purpose, ranks, timeout):
+            raise CollectiveError(
+                f"{function} waited {timeout:g} s for rank {', '.join(map(str, missing))}, which "
+                f"did not call it for a tensor of shape {tuple(tensors[0].shape)}. All processes "
+                "have to call it, in the same order. Is the hook enabled, registered with the same "
+                "schedule, and without an error on all ranks?"
+            )

@@ -1,0 +1,45 @@
+"""A meeting of processes before a collective, with a time limit.
+
+A collective waits for all its processes, and a process that never comes makes the others wait until
+the process group's time limit, which is long and fails for all. Meeting in the process group's
+store first costs a few short messages to it, and tells which processes are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["missing_ranks"]
+
+
+def missing_ranks(purpose: str, ranks: Sequence[int], seconds: float) -> list[int]:
+    """Wait until all ranks have called this for the same purpose; return those that have not.
+
+    Args:
+        purpose: what the ranks meet for; calls for different purposes do not meet.
+        ranks: the ranks, in the default process group.
+        seconds: the time limit.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, size = _get_default_store(), len(ranks)
+    key = f"hookline/{purpose}/{'-'.join(map(str, ranks))}"
+    met = f"{key}/{dist.get_rank()}/met"  # how often this rank has met the others
+    meeting = store.add(met, 0) + 1
+    store.set(f"{key}/{dist.get_rank()}/{meeting}", "here")
+    if store.add(key, 1) == meeting * size:
+        store.set(f"{key}/{meeting}", "complete")
+    else:
+        try:
+            store.wait([f"{key}/{meeting}"], timedelta(seconds=seconds))
+        except RuntimeError:  # the time limit
+            if store.add(key, -1) != meeting * size - 1:  # else the last one has just come
+                return [rank for rank in ranks if not store.check([f"{key}/{rank}/{meeting}"])]
+            store.add(key, 1)
+    store.add(met, 1)
+    store.delete_key(f"{key}/{dist.get_rank()}/{meeting}")
+    store.delete_key(f"{key}/{meeting - 1}")  # all ranks have left it
+    return []
