@@ -5,6 +5,7 @@ Each function is one training or several; what they return in each rank is writt
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -205,6 +206,26 @@ def end_together(folder: Path) -> dict[str, Any]:
         trainer.fit(data, [batch] * (1 + 2 * RANK))
         results[name] = describe(trainer, watch)
     return results
+
+
+def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
+    """The second save fails in rank 1; training goes on, and the first checkpoint stays."""
+    from hookline.checkpoint.part_writer import PartWriter
+
+    write_file, saves = PartWriter._write_file, []
+
+    def fail(self: PartWriter, file: Path, data: memoryview) -> str:
+        saves.append(self.shared.token)
+        if len(set(saves)) == 2 and file.suffix == ".safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_file(self, file, data)
+
+    PartWriter._write_file = fail  # type: ignore[method-assign]
+    trainer, watch = make(folder, max_steps=9, **fields)
+    trainer.add_hook(ModelCheckpoint(every_n_steps=4, save_top_k=-1, monitor=None))
+    trainer.fit(loaders()[0])
+    PartWriter._write_file = write_file  # type: ignore[method-assign]
+    return describe(trainer, watch)
 
 
 def main() -> None:

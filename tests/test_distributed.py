@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 from distributed_training import train
+from torch import nn
+
+import hookline
+from hookline.checkpoint import load_checkpoint
 
 SCRIPT = Path(__file__).with_name("distributed_training.py")
 ORDER_OF_SUMS = 1e-5  # sums of floats in another order differ in the last bits, training adds up
@@ -68,7 +72,8 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 def fsdp(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("fsdp")
     options = json.dumps({"strategy": "fsdp", "fsdp": {"wrap": ["Linear"]}})
-    return run(folder, f"train:{options}", f"resume:{options}"), folder
+    names = [f"{name}:{options}" for name in ("train", "resume", "fail_part")]
+    return run(folder, *names), folder
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -127,6 +132,37 @@ def test_a_resumed_run_is_bit_identical(strategy, request) -> None:
         assert whole["losses"][7:] == parts["losses"]
     assert both[0]["resume"]["whole"]["random"] != both[1]["resume"]["whole"]["random"]
     assert records(folder / "resume" / "whole") == records(folder / "resume" / "parts")
+
+
+def test_a_sharded_checkpoint_is_read_as_a_whole_by_one_process(fsdp) -> None:
+    (first, _), folder = fsdp
+    (path,) = (folder / "resume" / "whole").glob("*/checkpoints/*=14")
+    names = {file.name for file in path.iterdir()}
+    assert names >= {"model-1.safetensors", "state-1.safetensors"}
+    checkpoint = load_checkpoint(path)
+    shapes = {name: tuple(value.shape) for name, value in checkpoint.model.items()}
+    expected = first["resume"]["whole"]["weights"]
+    assert shapes == {name: tuple(torch.tensor(w).shape) for name, w in expected.items()}
+    averages = checkpoint.state["hooks"]["ema"]["averages"]
+    assert {name: tuple(value.shape) for name, value in averages.items()} == shapes
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Dropout(), nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 4)
+    )
+    hookline.open_run(path.parents[1]).checkpoints()[-1].load_into(model)
+    assert all(torch.equal(model.state_dict()[n], v) for n, v in checkpoint.model.items())
+
+
+def test_a_part_that_cannot_be_written_leaves_the_other_checkpoints(fsdp) -> None:
+    both, folder = fsdp
+    for results in both:
+        assert results["fail_part"]["steps"] == 9
+        assert results["fail_part"]["saved"] == ["epoch=0-step=4"]
+    (checkpoints,) = (folder / "fail_part").glob("*/checkpoints")
+    assert {path.name for path in checkpoints.iterdir()} == {"epoch=0-step=4", "last"}
+    (run_folder,) = (folder / "fail_part").iterdir()
+    (failed,) = hookline.open_run(run_folder).events("checkpoint_failed")
+    assert "rank 1" in failed["error"]
+    assert "No space left on device" in failed["error"]
 
 
 def test_epochs_and_validations_end_together(ddp) -> None:

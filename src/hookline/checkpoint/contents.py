@@ -97,7 +97,12 @@ def _read_weights(file: Path) -> list[TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for one in header.tensors:
         dtype, shape = one.viewed or (_torch_name(one.dtype), one.shape)
-        entries[one.name] = TensorEntry(one.name, dtype, shape, one.size)
+        size = one.size
+        if one.name in header.shards:  # other files have the other parts
+            item_size = size // max(math.prod(shape), 1)
+            shape = header.shards[one.name][0]
+            size = math.prod(shape) * item_size
+        entries[one.name] = TensorEntry(one.name, dtype, shape, size)
     for name, other in header.tied.items():
         tied = entries[other]
         entries[name] = TensorEntry(name, tied.dtype, tied.shape, 0, other)
