@@ -6,6 +6,7 @@ Each function is one training or several; what they return in each rank is writt
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import sys
@@ -229,6 +230,7 @@ def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(240, exit=True)  # all ranks may wait for each other for ever
     folder, *names = sys.argv[1:]
     for name in names:
         function, _, argument = name.partition(":")
