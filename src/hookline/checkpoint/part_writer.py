@@ -59,6 +59,9 @@ class PartWriter(CheckpointWriter):
     """Writes the files of a rank other than 0."""
 
     shared: SharedSave
+    requested: Path | None = None
+    """The checkpoint that it is a part of."""
+
     _folder: Path | None = None
     _lock: Any = None
 

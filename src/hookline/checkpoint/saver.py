@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -58,7 +58,7 @@ class CheckpointSaver:
         self._buffers = SnapshotBuffers()
         self._write: _Write | None = None
         self._results: deque[SaveResult] = deque()
-        self._parts: list[CheckpointWriter] = []  # of a rank other than 0, until rank 0 has them
+        self._parts: list[PartWriter] = []  # of a rank other than 0, until rank 0 has them
 
     def prepare(
         self, *, model: Mapping[str, Tensor], state: Mapping[str, Any], shards_only: bool = False
@@ -120,7 +120,8 @@ class CheckpointSaver:
         writer = _make_writer(shared)(files, encoded_info, begin, sync)
         if isinstance(writer, PartWriter | SharedWriter) and shared is not None:
             writer.shared = shared
-        if rank:
+        if isinstance(writer, PartWriter):
+            writer.requested = folders[0]
             self._parts.append(writer)
         move_last = not info.get("emergency")
         self._write = _Write(writer, folders, move_last, self._results, replaces)
@@ -136,11 +137,17 @@ class CheckpointSaver:
             results.append(self._results.popleft())
         return results
 
-    def release_parts(self) -> None:
-        """Remove what rank 0 has not taken of this rank's parts, once it has finished."""
-        self.wait()
-        parts, self._parts = self._parts, []
-        for part in parts:
+    def release_parts(self, folders: Collection[Path] | None = None) -> None:
+        """Remove what rank 0 has not taken of this rank's parts, once it has finished.
+
+        Args:
+            folders: The checkpoints that rank 0 has finished; None for all.
+        """
+        released = [p for p in self._parts if folders is None or p.requested in folders]
+        if self._write is not None and self._write.writer in released:  # rank 0 has failed before
+            self.wait()
+        self._parts = [part for part in self._parts if part not in released]
+        for part in released:
             part.close()
 
     def wait(self) -> None:
@@ -150,6 +157,7 @@ class CheckpointSaver:
 
     def close(self) -> None:
         """Wait until nothing is being written, and free the memory."""
+        self.wait()
         self.release_parts()
         self._write = None
         self._buffers = SnapshotBuffers()

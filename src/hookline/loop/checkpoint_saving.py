@@ -131,9 +131,9 @@ class CheckpointSaving:
             raise failure
         return results
 
-    def release_parts(self) -> None:
-        """Remove what is left of this rank's parts, after rank 0 has reported."""
-        self._saver.release_parts()
+    def release_parts(self, folders: Sequence[Path]) -> None:
+        """Remove what is left of this rank's parts of checkpoints that rank 0 has reported."""
+        self._saver.release_parts([folder.absolute() for folder in folders])
         for result in self._saver.finished():
             if result.error is not None:
                 log.error("%s", result.error)

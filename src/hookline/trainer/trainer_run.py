@@ -270,6 +270,8 @@ class TrainerRun(TrainerBase):
     def _report_save(self, result: SaveResult) -> None:
         """Tell the run and the hooks that a checkpoint is durable, or that it failed."""
         step = result.info["step"]
+        if not self.strategy.alone and self.strategy.is_main:
+            self._saved.append(result)
         if result.path is None:
             if result.error is not None:
                 self._recorder.event(
@@ -280,8 +282,6 @@ class TrainerRun(TrainerBase):
                 if failed is not None:
                     failed(str(result.requested), result.error)
             return
-        if not self.strategy.alone and self.strategy.is_main:
-            self._saved.append(result)
         tokens = result.info["tokens_seen"]
         self._recorder.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
         if self._dispatchers.on_checkpoint_save is not None:
@@ -297,7 +297,7 @@ class TrainerRun(TrainerBase):
         if self.strategy.is_main:
             return
         if shared and self._saving is not None:
-            self._saving.release_parts()
+            self._saving.release_parts([result.requested for result in shared])
         for result in shared:
             self._report_save(result)
 
