@@ -26,6 +26,7 @@ from bench import (
     probes,
     raw,
     resume,
+    sharded_saves,
     trainer,
     updates,
 )
@@ -41,6 +42,7 @@ PARTS = {
     "updates": updates.run,
     "checkpoints": checkpoints.run,
     "resume": resume.run,
+    "sharded_saves": sharded_saves.run,
     "imports": imports.run,
 }
 PEERS = (

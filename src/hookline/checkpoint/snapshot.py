@@ -55,7 +55,7 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
             )
     Encoder("model").encode(weights)  # raises if a weight cannot be saved
     shards = {
-        name: shard_of(value.detach()) for name, value in weights.items() if is_sharded(value)
+        name: shard_of(value) for name, value in weights.items() if is_sharded(value)
     }
     weights |= {name: shard.values for name, shard in shards.items()}
     encoder = Encoder("state")

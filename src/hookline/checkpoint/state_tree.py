@@ -120,7 +120,7 @@ class Encoder:
     def _encode_shard(self, value: Tensor, path: str) -> Any:
         # All ranks have to give it the same name, and may have other tensors before it.
         if path not in self.shards:
-            self.shards[path] = shard_of(value.detach())
+            self.shards[path] = shard_of(value)
             self.tensors[path] = self.shards[path].values
         return {"$": "tensor", "v": path}
 
