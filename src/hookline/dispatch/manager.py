@@ -461,6 +461,11 @@ def _checked_ranks(entry: Entry, given: Any) -> Ranks:
         raise RegistrationError(
             f"The ranks of '{entry.name}' are {ranks!r}. Expected {listed(get_args(Ranks))}."
         )
+    if ranks != "all" and entry.hook.hookline_kind == "update":
+        raise RegistrationError(
+            f"'{entry.name}' is an update, with ranks='{ranks}': it would change the gradients of "
+            "some processes only, which would then train different models. Register it for all."
+        )
     return cast("Ranks", ranks)
 
 
