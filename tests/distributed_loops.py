@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def train(model: nn.Module, hooks: Any, rank: int | None, *, clip: bool, **optio
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = hookline.attach(model, optimizer, hooks=hooks, settings=DEBUG, **options)
     # Without `with`, training starts in the first call of the model.
-    with session if clip else closing_session(session):
+    with session if clip else closing_session(session), session.epoch() if clip else nullcontext():
         for batch in batches(rank):
             model(batch).square().mean().backward()
             if clip:
@@ -172,6 +172,9 @@ def check_numbers(kind: str, folder: Path, *, clip: bool) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["value"] for line in lines if line["name"] == "train/loss"]
     torch.testing.assert_close(losses, norms_alone.losses, **TOLERANCE)
+    if clip:
+        (mean,) = [line["value"] for line in lines if line["name"] == "train/loss_epoch"]
+        torch.testing.assert_close(mean, sum(losses) / STEPS, **TOLERANCE)
     totals = [line["value"] for line in lines if line["name"] == "gradients/total/norm"]
     torch.testing.assert_close(totals, norms_alone.norms[1::2], **TOLERANCE)
     layers = {line["name"].split("/")[1] for line in lines if line["name"].startswith("gradients/")}

@@ -952,3 +952,9 @@ def test_an_optimizer_that_is_not_attached_is_refused():
     )
     with hookline.attach(model, optimizer) as session, refused:
         session.updates(torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("ranks", ["main", "local_main"])
+def test_an_update_is_for_all_processes(ranks: str) -> None:
+    with pytest.raises(hookline.RegistrationError, match=f"ranks='{ranks}'"):
+        hookline.HookManager().add_hook(hookline.Scale(0.5), ranks=ranks)  # type: ignore[arg-type]

@@ -54,9 +54,7 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
                 "the parameter or buffer."
             )
     Encoder("model").encode(weights)  # raises if a weight cannot be saved
-    shards = {
-        name: shard_of(value) for name, value in weights.items() if is_sharded(value)
-    }
+    shards = {name: shard_of(value) for name, value in weights.items() if is_sharded(value)}
     weights |= {name: shard.values for name, shard in shards.items()}
     encoder = Encoder("state")
     extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`

@@ -467,6 +467,11 @@ class HookManager:
 def _checked_ranks(entry: Entry, given: Any) -> Ranks:
     ranks: Any = type(entry.hook).ranks if given is None else given
     check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
+    if ranks != "all" and entry.hook.hookline_kind == "update":
+        raise RegistrationError(
+            f"'{entry.name}' is an update, with ranks='{ranks}': it would change the gradients of "
+            "some processes only, which would then train different models. Register it for all."
+        )
     return cast("Ranks", ranks)
 
 

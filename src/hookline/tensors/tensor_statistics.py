@@ -209,8 +209,9 @@ def merge_ranks(measured: Sequence[tuple[TensorStatistics, Columns]]) -> None:
 
 
 def _all_gather(output: Tensor, own: Tensor, group: Any) -> None:
-    gather: Any = getattr(torch.distributed, "all_gather_single", None)  # since torch 2.13
-    (gather or torch.distributed.all_gather_into_tensor)(output, own, group=group)
+    is_new = hasattr(torch.distributed, "all_gather_single")  # since torch 2.13
+    name = "all_gather_single" if is_new else "all_gather_into_tensor"
+    getattr(torch.distributed, name)(output, own, group=group)
 
 
 def _merge_parts(parts: list[tuple[Columns, str, list[int]]], gathered: Tensor) -> None:

@@ -31,7 +31,7 @@ from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.loop.evaluation import count_tokens, make_counter
-from hookline.loop.means import Means, means_of_all
+from hookline.loop.means import Means
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.training_loop import TrainingLoop
 from hookline.printable import printable_message
@@ -165,19 +165,16 @@ class AttachedLoop(TrainingLoop[HookManager]):
         """Do what is rarely needed at the end of a step, or where several processes train."""
         if self._checkpoints is not None and self._checkpoints.is_waiting:
             self._checkpoints.step_ended()
-        if self._agreement is not None:
-            self._agree()
-            if self._agreement.records.is_due(self._context.step):
-                self._agreement.records.report(self.run)
+        self._agree()
         if self._stop.is_active:
             self._stop.check(self._context.step)
 
     def _agree(self) -> None:
         """Apply what hooks of any process have requested."""
-        if self._agreement is not None and self._agreement.end_step(
-            stops=self._stop.reason is not None
-        ):
-            self._stop.agree(self._context.step)
+        agreement, step = self._agreement, self._context.step
+        stops = self._stop.reason is not None
+        if agreement is not None and agreement.end_step(step, self.run, stops=stops):
+            self._stop.agree(step)
 
     # -- start and end ----------------------------------------------------------------------------
 
@@ -303,14 +300,6 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
         given = to_jsonable(self._context.known_config)
         return given if isinstance(given, dict) else {} if given is None else {"config": given}
-
-    def _epoch_means(self) -> dict[str, Any]:
-        """Return the epoch's means, over all processes that train the model."""
-        means, agreement = self._context.means, self._agreement
-        if agreement is None:
-            return means.means()
-        agreement.records.report(self.run)
-        return means_of_all(means, agreement.processes)
 
     def _rewind(self, step: int) -> None:
         """Continue the record behind the checkpoint that was loaded."""

@@ -17,6 +17,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.loop.hook_agreement import HookAgreement
+from hookline.loop.means import Means, means_of_all
 from hookline.loop.processes import ProcessGroup
 from hookline.loop.step_records import StepRecords
 from hookline.tensors.name_patterns import module_places
@@ -59,8 +60,18 @@ class LoopAgreement:
         """Return whether a process has set the flag; all processes have to call this."""
         return self.processes.any(flag)[0]
 
-    def end_step(self, *, stops: bool) -> bool:
-        """Apply toggles of all processes; return whether one of them asks to stop."""
+    def epoch_means(self, means: Means, run: Any) -> dict[str, Any]:
+        """Return the means of an epoch over all processes, and record its steps."""
+        self.records.report(run)
+        return means_of_all(means, self.processes)
+
+    def end_step(self, step: int, run: Any, *, stops: bool) -> bool:
+        """Apply toggles of all processes; return whether one of them asks to stop.
+
+        When it is due, the means of the steps' values are recorded in the run of rank 0.
+        """
+        if self.records.is_due(step):
+            self.records.report(run)
         stop, toggled = self.processes.any(stops, self.hooks_toggled)
         if toggled:
             self._agreement.apply_toggles()

@@ -110,7 +110,8 @@ class Session(AttachedLoop):
         self._fire("on_epoch_start")
         yield epoch
         self._epoch_is_over = True
-        means = self._epoch_means()
+        own, agreement = self._context.means, self._agreement
+        means = own.means() if agreement is None else agreement.epoch_means(own, self.run)
         self._context.metrics = Metrics(means | self._validated)
         self._fire("on_epoch_end")
         self._agree()
