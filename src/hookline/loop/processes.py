@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hookline.errors import TrainingError
+from hookline.loop.rank_logging import log_as_rank
 
 __all__ = ["OneProcess", "ProcessGroup", "join_processes", "local_rank", "world_size"]
 
@@ -78,6 +79,7 @@ class ProcessGroup(OneProcess):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = local_rank()
         self._started_here = started_here
+        log_as_rank(self.rank)
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:

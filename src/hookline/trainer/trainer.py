@@ -20,7 +20,7 @@ from typing import Any, Never
 
 import torch
 
-from hookline.arguments import check_flag, check_path
+from hookline.arguments import check_flag, check_path, show_value
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ArgumentError, RunError, TrainingError, nearest
@@ -624,9 +624,13 @@ def get_trainer(
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
     `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
+    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes.
     """
+    if kind not in ("simple", "ddp", "fsdp"):
+        known = "'simple', 'ddp' and 'fsdp'"
+        raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
     if kind != "simple":
-        raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")
+        options = {"strategy": kind, **options}
     parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)

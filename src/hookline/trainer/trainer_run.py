@@ -51,6 +51,7 @@ class TrainerRun(TrainerBase):
     _saving: CheckpointSaving | None = None
     _saved: list[SaveResult]  # what the other processes have not been told yet
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
+    _is_ending = False  # whether the hooks of several processes are called for on_train_end
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
@@ -103,11 +104,14 @@ class TrainerRun(TrainerBase):
         self._watch_model()
         self._sync_probes()
         self.hooks.run_started()
+        if not self.strategy.alone:  # hooks of one process may ask for a checkpoint
+            self._phase = Phase.IN_STEP
         if self._dispatchers.on_train_start is not None:
             self._dispatchers.on_train_start(context)
         if restored is not None and self._dispatchers.on_checkpoint_load is not None:
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
+        self._phase = Phase.BETWEEN_STEPS
 
     def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
@@ -192,15 +196,20 @@ class TrainerRun(TrainerBase):
         """Save all that a resumed run needs; return the checkpoint's folder once it is durable.
 
         Within a step or the end of an epoch, the state is saved when that is over, and None is
-        returned: `on_checkpoint_save` then has the folder.
+        returned: `on_checkpoint_save` then has the folder. Of several processes, one is enough to
+        ask for it while training runs; before and after, all of them have to call this.
         """
         if path is not None:
             path = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
-        if self._phase is Phase.IN_STEP:
+        if self._phase is Phase.IN_STEP or (self._is_ending and not self.strategy.is_main):
             self._requests.checkpoint(path)
             return None
+        if self._is_ending:
+            self.strategy.processes.share([path])  # to the others, which wait in `_end_hooks`
         if self._saving is not None:
             return self._save([path], wait=True)
+        if not self.strategy.alone:
+            return self._save_between_runs(path)
         saving = self._make_saving()
         (result,) = saving.save([self._folder_for(path)], wait=True)
         saving.close()
@@ -222,6 +231,15 @@ class TrainerRun(TrainerBase):
         if not self.strategy.alone:
             self._share_saved()
         return next((r.path for r in results if r.requested == folders[0]), None)
+
+    def _save_between_runs(self, path: Path | None) -> Path | None:
+        """Save while no run is active, in all of several processes."""
+        self._saving, self._saved = self._make_saving(), []
+        try:
+            return self._save([path], wait=True)
+        finally:
+            self._saving.close()
+            self._saving = None
 
     def _gather_rank_states(self) -> None:
         """Collect the states of all processes for a checkpoint, which rank 0 writes."""
@@ -431,8 +449,8 @@ class TrainerRun(TrainerBase):
                 self._share_saved()
             self._phase = Phase.IDLE
             self._watch_model()
-            if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
-                self._dispatchers.on_train_end(context)
+            if phase is not Phase.STARTING:
+                self._end_hooks(agrees=not failed and not self.strategy.alone)
         except BaseException as error:
             if not failed or not isinstance(error, HooklineError):
                 interrupted = isinstance(error, KeyboardInterrupt)
@@ -457,6 +475,30 @@ class TrainerRun(TrainerBase):
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )
+
+    def _end_hooks(self, *, agrees: bool) -> None:
+        """Fire on_train_end; of several processes that `agree`, all save what a hook of one saves.
+
+        A hook in rank 0 saves at once, and the other processes wait for that after their own hooks.
+        """
+        processes, fire = self.strategy.processes, self._dispatchers.on_train_end
+        self._is_ending = agrees
+        try:
+            if fire is not None:
+                fire(self._context)
+            if not agrees:
+                return
+            if self.strategy.is_main:
+                processes.share([])
+            while not self.strategy.is_main and (paths := processes.share(None)):
+                self._save(paths)
+                asked = self._requests.checkpoints
+                self._requests.checkpoints = [path for path in asked if path not in paths]
+            (save,) = processes.any(bool(self._requests.checkpoints))
+            if save:
+                self._save(self._requested_paths(), wait=True)
+        finally:
+            self._is_ending = False
 
     def _finish_saving(self, failed: bool) -> None:
         """Wait for the checkpoint that is being written, and report it."""
