@@ -30,6 +30,8 @@ class OneProcess:
     rank = 0
     size = 1
     local_rank = 0
+    stage = 0  # of the batch that is trained on, see `RankWatch`
+    is_waiting = False  # whether this process waits here for the others
 
     @property
     def is_main(self) -> bool:
@@ -85,19 +87,25 @@ class ProcessGroup(OneProcess):
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether a process has set it."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
+        self.is_waiting = True
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        self.is_waiting = False
         return tuple(map(bool, tensor.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.size
+        self.is_waiting = True
         dist.all_gather_object(values, value, group=self._group)
+        self.is_waiting = False
         return values
 
     def share(self, value: Any) -> Any:
         """Return the value of rank 0."""
         values = [value if self.is_main else None]
+        self.is_waiting = True
         dist.broadcast_object_list(values, src=0, group=self._group)
+        self.is_waiting = False
         return values[0]
 
     def call_on_main(self, function: Callable[[], T]) -> T:

@@ -7,11 +7,13 @@ import logging
 import math
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
 
 from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
+from hookline.dispatch import Summary
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
@@ -51,6 +53,7 @@ class TrainerRun(TrainerBase):
     _saving: CheckpointSaving | None = None
     _saved: list[SaveResult]  # what the other processes have not been told yet
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
+    _rank_watch: Any = None
     _is_ending = False  # whether the hooks of several processes are called for on_train_end
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
@@ -85,6 +88,7 @@ class TrainerRun(TrainerBase):
         started = self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
         run = self._recorder.run
         self._context.run = RunElsewhere(*started) if started and run is None else run
+        self._watch_ranks()
         self._called_model = self.strategy.wrap(self.model)
         self._step_records = StepRecords(self.strategy.processes)
         self._agreed_hooks = {n: n in self._enabled_hooks() for n in self.hooks}
@@ -112,6 +116,20 @@ class TrainerRun(TrainerBase):
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
         self._phase = Phase.BETWEEN_STEPS
+
+    def _watch_ranks(self) -> None:
+        """Name the processes that make the others wait, in rank 0 and as events of the run."""
+        after, processes = self.config.slow_rank_seconds, self.strategy.processes
+        if self.strategy.alone or after is None:
+            return
+        from hookline.loop.rank_watch import STAGES, RankWatch  # its import takes a while
+
+        def place() -> tuple[int, int, int]:
+            position = self._position
+            stage = len(STAGES) - 1 if processes.is_waiting else processes.stage
+            return position.epoch, position.batches, stage
+
+        self._rank_watch = RankWatch(processes, after, place, self._recorder.event)
 
     def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
@@ -469,12 +487,23 @@ class TrainerRun(TrainerBase):
             self._watch_model()
             self._sync_probes()
             self.hooks.run_ended()
-            summary = self.hooks.summary()
+            summary = self._summary_of_all()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
+                self._rank_watch = None
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )
+
+    def _summary_of_all(self) -> Summary:
+        """Return the summary of the hooks; after an error, that of this process only."""
+        summary = self.hooks.summary()
+        if self.strategy.alone or self._context.status in ("error", "interrupted"):
+            return summary
+        gathered = self.strategy.processes.gather(_without_options(summary))
+        return replace(summary, other_ranks=tuple(gathered[1:]))
 
     def _end_hooks(self, *, agrees: bool) -> None:
         """Fire on_train_end; of several processes that `agree`, all save what a hook of one saves.
@@ -510,3 +539,9 @@ class TrainerRun(TrainerBase):
             if not failed:
                 raise
             log.exception("The last checkpoint could not be saved.")
+
+
+def _without_options(summary: Summary) -> Summary:
+    """Return the summary as it is sent to other processes: options may be any objects."""
+    hooks = [replace(hook, options={}, unmasked_options={}) for hook in summary.hooks]
+    return replace(summary, hooks=tuple(hooks))
