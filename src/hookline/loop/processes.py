@@ -177,5 +177,22 @@ def join_processes(device: torch.device) -> OneProcess:
                 "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
             )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **_options_after_restart())
     return ProcessGroup(started_here=started_here)
+
+
+def _options_after_restart() -> dict[str, Any]:
+    """Return arguments of `init_process_group`: after a restart, a store of this attempt.
+
+    torchrun's store outlives a restart, with the addresses of the processes before (torch 2.13).
+    On several nodes their agents count restarts differently: there the user has to set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a store of its own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not uses_agent_store or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, size, is_master=False)
+    prefixed = dist.PrefixStore(f"hookline/attempt_{attempt}", store)
+    return {"store": prefixed, "rank": int(os.environ["RANK"]), "world_size": size}
