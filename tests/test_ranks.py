@@ -161,3 +161,64 @@ def test_a_signal_during_validation_and_accumulation_preempts_all_ranks(two, tmp
     for whole, resumed in zip(two[0], ranks, strict=True):
         assert resumed["interrupt"]["weights"] == whole["whole"]["weights"]
     assert len(list((tmp_path / "interrupt").glob("2*"))) == 1
+
+
+PROJECT = """
+import time
+import torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        time.sleep(0.005)
+        return torch.full((4,), i / 64), torch.ones(2)
+"""
+CONFIG = """
+seed: 1
+model: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 2}}
+data:
+  train: {class_path: project.Data, loader: {batch_size: 4, shuffle: true}}
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+loss_fn: torch.nn.functional.mse_loss
+trainer: {max_epochs: 20, strategy: ddp, progress: plain}
+hooks: [{name: model_checkpoint, every_n_steps: 20}]
+"""
+
+
+def test_the_command_line_trains_in_two_processes_and_speaks_once(tmp_path: Path) -> None:
+    (tmp_path / "project.py").write_text(PROJECT)
+    (tmp_path / "train.yaml").write_text(CONFIG)
+    train = "-m", "hookline", "train", "train.yaml"
+    process = start(*train, cwd=tmp_path)
+    lines = []
+    while "loss" not in (line := process.stdout.readline()):
+        assert line, "ended too early"
+        lines.append(line)
+    process.send_signal(signal.SIGTERM)
+    output = "".join(lines) + finish(process, fails=True)
+    assert output.count("config ") == 1, output
+    assert output.count("hookline: Preempted by SIGTERM") == 1
+    (run_folder,) = (tmp_path / "runs").iterdir()
+    resume = f"torchrun --nproc_per_node 2 -m hookline train train.yaml --resume {run_folder.name}"
+    assert resume in output
+
+    output = finish(start(*train, "--resume", cwd=tmp_path))
+    assert output.count("Resuming") == output.count("completed after") == 1, output
+    assert "step 160" in output
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_folder.name]
+    manifest = json.loads((run_folder / "manifest.json").read_text())
+    assert manifest["status"] == "completed"
+
+    output = finish(start(*train, "trainer.epochs=1", cwd=tmp_path), fails=True)
+    report, _, cause = output.partition("Root Cause")
+    assert report.count("] command line: trainer.epochs: Unknown key") == 1, output
+    assert "Unknown key" in cause
+    verify = [sys.executable, "-m", "hookline", "verify", "train.yaml"]
+    environment = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
+    ended = subprocess.run(
+        verify, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "Start it without torchrun" in ended.stderr

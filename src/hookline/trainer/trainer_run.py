@@ -340,7 +340,8 @@ class TrainerRun(TrainerBase):
             can_save: whether all batches of a step were trained on; otherwise nothing is saved.
         """
         requests = self._requests
-        received = requests.signal or signal.SIGTERM  # another rank received it
+        signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
+        received = signal.SIGINT if signal.SIGINT in signals else signals[0]
         paths = self._requested_paths()
         if not can_save:
             paths = []
