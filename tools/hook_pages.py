@@ -10,7 +10,7 @@ import re
 from importlib import import_module
 from typing import Any
 
-from hookline.cli.hook_facts import describe_behaviour, describe_hook, group_hooks
+from hookline.cli.hook_facts import RANKS, describe_behaviour, describe_hook, group_hooks
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
@@ -53,7 +53,8 @@ def page(name: str) -> str:
         "|---|---|",
         *(f"| `{event['event']}` | {_asks(event['asks'])} |" for event in facts["events"]),
         "",
-        f"Order: {facts['order']}. {describe_behaviour(facts)}",
+        f"Order: {facts['order']}. Of several processes, it runs in {RANKS[facts['ranks']]}. "
+        + describe_behaviour(facts),
         "",
         "## Cost",
         "",

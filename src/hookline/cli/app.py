@@ -8,6 +8,7 @@ with `--debug`. Modules that import torch are imported by the commands that need
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import traceback
@@ -61,16 +62,16 @@ def main() -> None:
     except HooklineError as error:
         if isinstance(error, HookFailedError) and is_debug:
             _print_traceback(error)  # shows where the hook failed
-        _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED)
+        _end("\n".join([str(error), *getattr(error, "__notes__", [])]), FAILED, error)
     except (KeyboardInterrupt, typer.Abort):
         _end("Interrupted.", 130)
     except _USAGE_ERRORS as error:
-        _end(_usage_message(error), BAD_INPUT)
+        _end(_usage_message(error), BAD_INPUT, error)
     except Exception as error:
         if is_debug:
             _print_traceback(error)
             sys.exit(FAILED)
-        _end(_unexpected_error_message(error), FAILED)
+        _end(_unexpected_error_message(error), FAILED, error)
 
 
 # The base class of typer's errors about bad input. Newer versions of typer include their own click.
@@ -97,7 +98,14 @@ def _print_traceback(error: Exception) -> None:
     print_text(text.rstrip(), sys.stderr)
 
 
-def _end(message: str, code: int) -> NoReturn:
+def _end(message: str, code: int, error: Exception | None = None) -> NoReturn:
+    """Print an error and exit; of several processes, the one that has failed first prints it."""
+    if error is not None and os.environ.get("WORLD_SIZE", "1") != "1":
+        from hookline.loop.torchrun import is_first_failure
+
+        if not is_first_failure(error):
+            sys.exit(code)
+        message = f"[rank {os.environ.get('RANK', '?')}] {message}"
     print_text(printable_lines(f"hookline: {mask_text(message)}"), sys.stderr)
     sys.exit(code)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hookline.cli.text_output import print_text
+from hookline.cli.text_output import is_main_process, print_text
 
 __all__ = [
     "Command",
@@ -96,9 +96,9 @@ def exit_on_interrupt() -> Generator[None, None, None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print_text(
-            " ".join(["hookline: Interrupted.", *getattr(interrupt, "__notes__", ())]), sys.stderr
-        )
+        if is_main_process():
+            notes = getattr(interrupt, "__notes__", ())
+            print_text(" ".join(["hookline: Interrupted.", *notes]), sys.stderr)
         raise typer.Exit(130) from None
 
 

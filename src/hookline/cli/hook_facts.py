@@ -20,7 +20,7 @@ from hookline.hook import Hook, Rank
 from hookline.options import Option, get_options
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["GROUPS", "describe_behaviour", "describe_hook", "group_hooks"]
+__all__ = ["GROUPS", "RANKS", "describe_behaviour", "describe_hook", "group_hooks"]
 
 GROUPS = {
     "monitoring": "Monitor training",
@@ -55,6 +55,11 @@ _PLACES = {
     Rank.CONTROL: "after the monitors, before hooks that save checkpoints",
     Rank.CHECKPOINT: "after hooks that control training, before the writers",
     Rank.WRITER: "with the writers, after most others",
+}
+RANKS = {
+    "all": "every process",
+    "main": "rank 0 only",
+    "local_main": "the first process of each node",
 }
 _INTERNAL_ARGUMENTS = {"observation"}  # not declared by the hook itself
 
@@ -91,6 +96,7 @@ def describe_hook(known: KnownHook) -> dict[str, Any]:
         "options": [_option(one) for one in get_options(kind).values()],
         "events": _events(kind),
         "order": _PLACES[_rank(kind)],
+        "ranks": kind.ranks,
         "critical": bool(kind.critical),
         "intervenes": bool(kind.intervenes),
         "cost": kind.hookline_cost,

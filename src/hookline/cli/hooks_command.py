@@ -155,7 +155,7 @@ def _entry(known: Any) -> dict[str, Any]:
 
 
 def _as_text(facts: dict[str, Any]) -> str:
-    from hookline.cli.hook_facts import describe_behaviour
+    from hookline.cli.hook_facts import RANKS, describe_behaviour
 
     events = _columns((one["event"], ", ".join(one["asks"])) for one in facts["events"])
     blocks = [
@@ -167,6 +167,7 @@ def _as_text(facts: dict[str, Any]) -> str:
                 ("class", facts["class"]),
                 ("package", facts["package"]),
                 ("order", f"called {facts['order']}"),
+                ("ranks", f"called in {RANKS[facts['ranks']]}"),
                 ("behaviour", describe_behaviour(facts)),
                 ("cost", facts["cost"] or "not documented"),
             ]

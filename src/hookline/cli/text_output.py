@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,10 +13,25 @@ from typing import Any, TextIO
 from hookline.printable import escape_controls
 from hookline.text_tables import cell_width
 
-__all__ = ["prepare_streams", "print_json", "print_text", "show", "terminal_width"]
+__all__ = [
+    "is_main_process",
+    "prepare_streams",
+    "print_json",
+    "print_text",
+    "show",
+    "terminal_width",
+]
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
 _WORDS = re.compile(r"\s*\S+")
+
+
+def is_main_process() -> bool:
+    """Return whether this is the first of the processes that torchrun has started, or the only one.
+
+    The others print no results. Each has its own messages about its own errors.
+    """
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def terminal_width() -> int | None:
@@ -27,7 +43,9 @@ def terminal_width() -> int | None:
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
-    """Print a text at once, with control characters escaped."""
+    """Print a text at once, with control characters escaped; on stdout in rank 0 only."""
+    if stream is None and not is_main_process():
+        return
     print(escape_controls(text), file=stream, flush=True)
 
 
@@ -36,6 +54,8 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
 
     Control characters are escaped.
     """
+    if not is_main_process():
+        return
     from rich.console import Console
     from rich.text import Text
 
@@ -70,6 +90,8 @@ def _wrap_line(line: str, width: int) -> str:
 
 def print_json(value: Any) -> None:
     """Print a value as JSON, with secrets masked and control characters as JSON escapes."""
+    if not is_main_process():
+        return
     from hookline.masking import mask_secrets
     from hookline.runs.jsonable import to_jsonable
 

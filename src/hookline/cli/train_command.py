@@ -17,7 +17,7 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, print_text, show
+from hookline.cli.text_output import is_main_process, print_json, print_text, show
 from hookline.printable import printable, printable_message
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ def train(
 
     From a Python function: **hookline train train.py:make_trainer lr=0.1**
 
+    In two processes: **torchrun --nproc_per_node 2 -m hookline train train.yaml**
+
     Exit codes: 0 if training ended, 1 after an error, 130 after Ctrl-C, and 128 plus the number of
     the signal if the run was preempted: 143 after SIGTERM. After 130 and 143, **--resume**
     continues the run.
@@ -142,7 +144,9 @@ def train(
     with exit_on_interrupt():
         training = load_config(config, overrides, trust)
         print_text(f"config {training.config_hash[:8]}  {printable(training.source, 1000)}")
-        start = _find_start(training, resume, start_from)
+        start = training.trainer.strategy.processes.call_on_main(
+            lambda: _find_start(training, resume, start_from)
+        )
         if "resume_from" not in start:
             _check_runs(training)
         try:
@@ -187,7 +191,8 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
     name = getattr(trainer, "stop_signal", None) or "SIGTERM"
     hint = _resume_hint(training, overrides)
     message = f"hookline: Preempted by {name} after step {trainer.step}. {hint}"
-    print_text(printable_message(message.rstrip()), sys.stderr)
+    if is_main_process():
+        print_text(printable_message(message.rstrip()), sys.stderr)
     raise typer.Exit(128 + signal.Signals[name])
 
 
@@ -233,7 +238,7 @@ def check(
         print_json({"ok": True, **facts})
     else:
         show(_as_table(facts))
-        print("OK")
+        print_text("OK")
 
 
 def schema(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import typer
 from hookline.cli.command_base import Json, exit_on_interrupt
 from hookline.cli.text_output import print_json, print_text
 from hookline.cli.train_command import Config, Overrides, TrustedPackages, load_config
+from hookline.errors import HooklineError
 from hookline.printable import printable
 
 __all__ = ["verify"]
@@ -45,6 +47,11 @@ def verify(
     if steps is not None and steps < 2:
         raise typer.BadParameter(
             f"it is {steps}; expected a whole number of 2 or more.", param_hint="'--steps'"
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise HooklineError(
+            "`hookline verify` trains in one process, and torchrun has started "
+            f"{os.environ['WORLD_SIZE']}. Start it without torchrun."
         )
     with exit_on_interrupt():
         folder = load_config(config, overrides, trust).folder

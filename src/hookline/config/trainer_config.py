@@ -385,6 +385,11 @@ class TrainerConfig(Config):
         description="each of several processes takes its share of the loaders' batches; false: "
         "their loaders have different data already",
     )
+    slow_rank_seconds: PositiveFloat | None = Field(
+        default=60.0,
+        description="one of several processes is named, in the log and as an event of the run, "
+        "when the others have waited for it so long; None: never",
+    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(

@@ -10,6 +10,7 @@ from typing import Any
 from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError, listed
+from hookline.loop.torchrun import describe_launch
 from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.crash_loop import check_crash_loop
@@ -97,7 +98,8 @@ def describe_resume_command(training: Training, overrides: Sequence[str]) -> str
     if run is None or training.trainer.status in ("completed", "stopped"):
         return ""
     trust = [part for name in training.trust for part in ("--trust", name)]
-    command = ["hookline", "train", training.source, *mask_arguments(overrides), *trust]
+    train = ["train", training.source, *mask_arguments(overrides), *trust]
+    command = [*describe_launch(), "hookline", *train]
     try:
         find_checkpoint(run.path)
     except CheckpointError:

@@ -126,6 +126,8 @@ class Summary:
 
     seconds: float
     hooks: tuple[HookInfo, ...] = field(default=())
+    other_ranks: tuple[Summary, ...] = field(default=())
+    """The summaries of ranks 1, 2, …, after a run of several processes that has ended well."""
 
     @property
     def share(self) -> float:
@@ -145,7 +147,17 @@ class Summary:
         hooks = [asdict(replace(hook, unmasked_options={})) for hook in self.hooks]
         for hook in hooks:
             del hook["unmasked_options"]
-        return {"seconds": self.seconds, "hooks": hooks}
+        summary = {"seconds": self.seconds, "hooks": hooks}
+        if self.other_ranks:
+            ranks = enumerate(self.other_ranks, 1)
+            summary["other_ranks"] = [{"rank": n, "hooks": one._costs()} for n, one in ranks]
+        return summary
+
+    def _costs(self) -> list[dict[str, Any]]:
+        """Return what differs between the ranks, of the hooks that were called."""
+        names = ("name", "status", "calls", "seconds", "share", "failures", "last_error")
+        called = [hook for hook in self.hooks if hook.calls or hook.failures]
+        return [{name: getattr(hook, name) for name in names} for hook in called]
 
     def __str__(self) -> str:
         headers = ("hook", "calls", "time", "share", "failures", "status")
@@ -166,6 +178,17 @@ class Summary:
             for hook in self.hooks
             if hook.last_error and not hook.critical  # a critical hook's error was raised
         ]
+        for rank, other in enumerate(self.other_ranks, 1):
+            lines += [
+                f"rank {rank}: {printable(hook.name)} failed {hook.failures} times, last error: "
+                f"{printable_lines(hook.last_error or '')}"
+                for hook in other.hooks
+                if hook.failures
+            ]
+        if self.other_ranks:
+            shares = [self.share, *(other.share for other in self.other_ranks)]
+            rank = shares.index(max(shares))
+            lines.append(f"{len(shares)} ranks; hooks cost most in rank {rank}: {max(shares):.1%}")
         return "\n".join(lines)
 
 

@@ -106,6 +106,7 @@ class FailureHandler:
             entry.name,
             reason,
             entry.name,
+            extra={"own_rank": True},  # other processes may not have failed
         )
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hookline.errors import LoopError, TrainingError
+from hookline.loop.rank_logging import log_as_rank
 
 __all__ = [
     "OneProcess",
@@ -37,6 +38,8 @@ class OneProcess:
     rank = 0
     size = 1
     local_rank = 0
+    stage = 0  # of the batch that is trained on, see `RankWatch`
+    is_waiting = False  # whether this process waits here for the others
 
     @property
     def is_main(self) -> bool:
@@ -86,24 +89,31 @@ class ProcessGroup(OneProcess):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = local_rank()
         self._started_here = started_here
+        log_as_rank(self.rank)
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether a process has set it."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
+        self.is_waiting = True
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        self.is_waiting = False
         return tuple(map(bool, tensor.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.size
+        self.is_waiting = True
         dist.all_gather_object(values, value, group=self._group)
+        self.is_waiting = False
         return values
 
     def share(self, value: Any) -> Any:
         """Return the value of rank 0."""
         values = [value if self.is_main else None]
+        self.is_waiting = True
         dist.broadcast_object_list(values, src=0, group=self._group)
+        self.is_waiting = False
         return values[0]
 
     def call_on_main(self, function: Callable[[], T]) -> T:
@@ -175,7 +185,7 @@ def join_processes(device: torch.device) -> OneProcess:
                 "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
             )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **_options_after_restart())
     return ProcessGroup(started_here=started_here)
 
 
@@ -203,3 +213,20 @@ def share_from_main(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def _options_after_restart() -> dict[str, Any]:
+    """Return arguments of `init_process_group`: after a restart, a store of this attempt.
+
+    torchrun's store outlives a restart, with the addresses of the processes before (torch 2.13).
+    On several nodes their agents count restarts differently: there the user has to set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every attempt a store of its own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not uses_agent_store or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, size, is_master=False)
+    prefixed = dist.PrefixStore(f"hookline/attempt_{attempt}", store)
+    return {"store": prefixed, "rank": int(os.environ["RANK"]), "world_size": size}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hookline.loop.processes import OneProcess
@@ -30,25 +31,40 @@ class StepRecords:
         """Return whether the values are recorded after this step."""
         return step % _EVERY == 0
 
-    def report(self, run: Any) -> None:
+    def report(
+        self,
+        run: Any,
+        own_values: Mapping[str, float] | None = None,
+        at: tuple[int, int] = (0, 0),
+    ) -> None:
         """Average what was kept over all processes, and record it in the run, if there is one.
 
         All processes have to call this.
+
+        Args:
+            run: the run; None in other ranks than 0.
+            own_values: values of this process alone, whose names begin with "ranks/".
+            at: the step and the epoch that these are recorded with.
         """
-        self._record(run, self._processes)
+        self._record(run, self._processes, own_values or {}, at)
 
     def report_own(self, run: Any) -> int:
         """Record the values of this process alone; return of how many steps."""
         steps = len({step for step, *_ in self._values})
-        self._record(run, OneProcess())
+        self._record(run, OneProcess(), {}, (0, 0))
         return steps
 
-    def _record(self, run: Any, processes: OneProcess) -> None:
+    def _record(
+        self, run: Any, processes: OneProcess, own_values: Mapping[str, float], at: tuple[int, int]
+    ) -> None:
         kept, self._values = self._values, []
         own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
+        own |= {name: (value, 1.0) for name, value in own_values.items()}
         sums = processes.sum_numbers(own)
         if run is None:
             return
         for i, (step, epoch, name, _) in enumerate(kept):
-            total, weight = sums[str(i)]
+            total, weight = sums.pop(str(i))
             run.log(step, epoch, name, total / weight)
+        for name in sorted(sums):
+            run.log(*at, name, sums[name][0])

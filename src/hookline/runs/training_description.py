@@ -100,6 +100,7 @@ def _describe_loaders(data: Any) -> dict[str, Any]:
 
 
 def _describe_loader(loader: Any) -> dict[str, Any]:
+    loader = getattr(loader, "whole_loader", loader)  # not the share of one of several processes
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

@@ -40,6 +40,7 @@ from hookline.trainer.forked_optimizers import (
     apply_optimizer_settings,
     describe_saved_optimizers,
 )
+from hookline.trainer.rank_states import adapt_rank_states
 from hookline.trainer.trainer_checkpoint import (
     describe_state,
     describe_unloadable,
@@ -87,6 +88,7 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
     manifest = {} if folder is None else OpenedRun(folder).manifest
     check_trainer_state(checkpoint)
     with reported_damage(checkpoint):
+        adapt_rank_states(trainer, checkpoint.state)
         fork = _Fork(trainer, checkpoint.state, manifest)
         problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
         unloadable = {} if problems else describe_unloadable(trainer, fork.state)

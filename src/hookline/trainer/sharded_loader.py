@@ -8,7 +8,8 @@ up with batches from the beginning, so that all processes have equally many.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any, Final
 
@@ -99,18 +100,18 @@ class _SharedBatches:
     """The share of this process in the batches of any loader; every process loads all of them."""
 
     def __init__(self, loader: Any, processes: OneProcess, *, fill: bool) -> None:
-        self.loader = loader
+        self.whole_loader = loader
         self._processes = processes
         self._fill = fill
 
     def __len__(self) -> int:
-        length = length_of(self.loader)
+        length = length_of(self.whole_loader)
         if length is None:
-            raise TypeError(f"A {type(self.loader).__name__} has no len()")
+            raise TypeError(f"A {type(self.whole_loader).__name__} has no len()")
         return share_length(length, self._processes, fill=self._fill)
 
     def __iter__(self) -> Iterator[Any]:
-        return take_share(iter(self.loader), self._processes, fill=self._fill)
+        return take_share(iter(self.whole_loader), self._processes, fill=self._fill)
 
 
 def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:
@@ -142,7 +143,25 @@ def _share_loader(loader: Any, processes: OneProcess, *, fill: bool) -> Any:
     sampler = SharedSampler(getattr(loader, replaced), processes, generators, fill=fill)
     # Not by assignment: a DataLoader refuses to change these after its construction.
     shared.__dict__[replaced] = sampler
+    shared.whole_loader = loader  # for the run's manifest
+    if loader.num_workers:
+        shared.worker_init_fn = _WorkerStart(loader.worker_init_fn)
     return shared
+
+
+class _WorkerStart:
+    """Starts a worker that ignores SIGTERM, which torchrun sends to the workers of loaders, too.
+
+    A process without workers could not take part in the step after which all of them save.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._init = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._init is not None:
+            self._init(worker_id)
 
 
 def end_together(batches: Iterator[Any], processes: OneProcess) -> Iterator[Any]:
@@ -163,7 +182,7 @@ def _is_shared(loader: Any) -> bool:
 def set_loader_epoch(loaders: Iterable[Any], epoch: int) -> None:
     """Call `set_epoch` of the loaders, their samplers and datasets that have it."""
     for loader in loaders:
-        inner = getattr(loader, "loader", loader)
+        inner = getattr(loader, "whole_loader", loader)
         for one in (inner, getattr(inner, "dataset", None), *_samplers(inner)):
             set_epoch = getattr(one, "set_epoch", None)
             if callable(set_epoch):

@@ -20,7 +20,7 @@ from typing import Any, Never
 
 import torch
 
-from hookline.arguments import check_flag, check_path
+from hookline.arguments import check_flag, check_path, show_value
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ArgumentError, RunError, TrainingError, nearest
@@ -180,7 +180,7 @@ class Trainer(TrainerRun):
             if self.val_data is not None and due:
                 self._validate_in_loop()
             if not self.strategy.alone:
-                self._step_records.report(self._recorder.run)
+                self._report_steps(is_last=True)
             means = self._means_of_all(context.means)
             context.made_metrics = Metrics(means | self._position.validated)
             if fire.on_epoch_end is not None:
@@ -200,6 +200,7 @@ class Trainer(TrainerRun):
         batches = position.remaining_batches(stream, self.device)
         if not self.strategy.alone:
             batches, length = self._end_together(batches, length)
+            self._rank_metrics.start_epoch(position.batches)
         self._progress.epoch(self._context.epoch, length, position.batches)
         if position.batches and self._boundary(validate=self._validation_due):
             return position.batches == length
@@ -245,12 +246,15 @@ class Trainer(TrainerRun):
         model, compute_loss, accumulate = self._called_model, self._loss_computer, self._accumulate
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
-        check_boundary = self._validate_every is not None or not strategy.alone
+        processes, multi_rank = strategy.processes, not strategy.alone
+        check_boundary = self._validate_every is not None or multi_rank
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
         self._phase = Phase.IN_STEP
         for batch, batch_idx, loader_idx, loader_name in batches:
             position.batches += 1
+            if multi_rank:
+                processes.stage = 0
             context.batch, context.batch_idx = batch, batch_idx
             context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
             context.made_metrics = None
@@ -261,6 +265,8 @@ class Trainer(TrainerRun):
                 batch = strategy.move(batch)
 
             # forward and loss; on_before_forward and on_after_forward come from the model's call
+            if multi_rank:
+                processes.stage = 1
             if autocasts:
                 with strategy.autocast():
                     loss, extra = compute_loss(model, batch)
@@ -278,6 +284,8 @@ class Trainer(TrainerRun):
             if fire.on_before_backward is not None:
                 context.loss = loss
                 fire.on_before_backward(context)
+            if multi_rank:
+                processes.stage = 2
             if complete:
                 strategy.backward(loss)
             else:
@@ -421,8 +429,14 @@ class Trainer(TrainerRun):
         if self._prepares_saving:
             self._prepare_saving()
         if not self.strategy.alone and self._step_records.is_due(context.step):
-            self._step_records.report(self._recorder.run)
+            self._report_steps()
         return self._apply_requests()
+
+    def _report_steps(self, *, is_last: bool = False) -> None:
+        """Record the values of the steps, and at times the throughput and memory of each rank."""
+        own = self._rank_metrics.measure(self._position.batches, is_last=is_last)
+        at = self._context.step, self._context.epoch
+        self._step_records.report(self._recorder.run, own, at)
 
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
@@ -626,9 +640,13 @@ def get_trainer(
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
     `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
+    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes.
     """
+    if kind not in ("simple", "ddp", "fsdp"):
+        known = "'simple', 'ddp' and 'fsdp'"
+        raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
     if kind != "simple":
-        raise TrainingError(f"Unknown trainer '{kind}'. There is 'simple'.")
+        options = {"strategy": kind, **options}
     parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)

@@ -23,6 +23,7 @@ from hookline.loop.evaluation import count_tokens, evaluation, make_counter, sam
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.means import Means, means_of_all
 from hookline.loop.model_watch import ModelWatch
+from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
 from hookline.runs.recorder import Recorder
@@ -94,6 +95,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         )
         self._called_model = self.model  # what the loop calls: the strategy may wrap the model
         self._step_records = StepRecords(self.strategy.processes)
+        self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
         self.schedulers = match_schedulers(schedulers, self.optimizers)
         self.best_accuracy = 0.0
         self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
@@ -453,7 +455,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if "optimizers" not in state or "position" not in state:
             raise CheckpointError("load_state_dict(state) takes what state_dict() returned.")
         context, scaler = self._context, self.strategy.scaler
-        state = {**state, **self._own_state(state.get("ranks"))}
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             self.strategy.load_optimizer(optimizer, saved)
             # Else a scheduler that steps before the next optimizer step warns about their order.
@@ -488,16 +489,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "means": self._context.means.state_dict(),
             "tokens_seen": self._context.counted_tokens,
         }
-
-    def _own_state(self, states: list[dict[str, Any]] | None) -> dict[str, Any]:
-        """Return this process's part of a checkpoint's state."""
-        processes, saved = self.strategy.processes, states or [{}]
-        if len(saved) != processes.size:
-            raise CheckpointError(
-                f"The checkpoint was saved by {len(saved)} processes, and this run has "
-                f"{processes.size}. Resume with {len(saved)} processes."
-            )
-        return saved[processes.rank]
 
     def _pending_gradients(self) -> list[list[Any] | None]:
         """Return the gradients of each optimizer that does not step in every step, else None."""

@@ -32,6 +32,7 @@ from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 from hookline.trainer.position_checks import describe_position
+from hookline.trainer.rank_states import adapt_rank_states
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def load_trainer_checkpoint(
             lazy[name], weights[name] = value, checkpoint.model[name]
     before = trainer.state_dict()
     with reported_damage(checkpoint):
+        adapt_rank_states(trainer, checkpoint.state)
         checkpoint = fit_checkpoint(
             checkpoint,
             model=weights,

@@ -8,12 +8,14 @@ import math
 import signal
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
 
 from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
 from hookline.checkpoint.part_writer import SharedSave
+from hookline.dispatch import Summary
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
 from hookline.loop.checkpoint_saving import CheckpointSaving
@@ -54,6 +56,8 @@ class TrainerRun(TrainerBase):
     _saving: CheckpointSaving | None = None
     _saved: list[SaveResult]  # what the other processes have not been told yet
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
+    _rank_watch: Any = None
+    _is_ending = False  # whether the hooks of several processes are called for on_train_end
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
@@ -87,6 +91,7 @@ class TrainerRun(TrainerBase):
         started = self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
         run = self._recorder.run
         self._context.run = RunElsewhere(*started) if started and run is None else run
+        self._watch_ranks()
         self._called_model = self.strategy.wrap(self.model)
         self._step_records = StepRecords(self.strategy.processes)
         self._hook_agreement = HookAgreement(self.hooks, self.strategy.processes)
@@ -107,11 +112,28 @@ class TrainerRun(TrainerBase):
         self._watch_model()
         self._sync_probes()
         self.hooks.run_started()
+        if not self.strategy.alone:  # hooks of one process may ask for a checkpoint
+            self._phase = Phase.IN_STEP
         if self._dispatchers.on_train_start is not None:
             self._dispatchers.on_train_start(context)
         if restored is not None and self._dispatchers.on_checkpoint_load is not None:
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
+        self._phase = Phase.BETWEEN_STEPS
+
+    def _watch_ranks(self) -> None:
+        """Name the processes that make the others wait, in rank 0 and as events of the run."""
+        after, processes = self.config.slow_rank_seconds, self.strategy.processes
+        if self.strategy.alone or after is None:
+            return
+        from hookline.loop.rank_watch import STAGES, RankWatch  # its import takes a while
+
+        def place() -> tuple[int, int, int]:
+            position = self._position
+            stage = len(STAGES) - 1 if processes.is_waiting else processes.stage
+            return position.epoch, position.batches, stage
+
+        self._rank_watch = RankWatch(processes, after, place, self._recorder.event)
 
     def _restore(self, resume_from: Any, fork_from: Any, strict: bool) -> tuple[Path | None, Any]:
         """Load a checkpoint; return its folder, and the parent of a run that is forked."""
@@ -196,15 +218,20 @@ class TrainerRun(TrainerBase):
         """Save all that a resumed run needs; return the checkpoint's folder once it is durable.
 
         Within a step or the end of an epoch, the state is saved when that is over, and None is
-        returned: `on_checkpoint_save` then has the folder.
+        returned: `on_checkpoint_save` then has the folder. Of several processes, one is enough to
+        ask for it while training runs; before and after, all of them have to call this.
         """
         if path is not None:
             path = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
-        if self._phase is Phase.IN_STEP:
+        if self._phase is Phase.IN_STEP or (self._is_ending and not self.strategy.is_main):
             self._requests.checkpoint(path)
             return None
+        if self._is_ending:
+            self.strategy.processes.share([path])  # to the others, which wait in `_end_hooks`
         if self._saving is not None:
             return self._save([path], wait=True)
+        if not self.strategy.alone:
+            return self._save_between_runs(path)
         saving = self._make_saving()
         (result,) = saving.save([self._folder_for(path)], wait=True)
         saving.close()
@@ -237,6 +264,15 @@ class TrainerRun(TrainerBase):
         processes = self.strategy.processes
         token = processes.share(uuid.uuid4().hex[:12])
         return SharedSave(token, processes.rank, processes.size)
+
+    def _save_between_runs(self, path: Path | None) -> Path | None:
+        """Save while no run is active, in all of several processes."""
+        self._saving, self._saved = self._make_saving(), []
+        try:
+            return self._save([path], wait=True)
+        finally:
+            self._saving.close()
+            self._saving = None
 
     def _gather_rank_states(self) -> None:
         """Collect the states of all processes for a checkpoint, which rank 0 writes."""
@@ -323,7 +359,8 @@ class TrainerRun(TrainerBase):
             can_save: whether all batches of a step were trained on; otherwise nothing is saved.
         """
         requests = self._requests
-        received = requests.signal or signal.SIGTERM  # another rank received it
+        signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
+        received = signal.SIGINT if signal.SIGINT in signals else signals[0]
         paths = self._requested_paths()
         if not can_save:
             paths = []
@@ -450,8 +487,8 @@ class TrainerRun(TrainerBase):
                 self._share_saved()
             self._phase = Phase.IDLE
             self._watch_model()
-            if phase is not Phase.STARTING and self._dispatchers.on_train_end is not None:
-                self._dispatchers.on_train_end(context)
+            if phase is not Phase.STARTING:
+                self._end_hooks(agrees=not failed and not self.strategy.alone)
         except BaseException as error:
             if not failed or not isinstance(error, HooklineError):
                 interrupted = isinstance(error, KeyboardInterrupt)
@@ -470,12 +507,47 @@ class TrainerRun(TrainerBase):
             self._watch_model()
             self._sync_probes()
             self.hooks.run_ended()
-            summary = self.hooks.summary()
+            summary = self._summary_of_all()
+            if self._rank_watch is not None:
+                self._rank_watch.close()
+                self._rank_watch = None
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )
+
+    def _summary_of_all(self) -> Summary:
+        """Return the summary of the hooks; after an error, that of this process only."""
+        summary = self.hooks.summary()
+        if self.strategy.alone or self._context.status in ("error", "interrupted"):
+            return summary
+        gathered = self.strategy.processes.gather(_without_options(summary))
+        return replace(summary, other_ranks=tuple(gathered[1:]))
+
+    def _end_hooks(self, *, agrees: bool) -> None:
+        """Fire on_train_end; of several processes that `agree`, all save what a hook of one saves.
+
+        A hook in rank 0 saves at once, and the other processes wait for that after their own hooks.
+        """
+        processes, fire = self.strategy.processes, self._dispatchers.on_train_end
+        self._is_ending = agrees
+        try:
+            if fire is not None:
+                fire(self._context)
+            if not agrees:
+                return
+            if self.strategy.is_main:
+                processes.share([])
+            while not self.strategy.is_main and (paths := processes.share(None)):
+                self._save(paths)
+                asked = self._requests.checkpoints
+                self._requests.checkpoints = [path for path in asked if path not in paths]
+            (save,) = processes.any(bool(self._requests.checkpoints))
+            if save:
+                self._save(self._requested_paths(), wait=True)
+        finally:
+            self._is_ending = False
 
     def _finish_saving(self, failed: bool) -> None:
         """Wait for the checkpoint that is being written, and report it."""
@@ -487,3 +559,9 @@ class TrainerRun(TrainerBase):
             if not failed:
                 raise
             log.exception("The last checkpoint could not be saved.")
+
+
+def _without_options(summary: Summary) -> Summary:
+    """Return the summary as it is sent to other processes: options may be any objects."""
+    hooks = [replace(hook, options={}, unmasked_options={}) for hook in summary.hooks]
+    return replace(summary, hooks=tuple(hooks))

@@ -37,6 +37,7 @@ class SavingHook(BuiltIn):
 
     critical = True
     hookline_rank = Rank.CHECKPOINT
+    ranks = "main"
 
     _retention: Retention
     _folder: Path | None = None

@@ -34,6 +34,7 @@ class LoggingHook(BuiltIn):
 
     cost = "Nothing per batch; metrics are read at the end of epochs and validations."
     hookline_rank = Rank.WRITER
+    ranks = "main"
     hookline_optional_events = frozenset(
         {"on_epoch_end", "on_validation_end", "on_checkpoint_save", "on_checkpoint_load"}
     )

@@ -32,6 +32,7 @@ class LRMonitor(BuiltIn):
         "Reads the optimizers' settings in every step; an lr on a device is copied without waiting."
     )
     hookline_rank = Rank.MONITOR
+    ranks = "main"
     hookline_records = True
 
     def __init__(

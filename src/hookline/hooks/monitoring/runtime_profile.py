@@ -51,6 +51,7 @@ class RuntimeProfile(BuiltIn):
         "wait for the device."
     )
     hookline_rank = Rank.MONITOR
+    ranks = "main"
     hookline_records = True
     hookline_optional_events = frozenset(
         {

@@ -40,6 +40,7 @@ class TorchProfiler(BuiltIn):
         "Recorded steps are slower, with `with_stack` several times. Nothing after the last cycle."
     )
     hookline_rank = Rank.MONITOR
+    ranks = "main"
 
     def __init__(
         self,

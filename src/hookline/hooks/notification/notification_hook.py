@@ -54,6 +54,7 @@ class NotificationHook(BuiltIn):
     )
     secret_options = frozenset({"webhook_url"})
     hookline_rank = Rank.WRITER
+    ranks = "main"
 
     def __init__(
         self,

@@ -1,0 +1,41 @@
+"""What a process knows about the torchrun that has started it, without a process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+__all__ = ["describe_launch", "is_first_failure"]
+
+_CONNECT = timedelta(seconds=5)
+
+
+def describe_launch() -> list[str]:
+    """Return the words before `hookline` in a command that starts as many processes as now."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if local is None or os.environ.get("WORLD_SIZE", "1") == "1":
+        return []
+    return ["torchrun", *["--nnodes", nodes] * (nodes != "1"), "--nproc_per_node", local, "-m"]
+
+
+def is_first_failure(error: BaseException) -> bool:
+    """Tell torchrun about the error that ends this process; return whether no other had one.
+
+    One failure usually makes all processes fail: the first one is the cause. Without torchrun's
+    store nothing is known about the others, and True is returned.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, timeout=_CONNECT)
+        return PrefixStore(f"hookline/failures/{attempt}", store).add("count", 1) == 1
+    except (KeyError, ValueError, RuntimeError):  # there is no such store, or it has ended
+        return True

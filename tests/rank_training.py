@@ -1,0 +1,123 @@
+"""Trainings in two processes for `test_ranks.py`, started with torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import distributed_training as shared
+import torch
+from distributed_training import RANK, Once, describe, loaders, make
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline import ModelCheckpoint
+
+
+class Failing(hookline.Hook):
+    """Fails in rank 1."""
+
+    def on_step_end(self) -> None:
+        if RANK == 1:
+            raise ValueError("only in rank 1")
+
+
+def watch(folder: Path) -> dict[str, Any]:
+    """A rank that sleeps in forward, and then rank 0 in a hook; a hook that fails in rank 1."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hookline").addHandler(handler)
+    trainer, _ = make(folder, max_epochs=1, slow_rank_seconds=0.5)
+    loss_fn: Any = trainer.loss_fn
+
+    def sleep_in_rank_1(outputs: Any, targets: Any) -> Any:
+        if RANK == 1 and trainer.step == 3:
+            time.sleep(2.0)
+        return loss_fn(outputs, targets)
+
+    trainer.loss_fn = sleep_in_rank_1
+    trainer.add_hook(Once(0, 6, lambda trainer: time.sleep(2.0)))
+    trainer.add_hook(Failing())
+    trainer.add_hook(ModelCheckpoint(every_n_steps=3, save_last=True, folder=folder / "saved"))
+    logging.getLogger("hookline").warning("the same in all ranks")
+    trainer.fit(loaders()[0])
+    saved = sorted(path.name for path in (folder / "saved").iterdir())
+    trainer.save_checkpoint(folder / "after")
+    return {"lines": lines, "saved": saved, "after": (folder / "after" / "manifest.json").exists()}
+
+
+def change_size(folder: Path) -> dict[str, Any]:
+    """Save in the middle of an epoch, and continue a checkpoint that one process has saved."""
+    trainer, seen = make(folder / "two", max_steps=14)
+    trainer.add_hook(ModelCheckpoint(every_n_steps=1, save_top_k=-1, folder=folder / "saved"))
+    trainer.fit(loaders()[0])
+    whole = describe(trainer, seen)
+    resumed = {}
+    for name in ("middle", "end"):
+        trainer, seen = make(None, max_steps=14)
+        trainer.fit(loaders()[0], resume_from=folder.parent / "one" / name)
+        resumed[name] = describe(trainer, seen)
+    return {"whole": whole, **resumed}
+
+
+def make_long(folder: Path, *, sleeps: bool) -> tuple[hookline.Trainer, Any, Any, Any]:
+    """A training that takes long enough to be interrupted, in training or in validation."""
+    trainer, seen = make(folder, dropout=0.3, max_epochs=3, accumulate=2)
+    trainer.add_hook(ModelCheckpoint(every_n_steps=2, save_top_k=1))
+    train, _ = loaders(200)
+    x, y = torch.randn(60, 8), torch.randn(60, 4)
+    workers = {"num_workers": 1, "persistent_workers": True}
+    if sleeps:
+        trainer.add_hook(Slow())
+    train = DataLoader(train.dataset, batch_size=5, shuffle=True, **workers)  # type: ignore[arg-type]
+    return trainer, seen, train, DataLoader(TensorDataset(x, y), batch_size=2)
+
+
+class Slow(hookline.Hook):
+    """Makes the second validation slow; it says when it runs."""
+
+    def on_validation_batch_start(self, epoch: int, batch_idx: int) -> None:
+        if epoch == 1:
+            time.sleep(0.2)
+            if RANK == 0 and batch_idx == 1:
+                print("validating", flush=True)
+
+
+def interrupt(folder: Path) -> dict[str, Any]:
+    trainer, seen, train, val = make_long(folder, sleeps=True)
+    trainer.fit(train, val, resume_from="auto")
+    print("status", RANK, trainer.status, trainer.stop_signal, flush=True)
+    if trainer.status == "preempted":
+        sys.exit(128 + signal.SIGTERM)
+    return describe(trainer, seen)
+
+
+def die(folder: Path) -> dict[str, Any]:
+    """Rank 1 is killed once; torchrun starts both ranks again."""
+    trainer, seen, train, val = make_long(folder, sleeps=False)
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def kill(trainer: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.add_hook(Once(1, 27 if first else -1, kill))
+    trainer.fit(train, val, resume_from="auto")
+    return {**describe(trainer, seen), "restarts": os.environ["TORCHELASTIC_RESTART_COUNT"]}
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    trainer, seen, train, val = make_long(folder, sleeps=False)
+    trainer.fit(train, val)
+    return describe(trainer, seen)
+
+
+if __name__ == "__main__":
+    for name in ("watch", "change_size", "interrupt", "die", "whole"):
+        setattr(shared, name, globals()[name])
+    shared.main()
