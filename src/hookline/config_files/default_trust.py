@@ -20,11 +20,13 @@ DESCRIPTION = (
     "torch.nn.functional, and Hookline's hooks, probes and updates"
 )
 _TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
-_EXCLUDED = ("torch.utils.data.datapipes",)  # deprecated; some open files or unpickle
+_EXCLUDED = (
+    "torch.utils.data.datapipes",  # deprecated; some open files or unpickle
+    "torch.nn.cpp",  # wrappers that return any attribute of any object
+)
 _FUNCTIONAL = "torch.nn.functional"
 _FUNCTIONS = ("torch.utils.data.default_collate", "torch.utils.data.default_convert")
 _HOOKS = ("hookline.hooks", "hookline.probes", "hookline.updates")
-_METHODS = (FunctionType, MethodType)
 _FUNCTIONAL_SOURCES = (_FUNCTIONAL, "torch", "torch._C._nn")  # some forty are written in C++
 
 
@@ -52,9 +54,7 @@ def is_default_target(path: str, target: Any, owner: Any) -> bool:
     if isinstance(target, type):
         return _is_public_class(target)
     if isinstance(owner, type):
-        return (
-            _is_public_class(owner) and isinstance(target, _METHODS) and _is_defined(target, _TORCH)
-        )
+        return _is_public_class(owner) and _is_class_method(target) and _is_defined(target, _TORCH)
     return path in _FUNCTIONS
 
 
@@ -71,6 +71,15 @@ def functional_names() -> frozenset[str]:
         and function.__module__ in _FUNCTIONAL_SOURCES
         and function.__doc__
     )
+
+
+def _is_class_method(target: Any) -> bool:
+    """Return whether this is a class method, such as `Embedding.from_pretrained`.
+
+    Any other method would be called with a `self` that the file chooses: `ParameterDict.get` would
+    return any item of anything, such as the globals of a function.
+    """
+    return isinstance(target, MethodType) and isinstance(target.__self__, type)
 
 
 def _is_public_class(target: type) -> bool:

@@ -185,7 +185,7 @@ def _load(path: str) -> tuple[Any, Any]:
     owner: Any = None
     found: Any = module
     for part in parts[used:]:
-        if isinstance(owner, type) and isinstance(found, ModuleType):
+        if owner is not None and isinstance(found, ModuleType):
             raise _detour(path, found)
         owner = found
         try:
