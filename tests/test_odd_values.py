@@ -111,6 +111,7 @@ def test_values_that_once_raised_something_else(all_calls, name, value):
         (lambda number: hookline.ClipNorm(max_norm=number), np.float32(0.5)),
         (lambda number: hookline.EarlyStopping(patience=number), np.int64(3)),
         (lambda number: hookline.EarlyStopping(min_delta=number), np.float16(0.5)),
+        (lambda number: hookline.ConsoleLogHook(log_every_n_batches=number), np.int64(3)),
     ],
 )
 def test_a_number_of_numpy_is_a_number(make_hook, number):
