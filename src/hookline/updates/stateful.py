@@ -49,7 +49,10 @@ class Noise(BuiltIn, UpdateHook):
         """Add noise to the gradients."""
         steps = self._steps.get(optimizer_idx, 0)
         self._steps[optimizer_idx] = steps + 1
-        scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
+        try:
+            scale = (self.eta / (1 + steps) ** float(self.gamma)) ** 0.5
+        except OverflowError:  # of a large gamma
+            scale = 0.0
         parts = [local(gradient) for gradient in require_dense(gradients, self)]
         sharded = any(is_sharded(gradient) for gradient in gradients.values())
         noise = [self._sample(part, sharded) for part in parts]
