@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
@@ -55,10 +56,13 @@ def plan_rewind(
     Raises:
         RunError: The position is not valid.
     """
-    are_sizes = all(type(size) is int and size >= 0 for size in position.values())
-    if not are_sizes or not position.keys() & {"metrics", "step"}:
+    if (
+        not isinstance(position, Mapping)
+        or not all(type(size) is int and size >= 0 for size in position.values())
+        or not position.keys() & {"metrics", "step"}
+    ):
         raise RunError(
-            f"The log {metrics.path} cannot continue at {printable(dict(position))}: expected "
+            f"The log {metrics.path} cannot continue at {show_value(position)}: expected "
             "'metrics' and 'rewinds', or 'step', as integers of 0 or more."
         )
     end = metrics.size

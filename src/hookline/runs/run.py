@@ -18,7 +18,6 @@ import torch
 from hookline.arguments import (
     check_mapping,
     check_path,
-    check_whole_number,
     read_items,
     show_value,
 )
@@ -335,7 +334,6 @@ class Run:
                 that step.
         """
         metrics_log = self._writable_log()
-        position = _checked_position(position)
         metrics_log.flush()
         try:
             self._finish_rewind()
@@ -405,15 +403,6 @@ class Run:
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)
             return InvalidValue(safe_repr(value), kind), kind
-
-
-def _checked_position(position: Any) -> dict[str, int]:
-    numbers = check_mapping("rewind(position)", position)
-    for name, number in numbers.items():
-        check_whole_number(f"rewind(position): {show_value(name)}", number)
-    if not numbers.keys() & {"metrics", "step"}:
-        raise RunError(f"rewind(position) is {show_value(position)}; expected {{'step': N}}.")
-    return numbers
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:
