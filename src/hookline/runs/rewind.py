@@ -30,7 +30,7 @@ from hookline.files.regular_files import open_regular_file
 from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile, JsonlReader
 
-__all__ = ["REPEATED", "finish_rewind", "move_end", "plan_rewind"]
+__all__ = ["REPEATED", "check_rewind", "finish_rewind", "move_end", "plan_rewind"]
 
 log = logging.getLogger("hookline")
 
@@ -119,6 +119,18 @@ def _end_of_step(file: Path, step: int) -> int:
     return position
 
 
+def check_rewind(folder: Path, rewind: Rewind) -> None:
+    """Raise OSError if a run has not as many repeated records as a rewind needs."""
+    file = folder / REPEATED
+    size = file.lstat().st_size if os.path.lexists(file) else 0
+    needed = max(rewind["repeated"] - 1, sum(count for _, count in rewind["restored"]))
+    if needed > size:
+        raise OSError(
+            f"{REPEATED} has {size} bytes, but the last entry of 'rewinds' in manifest.json needs "
+            f"{needed}"
+        )
+
+
 def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     """Carry out a rewind, or what is missing of it after a crash.
 
@@ -128,13 +140,9 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     moved = end - kept
     restored = sum(count for _, count in rewind["restored"])
     _check_lines(metrics, kept, moved)
+    check_rewind(metrics.path.parent, rewind)
     repeated = JsonlFile(metrics.path.with_name(REPEATED))
     try:
-        if max(start - 1, restored) > repeated.size:
-            raise OSError(
-                f"{REPEATED} has {repeated.size} bytes, but the last entry of 'rewinds' in "
-                f"manifest.json needs {max(start - 1, restored)}"
-            )
         if repeated.size < start + moved:  # not all is there yet; otherwise the log may be cut
             repeated.truncate(min(start, repeated.size))
             repeated.extend([b"\n" * (start - repeated.size)])

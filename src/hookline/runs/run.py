@@ -45,7 +45,7 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.rewind import finish_rewind, plan_rewind
+from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
 from hookline.runs.run_files import find_refused_entries
 
 __all__ = ["Kind", "Run"]
@@ -194,6 +194,8 @@ class Run:
             part = describe_part(config, seed, hooks, **fields)
             # Read again: another process may have written the run while this one waited.
             manifest = continue_manifest(path, read_run_manifest(path), part)
+            if unfinished := _find_unfinished(manifest):
+                check_rewind(path, unfinished)  # before anything is written
             write_run_manifest(path, manifest)
             run = cls(path, manifest, lease)
             run._finish_rewind()
@@ -348,10 +350,9 @@ class Run:
 
     def _finish_rewind(self) -> None:
         """Carry out the newest rewind of the manifest, if that was not done."""
-        rewinds = self.manifest.get("rewinds")
-        if rewinds and not rewinds[-1].get("finished"):
-            finish_rewind(self._writable_log().file, rewinds[-1])
-            rewinds[-1]["finished"] = True
+        if unfinished := _find_unfinished(self.manifest):
+            finish_rewind(self._writable_log().file, unfinished)
+            unfinished["finished"] = True
             write_run_manifest(self.path, self.manifest)
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
@@ -403,6 +404,12 @@ class Run:
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)
             return InvalidValue(safe_repr(value), kind), kind
+
+
+def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the newest rewind of a manifest, if it was not carried out."""
+    rewinds = manifest.get("rewinds")
+    return rewinds[-1] if rewinds and not rewinds[-1].get("finished") else None
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:
