@@ -25,8 +25,10 @@ from torch import nn
 
 import hookline
 from hookline.checkpoint import save_checkpoint
+from hookline.checkpoint.differences import describe_mismatches
 from hookline.cli import text_output
 from hookline.cli.app import main
+from hookline.cli.checkpoint_tables import format_list, format_pruning
 from hookline.dispatch import HookManager
 from hookline.errors import HookFailedError, HooklineError, listed, nearest
 from hookline.hooks.metric_lookup import log_or_print, require_metric
@@ -541,6 +543,19 @@ def test_the_lines_of_an_exception_are_kept() -> None:
     assert str(HookFailedError("first\nsecond\x1b[2J")) == "first\nsecond\\x1b[2J"
     assert str(HooklineError("Problems:\n  one\n  two")) == "Problems:\n  one\n  two"
     assert str(HooklineError("one\nof a name", "two")) == "one\\nof a name\ntwo"
+
+
+def test_differences_between_weights_make_no_lines_of_their_own() -> None:
+    names = {f"a\n  {FAKE}{i}": torch.ones(2) for i in range(9)}
+    lines = describe_mismatches(names, {name: torch.ones(3) for name in names})
+    assert len(lines) == 6
+    assert "\n" not in "".join(lines)
+
+
+def test_lists_of_checkpoints_are_cut() -> None:
+    damage = {f"step_{i}": "manifest.json is missing" for i in range(3000)}
+    assert len(format_list([], damage).splitlines()) < 2050
+    assert len(format_pruning([], [], damage).splitlines()) < 2050
 
 
 def test_the_stored_values_are_not_changed(folder: Folder) -> None:
