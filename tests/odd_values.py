@@ -221,9 +221,9 @@ def make_loader() -> list[Any]:
 
 
 def make_trainer(folder: Path | None = None, **options: Any) -> hookline.Trainer:
-    """Return a trainer for two steps."""
+    """Return a trainer for two steps, of which hooks may skip some."""
     model = make_model()
-    config = {"max_steps": 2, "runs": folder, "progress": "off"}
+    config = {"max_steps": 2, "max_epochs": 2, "runs": folder, "progress": "off"}
     arguments: dict[str, Any] = {
         "config": config,
         "model": model,

@@ -738,11 +738,11 @@ def test_what_cannot_be_made_is_an_error_with_its_place(
 def test_arguments_may_be_objects_or_functions_themselves(project: Path) -> None:
     training = load(
         project,
-        "model.init_args.act={class_path: torch.nn.Sequential.append, call: false}",
+        "model.init_args.act={class_path: torch.nn.Embedding.from_pretrained, call: false}",
         "model.init_args.fn=[{class_path: torch.nn.Softmax, init_args: {dim: 1}}]",
     )
     model = training.trainer.model
-    assert model.act is torch.nn.Sequential.append
+    assert model.act == torch.nn.Embedding.from_pretrained
     assert model.fn[0].dim == 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from commands import run_hookline
 from hostile_checkpoints import (
@@ -26,8 +27,14 @@ from hostile_checkpoints import (
     snapshot,
 )
 
-from hookline.checkpoint import CheckpointError, find_checkpoint, load_checkpoint
+from hookline.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+from hookline.checkpoint.contents import read_contents
 from hookline.checkpoint.retention import Retention, remove_checkpoint
 from hookline.files.limits import file_limits
 from hookline.hooks.checkpointing.destination import Bundle, Folder
@@ -278,6 +285,54 @@ def test_files_above_a_limit_are_refused(
         load_checkpoint(path)
 
 
+def test_terabytes_that_are_not_on_the_disk_are_not_read(root: Path) -> None:
+    path, size = hostile(root), 1 << 42
+    change_manifest(path, lambda m: m["files"]["model.safetensors"].update(size=size))
+    os.truncate(path / "model.safetensors", size)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is sparse.*hole_bytes"):
+        load_checkpoint(path)
+    assert "is sparse" in scan_checkpoints(path.parent).damage["step_2"]
+    assert find_checkpoint(root / "run", verify=True).name == "step_1"
+
+
+def test_holes_within_the_limit_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint(
+        root / "zeros", model={"w": torch.zeros(1 << 18)}, state={}, info={"step": 1}
+    )
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    with file.open("wb") as stream:
+        stream.write(data[:4096])
+        stream.truncate(len(data))
+    assert load_checkpoint(path).model["w"].sum() == 0
+    monkeypatch.setattr(file_limits, "hole_bytes", 1 << 16)
+    with pytest.raises(CheckpointError, match="is sparse"):
+        load_checkpoint(path)
+
+
+def test_one_file_under_many_names_is_not_read_for_each(root: Path) -> None:
+    path = hostile(root)
+    for number in range(200):
+        (path / f"x{number}").hardlink_to(path / "model.safetensors")
+
+    def name_all(manifest: dict[str, Any]) -> None:
+        facts = manifest["files"]["model.safetensors"]
+        manifest["files"] |= {f"x{number}": facts for number in range(200)}
+
+    change_manifest(path, name_all)
+    with pytest.raises(CheckpointError, match="names 203 files; expected at most 100"):
+        load_checkpoint(path)
+
+
+def test_the_deepest_state_that_is_saved_is_loaded(tmp_path: Path) -> None:
+    state: Any = 1
+    for _ in range(95):
+        state = {0: state}  # three levels of JSON
+    path = save_checkpoint(tmp_path / "deep", model={}, state={"deep": state}, info={})
+    assert load_checkpoint(path).state == {"deep": state}
+    assert read_contents(path).state
+
+
 @needs_links
 def test_the_commands_name_the_bad_checkpoint_and_list_the_good_one(root: Path) -> None:
     run, path = root / "run", hostile(root)
@@ -285,15 +340,24 @@ def test_the_commands_name_the_bad_checkpoint_and_list_the_good_one(root: Path) 
     save(run / "checkpoints" / "step_3", 3)
     linked("state.json")(run / "checkpoints" / "step_3")
     before = snapshot(root)
-    for arguments in (["list"], ["show", "-c", "step_1"], ["verify"]):
+    exported = str(root / "exported.safetensors")
+    for arguments in (
+        ["list"],
+        ["show", "-c", "step_1"],
+        ["verify"],
+        ["prune", "--keep-last", "1", "--yes"],
+        ["export", "-c", "step_1", "-o", exported],
+    ):
         done = run_hookline("checkpoints", arguments[0], run / "checkpoints", *arguments[1:])
         assert "Traceback" not in done.stderr
         assert SECRET not in done.stdout + done.stderr
         assert "step_1" in done.stdout
-        if arguments != ["show", "-c", "step_1"]:
+        if arguments[0] in ("list", "verify", "prune"):
             assert "plain file name" in done.stdout + done.stderr
             assert "symbolic link" in done.stdout + done.stderr
-    assert snapshot(root) == before
+    after = snapshot(root)
+    assert after.keys() - before.keys() == {"exported.safetensors", "exported.safetensors.sha256"}
+    assert before.items() <= after.items()
 
 
 @needs_links

@@ -24,7 +24,10 @@ WARM = (building, dry_run)  # imported here, so that no process needs to
 
 PROJECT = """
 import subprocess
+import types
 import torch
+
+tools = types.SimpleNamespace(subprocess=subprocess)
 
 class Net(torch.nn.Linear):
     subprocess = subprocess
@@ -218,6 +221,33 @@ def module_that_the_project_imports(stranger: Stranger) -> list[str]:
 @attack("imported there")
 def module_that_a_class_of_the_project_has(stranger: Stranger) -> list[str]:
     return stranger.calling("net.Net.subprocess.getoutput", cmd=stranger.touch)
+
+
+@attack("imported there")
+def module_that_an_object_of_the_project_has(stranger: Stranger) -> list[str]:
+    return stranger.calling("net.tools.subprocess.getoutput", cmd=stranger.touch)
+
+
+def item_of(wrapped: dict[str, Any], attribute: str, key: str) -> dict[str, Any]:
+    """Return an object that is `getattr(wrapped, attribute)[key]`, by means of torch.nn."""
+    wrapper = {"cpp_module": wrapped, "attr": attribute}
+    owner = {"class_path": "torch.nn.cpp.OrderedDictWrapper", "init_args": wrapper}
+    return {"class_path": "torch.nn.ParameterDict.get", "init_args": {"self": owner, "key": key}}
+
+
+@attack(NOT_TRUSTED)
+def globals_by_methods_of_torch(stranger: Stranger) -> list[str]:
+    method = "torch.utils.data.DataLoader.check_worker_number_rationality"
+    os_module = item_of({"class_path": method, "call": False}, "__globals__", "os")
+    options = {"dataset": [stranger.touch], "batch_size": None}
+    options["collate_fn"] = item_of(os_module, "__dict__", "system")
+    loader = {"class_path": "torch.utils.data.DataLoader", "init_args": options}
+    return stranger.config(data={"train": loader})
+
+
+@attack(NOT_TRUSTED)
+def method_with_any_self(stranger: Stranger) -> list[str]:
+    return stranger.calling("torch.nn.ParameterDict.get", self={"a": "x"}, key="a")
 
 
 @attack("begins with '__'")

@@ -210,6 +210,10 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "no learning rate": without(*GROUP, "lr"),
     "three betas": at(*GROUP, "betas", value={"$": "tuple", "v": [0.9, 0.9, 0.9]}),
     "a learning rate that is NaN": at(*GROUP, "lr", value=NAN),
+    "a learning rate that is None": at(*GROUP, "lr", value=None),
+    "a learning rate that is a tensor": at(*GROUP, "lr", value=TENSOR),
+    "an option for other devices": at(*GROUP, "capturable", value=True),
+    "an option that needs another state": at(*GROUP, "amsgrad", value=True),
     "a rate above the range of float32": at(
         *GROUP, "betas", value={"$": "tuple", "v": [0.9, 1e300]}
     ),
@@ -217,6 +221,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "an average that is missing": at("optimizers", 0, "state", 0, "exp_avg", value=None),
     "an option above 64 bits": at(*GROUP, "eps", value={"$": "int", "v": hex(1 << 70)}),
     "an EMA that is a number": at("hooks", "ema", "averages", "first.weight", value=1),
+    "an EMA of an unknown weight": at("hooks", "ema", "averages", "other", value=TENSOR),
     "an EMA of another shape": at("hooks", "ema", "averages", "first.weight", value=TENSOR),
     "parameters of other numbers": at(*GROUP, "params", value=[0, 0, 0, 0]),
     "a group without parameters": without(*GROUP, "params"),
@@ -225,6 +230,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a state of other shapes": at("optimizers", 0, "state", 0, "exp_avg", value=TENSOR),
     "a scheduler with a method": at("schedulers", 0, "step", value=1),
     "a scheduler whose rates are texts": at("schedulers", 0, "base_lrs", value=["x"]),
+    "a scheduler that divides by zero": at("schedulers", 0, "step_size", value=0),
+    "a scheduler whose factor is NaN": at("schedulers", 0, "gamma", value=NAN),
+    "a scheduler of more groups": at("schedulers", 0, "base_lrs", value=[0.1, 0.1]),
     "a scheduler with an optimizer": at("schedulers", 0, "optimizer", value=1),
     "a scheduler whose count is a text": at("schedulers", 0, "last_epoch", value="x"),
     "random states of a wrong size": at("position", "now", "torch", value=TENSOR),

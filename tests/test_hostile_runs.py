@@ -32,6 +32,7 @@ from hookline.files.strict_json import parse_json
 from hookline.runs import Run, diff_runs, lease, open_run, read_records
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import describe_process, is_process_alive
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlReader
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint, list_run_folders
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
@@ -299,6 +300,37 @@ def test_a_position_that_is_not_valid_is_an_error(place: Place, position: Any) -
     assert (place.run / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_rewind_that_is_refused_creates_no_file(place: Place) -> None:
+    rewind = {"metrics": 0, "end": 10**15, "repeated": 0, "restored": [[0, 10**15]]}
+    manifest = json.loads((place.run / "manifest.json").read_text())
+    (place.run / "manifest.json").write_text(json.dumps({**manifest, "rewinds": [rewind]}))
+    before = {name: data for name, data in snapshot(place.run).items() if "lease" not in name}
+    with pytest.raises(RunError, match=r"repeated\.jsonl has 0 bytes"):
+        Run.open(place.run, resume=True)
+    after = {name: data for name, data in snapshot(place.run).items() if "lease" not in name}
+    assert after == before
+
+
+@pytest.mark.parametrize("line", [b"\n", b"x\n", b"{}\n"])
+def test_a_log_of_damaged_lines_is_not_read_to_its_end(place: Place, line: bytes) -> None:
+    with (place.run / "metrics.jsonl").open("ab") as file:
+        file.write(line * 2_000_000)
+    with time_limit():
+        run = open_run(place.run)
+        assert "too many are damaged" in " ".join(run.damage)
+        assert run.metrics()
+        assert run.overview()["status"]
+
+
+def test_a_value_within_itself_is_converted_once() -> None:
+    twice: list[Any] = [1]
+    twice += [twice, {"inner": twice}]
+    with time_limit():
+        assert to_jsonable(twice) == [1, "…", {"inner": "…"}]
+    shared = [1]
+    assert to_jsonable([shared, shared]) == [[1], [1]]
+
+
 def test_images_are_not_written_through_links(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,8 +403,10 @@ def test_a_folder_with_another_name_than_its_run_id_is_a_run(place: Place) -> No
 def test_the_limits_are_settings(place: Place) -> None:
     assert hookline.file_limits is file_limits
     file_limits.manifest_bytes = 10  # the fixture resets it
-    (damage,) = open_run(place.run).damage
-    assert "has more than 10 bytes; hookline.file_limits allows more" in damage
+    damage = open_run(place.run).damage
+    assert len(damage) == 2  # of the run, and of its checkpoint
+    for line in damage:
+        assert "has more than 10 bytes; hookline.file_limits allows more" in line
     file_limits.line_bytes = 100
     with pytest.raises(RunError, match="the next line has more than 100 bytes"):
         list(read_records(place.run / "metrics.jsonl"))
@@ -478,7 +512,8 @@ def test_any_contents_of_a_lease_are_tolerated(tmp_path: Path, contents: Any) ->
 def test_what_a_run_writes_itself_is_always_valid(
     tmp_path: Path, config: dict[str, Any], hooks: list[Any], seed: Any
 ) -> None:
-    labels: Any = {"name": seed, "tags": hooks, "parent": seed if type(seed) is dict else None}
+    parent = seed if type(seed) is dict else None
+    labels: Any = {"name": str(seed), "tags": [str(one) for one in hooks], "parent": parent}
     run = Run.create(tmp_path, config=config, hooks=hooks, seed=seed, **labels)
     run.log(1, 0, "x", 1.0)
     run.event("end", reason=seed)

@@ -18,14 +18,16 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from odd_values import ODD_VALUES, Call, Raw, calls, try_value
+from odd_values import ODD_VALUES, Call, Raw, calls, train, try_value
 from typer.testing import CliRunner
 
 import hookline
 from hookline.cli.app import app
+from hookline.config_files import load_training
 from hookline.files.limits import FileLimits
 
 
@@ -81,6 +83,19 @@ KNOWN = [
     ("probe()[…]", "[None]"),
     ("a probe sees tap(x, …)", "[]"),
     ("tokens_fn returns …", "[]"),
+    ("fit with Noise(gamma=…)", "2**63"),  # took forever
+    ("GradientMonitor(log_frequency=…)", "failing mapping"),
+    ("GradientMonitor(log_frequency=…)", "failing dict"),
+    ("NotificationHook(webhook_url=…)", "-10**5000"),
+    ("NotificationHook(webhook_url=…)", "[text]"),
+    ("Trainer.add_hook(name=…) in a hook", "long text"),
+    ("Trainer.add_hook(name=…) in a hook", "str subclass"),
+    ("verify(make_trainer=…)", "class"),
+    ("verify(watch=…)", "tensor of 3"),
+    ("verify(lambda: …)", "()"),
+    ("load_training(…)", "None"),
+    ("load_training(path, …)", "bytes"),
+    ("fit with Mask(patterns=…)", "[text]"),
 ]
 
 
@@ -88,6 +103,26 @@ KNOWN = [
 def test_values_that_once_raised_something_else(all_calls, name, value):
     (call,) = (call for call in all_calls() if call.name == name)
     assert try_quietly(call, value) is None
+
+
+@pytest.mark.parametrize(
+    ("make_hook", "number"),
+    [
+        (lambda number: hookline.ClipNorm(max_norm=number), np.float32(0.5)),
+        (lambda number: hookline.EarlyStopping(patience=number), np.int64(3)),
+        (lambda number: hookline.EarlyStopping(min_delta=number), np.float16(0.5)),
+        (lambda number: hookline.ConsoleLogHook(log_every_n_batches=number), np.int64(3)),
+    ],
+)
+def test_a_number_of_numpy_is_a_number(make_hook, number):
+    train(make_hook(number))
+
+
+def test_an_error_names_the_argument():
+    with pytest.raises(hookline.ArgumentError, match=r"load_training\(…, trust=…\)"):
+        load_training("train.yaml", trust=3)  # type: ignore[arg-type]
+    with pytest.raises(hookline.ArgumentError, match=r"load_training\(path\)"):
+        load_training(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("option", ["--resume=", "--from=", "--resume= "])

@@ -25,8 +25,10 @@ from torch import nn
 
 import hookline
 from hookline.checkpoint import save_checkpoint
+from hookline.checkpoint.differences import describe_mismatches
 from hookline.cli import text_output
 from hookline.cli.app import main
+from hookline.cli.checkpoint_tables import format_list, format_pruning
 from hookline.dispatch import HookManager
 from hookline.errors import HookFailedError, HooklineError, listed, nearest
 from hookline.hooks.metric_lookup import log_or_print, require_metric
@@ -59,6 +61,17 @@ NAMES = {
     "long": "x" * 1_000_000,
     "accents": "a" + "\u0301" * 300,
     "wide": "模型" * 300,
+}
+# Several attacks in one name: what is printed of it must not contain any of them.
+MIXED = {
+    "controls": "".join(
+        NAMES[key]
+        for key in ("colour", "link", "clear", "overwrite", "backspace", "bidi", "zero width", "c1")
+    ),
+    "lines": NAMES["clipboard"] + NAMES["nul"] + NAMES["line"] + NAMES["other line"],
+    "html": NAMES["html"] + NAMES["attribute"],
+    "wide": NAMES["accents"][:20] + NAMES["wide"],
+    **{key: NAMES[key] for key in ("surrogate", "markup", "long")},
 }
 SHOWN = 8_000  # the longest line: several cells, each of them cut
 # Escape sequences of our own: colours, and the line of the bar that is erased.
@@ -165,13 +178,14 @@ class Folder:
         run.log(3, 0, "note", name, kind="text")
         run.close("error", f"ValueError: {name}")
         manifest = json.loads((run.path / "manifest.json").read_text())
-        (run.path / "manifest.json").write_text(json.dumps({**manifest, **describe(name)}))
+        fields = describe(name.encode(errors="replace").decode())  # others are not JSON
+        (run.path / "manifest.json").write_text(json.dumps({**manifest, **fields}))
         with (run.path / "metrics.jsonl").open("a", encoding="utf-8", errors="ignore") as file:
             file.write(f'{{"name": {name[:50]}\n' * 30)
         checkpoints = run.path / "checkpoints"
         model = {name.encode(errors="replace").decode(): torch.ones(2)}
         for step in (1, 2):
-            info = {"step": step, "metrics": {name: 1.0}, "run_id": name}
+            info = {"step": step, "metrics": {name: 1.0}, "run_id": run.id}
             path = checkpoints / f"step_{step}"
             save_checkpoint(path, model=model, state={name: {name: 1}}, info=info)
         damaged = checkpoints / f"step_3{file_name(name)}"
@@ -189,9 +203,9 @@ def file_name(name: str) -> str:
     return short.encode(errors="surrogateescape")[:150].decode(errors="surrogateescape")
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=MIXED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return Folder(tmp_path_factory.mktemp("names"), NAMES[request.param])
+    return Folder(tmp_path_factory.mktemp("names"), MIXED[request.param])
 
 
 COMMANDS: dict[str, Callable[[Folder], list[Any]]] = {
@@ -274,18 +288,18 @@ ARGUMENTS: dict[str, Callable[[str], list[Any]]] = {
 
 
 @pytest.mark.parametrize("place", ARGUMENTS)
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_arguments_in_messages_are_clean(key: str, place: str, tmp_path: Path) -> None:
-    name = NAMES[key].replace("\x00", "")  # the system passes none
+    name = MIXED[key].replace("\x00", "")  # the system passes none
     name = name if key != "long" else name[:100_000]  # nor this
     text = hook_line(*ARGUMENTS[place](name), cwd=tmp_path)
     assert text
     assert_clean(text)
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_folders_in_messages_are_clean(key: str, tmp_path: Path) -> None:
-    name = f"x{file_name(NAMES[key])}"
+    name = f"x{file_name(MIXED[key])}"
     root = tmp_path / name
     run = Run.create(root, config={}, hooks=[], seed=0)
     run.close("completed", None)
@@ -301,9 +315,9 @@ def test_folders_in_messages_are_clean(key: str, tmp_path: Path) -> None:
     assert_clean(hook_line("init", tmp_path / f"new{name}"))
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_config_files_in_messages_are_clean(key: str, tmp_path: Path) -> None:
-    name = NAMES[key][:100_000]
+    name = MIXED[key][:100_000]
     texts = [{name: 1}, {"trainer": {name: 1}}, {"model": name}, {"hooks": [name]}]
     texts += [{"model": {"class_path": f"torch.nn.{name}"}, "include": name}]
     for text in texts:
@@ -313,18 +327,18 @@ def test_config_files_in_messages_are_clean(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--debug"]])
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_exceptions_of_programs_are_clean(key: str, options: list[str], tmp_path: Path) -> None:
-    program = f"def make():\n    raise RuntimeError({NAMES[key][:2000]!r})\n"
+    program = f"def make():\n    raise RuntimeError({MIXED[key][:2000]!r})\n"
     (tmp_path / "train.py").write_text(program)
     text = hook_line(*options, "train", "train.py:make", cwd=tmp_path)
     assert "RuntimeError" in text
-    if key != "line":  # the lines of an exception are kept
+    if key != "lines":  # the lines of an exception are kept
         assert_clean(text)
-    with mock.patch("hookline.runs.run_reader.open_run", side_effect=RuntimeError(NAMES[key])):
+    with mock.patch("hookline.runs.run_reader.open_run", side_effect=RuntimeError(MIXED[key])):
         text = hook_line(*options, "runs", "show", "x", cwd=tmp_path)
     assert "RuntimeError" in text
-    if key not in ("line", "long"):  # a traceback is complete
+    if key not in ("lines", "long"):  # a traceback is complete
         assert_clean(text)
 
 
@@ -341,9 +355,9 @@ class Failing(hookline.Hook):
         raise ValueError(self.text)
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_failing_hooks_are_reported_clean(key: str) -> None:
-    name = NAMES[key]
+    name = MIXED[key]
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with logged() as log, hookline.attach(model, optimizer, hooks=[]) as session:
@@ -355,11 +369,11 @@ def test_failing_hooks_are_reported_clean(key: str) -> None:
         session.stop(name)
         summary = session.hooks.summary()
     assert "DISABLED" in log.getvalue()
-    if key not in ("line", "long"):  # a traceback has the whole text of the exception
+    if key not in ("lines", "long"):  # a traceback has the whole text of the exception
         assert_clean(log.getvalue())
     table, _, last_error = str(summary).partition("last error")
     assert_clean(table)
-    if key != "line":  # the lines of an exception are kept
+    if key != "lines":  # the lines of an exception are kept
         assert_clean(last_error)
 
 
@@ -381,17 +395,17 @@ def errors(name: str) -> Iterator[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("i", range(len(list(errors("x")))))
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_errors_are_clean(key: str, i: int) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011 - which one is not the question
-        list(errors(NAMES[key]))[i]()
+        list(errors(MIXED[key]))[i]()
     if isinstance(error.value, HooklineError):
         assert_clean(str(error.value))
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_probes_are_shown_clean(key: str) -> None:
-    name = NAMES[key].replace(".", "")
+    name = MIXED[key].replace(".", "")
     model = nn.Sequential()
     model.add_module(name, nn.Linear(1, 1))
     with hookline.probe(model, [name]) as results, DebugProbe("*", "dead").attach(model) as debug:
@@ -407,9 +421,9 @@ def test_probes_are_shown_clean(key: str) -> None:
     del debug
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_progress_is_clean(key: str) -> None:
-    name = NAMES[key]
+    name = MIXED[key]
     shown = printable(name)[:20]
     for make in (make_plain, make_bar, make_jupyter):
         stream = io.StringIO()
@@ -440,9 +454,9 @@ def make_jupyter(stream: io.StringIO) -> Iterator[Any]:
         yield JupyterProgress()
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_hooks_print_metrics_clean(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    name = NAMES[key]
+    name = MIXED[key]
     hook = hookline.ConsoleLogHook()
     hook.on_validation_end(step=1, metrics={name: name, f"{name}2": 1.0})
     hook.on_train_end(step=1, status=name)
@@ -455,9 +469,9 @@ def test_hooks_print_metrics_clean(key: str, capsys: pytest.CaptureFixture[str])
     assert_clean(log.getvalue())
 
 
-@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("key", MIXED)
 def test_reports_are_clean(key: str) -> None:
-    name = NAMES[key]
+    name = MIXED[key]
     culprit = Culprit("hook", name, f"without {name} the runs are equal")
     check = Check("resuming is exact", "failed", name, f"the weight {name} differs", (culprit,))
     assert_clean(str(Report((check,), (f"{name} was not checked",))))
@@ -531,5 +545,19 @@ def test_the_lines_of_an_exception_are_kept() -> None:
     assert str(HooklineError("one\nof a name", "two")) == "one\\nof a name\ntwo"
 
 
+def test_differences_between_weights_make_no_lines_of_their_own() -> None:
+    names = {f"a\n  {FAKE}{i}": torch.ones(2) for i in range(9)}
+    lines = describe_mismatches(names, {name: torch.ones(3) for name in names})
+    assert len(lines) == 6
+    assert "\n" not in "".join(lines)
+
+
+def test_lists_of_checkpoints_are_cut() -> None:
+    damage = {f"step_{i}": "manifest.json is missing" for i in range(3000)}
+    assert len(format_list([], damage).splitlines()) < 2050
+    assert len(format_pruning([], [], damage).splitlines()) < 2050
+
+
 def test_the_stored_values_are_not_changed(folder: Folder) -> None:
-    assert open_run(folder.run).manifest["name"] == folder.name
+    assert open_run(folder.run).manifest["name"] == folder.name.encode(errors="replace").decode()
+    assert len(open_run(folder.run).checkpoints()) == 2

@@ -264,6 +264,9 @@ def test_harmless_values_stay_as_they_are(texts: dict[str, str]) -> None:
         ("optimizer.password", "hush"),
         ("trainer", [{"api_key": "hush"}]),
         ("hooks", {"loop": {"webhook_url": "hush"}}),
+        ("include", "https://bob:hush@host/x.yaml"),
+        ("hparams.password", "a${hush b}"),
+        ("hparams.password", "a${hush}"),
     ],
 )
 def test_an_error_in_a_config_file_does_not_show_a_secret(
@@ -282,10 +285,79 @@ def test_an_error_in_a_config_file_does_not_show_a_secret(
         "trainer": {},
         "hooks": [{"name": "notification", "webhook_url": "http://127.0.0.1:9/"}],
     }
+    overrides = [f"{key}={json.dumps(value)}"]
+    if key == "include":
+        config, overrides = config | {key: value}, []
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(hookline.ConfigError) as error:
-        load_training(tmp_path / "train.yaml", f"{key}={json.dumps(value)}")
+        load_training(tmp_path / "train.yaml", *overrides, project=tmp_path, trust=["torch.ones"])
     _assert_not_shown("hush", error.value)
+
+
+@pytest.mark.parametrize("value", ["*hush", "!hush x", "'hush", "[hush", "!!int hush", "hush: x"])
+def test_an_error_of_syntax_does_not_show_a_secret(tmp_path: Path, value: str) -> None:
+    (tmp_path / "train.yaml").write_text(f"hparams:\n  password: {value}\n")
+    with pytest.raises(hookline.ConfigError) as error:
+        load_training(tmp_path / "train.yaml")
+    _assert_not_shown("hush", error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["api_key=[hush", "hparams={api_key: [hush, b}", "hparams={pwd: a hush", "auth=hush: x: y"],
+)
+def test_an_invalid_override_does_not_show_a_secret(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.yaml").write_text("seed: 1\n")
+    with pytest.raises(hookline.ConfigError) as error:
+        load_training(tmp_path / "train.yaml", text)
+    _assert_not_shown("hush", error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hparams={auth: two hush words}"],
+        ["hparams={api_key: [hush, x]}"],
+        ["hparams={a: {pwd:  !!str hush}, b: 1}"],
+        ["hparams.api_key =hush"],
+        ["'hparams.api_key'=hush"],
+        ['--data={"password": ["hush"]}'],
+        ["--token", "-hush"],
+    ],
+)
+def test_an_argument_of_the_command_line(arguments: list[str]) -> None:
+    from hookline.masking import mask_arguments
+
+    masked = mask_arguments([*arguments, "lr=1"])
+    assert "hush" not in str(masked)
+    assert masked[-1] == "lr=1"
+
+
+def test_a_secret_that_is_a_word_of_the_records_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> Any:
+        trainer = hookline.Trainer({"runs": tmp_path, "progress": "off"}, *make(), name="a")
+        trainer.add_checkpointing()
+        run = trainer.fit(batches(1)).run
+        assert run is not None
+        manifest = json.loads((run.path / "manifest.json").read_text())
+        return {**manifest, "packages": None}, hookline.open_run(run.path).events()
+
+    def words(value: Any) -> set[str]:
+        inner = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            return set()
+        return set().union(value if isinstance(value, dict) else (), *map(words, inner))
+
+    manifest, events = train()
+    kinds = {event["kind"] for event in events} | {manifest["status"], "training", "interrupted"}
+    for i, word in enumerate(words([manifest, events]) | kinds):
+        monkeypatch.setenv(f"A{i}_TOKEN", word)
+    again, events_again = train()
+    assert words(again) == words(manifest)
+    assert again["status"] == manifest["status"]
+    assert [event["kind"] for event in events_again] == [event["kind"] for event in events]
 
 
 def _assert_not_shown(secret: str, error: BaseException | None) -> None:
@@ -307,7 +379,7 @@ def test_the_error_of_an_object_that_cannot_be_created_does_not_show_a_secret(
     }
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(hookline.ConfigError, match="is no key") as error:
-        load_training(tmp_path / "train.yaml")
+        load_training(tmp_path / "train.yaml", project=tmp_path, trust=["torch.ones"])
     assert "hush" not in str(error.value)
 
 
@@ -521,7 +593,11 @@ def test_a_secret_value_of_a_mapping_is_never_in_its_text(
 
 
 @pytest.mark.parametrize(
-    "part", ["a", "a-", "a=", "://", "?", "--a ", "{a: ", "'a': '", "a@", ";=", '"']
+    "part",
+    [
+        *("a", "a-", "a=", "://", "?", "--a ", "{a: ", "'a': '", "a@", ";=", '"'),
+        *("token=[", "{token: ", "token='", "token=<", "token=(\\'", "\\'"),
+    ],
 )
 def test_long_texts_are_masked_in_linear_time(part: str) -> None:
     from hookline.masking import mask_text
@@ -545,6 +621,15 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
         ("ssh://git@github.com/a/b", "ssh://git@github.com/a/b"),
         ("self.token = token; api_key=None", "self.token = token; api_key=None"),
         ("tokens=5, max_tokens=7, key='a'", "tokens=5, max_tokens=7, key='a'"),
+        ("{'password': ['hush', 'hush)'], 'a': 1}", "{'password': ***, 'a': 1}"),
+        ('{"auth": {"user": "hush"}, "a": 1}', '{"auth": ***, "a": 1}'),
+        ("Client(token=SecretStr('hush'), a=1)", "Client(token=***, a=1)"),
+        ("Client(token=<Token hush>, a=1)", "Client(token=***, a=1)"),
+        ("{auth: two hush words, a: 1}", "{auth: ***, a: 1}"),
+        ("api_key=[hush\nnext", "api_key=***\nnext"),
+        (r'"{\"token\": \"hush\", \"a\": 1}"', r'"{\"token\": \"***\", \"a\": 1}"'),
+        ("https://hooks.zapier.com/hush", "https://hooks.zapier.com/***"),
+        ("https://ptb.discord.com/api/webhooks/1/hush", "https://ptb.discord.com/api/webhooks/***"),
     ],
 )
 def test_a_text(text: str, masked: str) -> None:

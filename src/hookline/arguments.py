@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from hookline.errors import ArgumentError, listed, nearest
@@ -27,6 +28,7 @@ __all__ = [
     "check_path",
     "check_whole_number",
     "describe_value",
+    "is_number",
     "listed_strings",
     "read_items",
     "show_value",
@@ -95,16 +97,20 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
         )
 
 
+def is_number(value: object) -> bool:
+    """Return whether a value is a number of Python or numpy."""
+    return isinstance(value, int | float) or (isinstance(value, Real) and hasattr(value, "dtype"))
+
+
 def check_whole_number(what: str, value: Any, minimum: int = 0) -> None:
-    """Raise unless a value is an integer of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+    """Raise unless a value is an integer, of Python or numpy, of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise _wrong(what, value, f"a whole number of at least {minimum}")
 
 
 def check_number(what: str, value: Any, minimum: float, *, is_included: bool = True) -> None:
-    """Raise unless a value is an int or float from `minimum`, or above it, that a float can be."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -_FLOAT_LIMIT < value < _FLOAT_LIMIT:
+    """Raise unless a value is a number from `minimum`, or above it, that a float can be."""
+    if isinstance(value, bool) or not is_number(value) or not -_FLOAT_LIMIT < value < _FLOAT_LIMIT:
         raise _wrong(what, value, "a finite number")
     if value < minimum or (value == minimum and not is_included):
         raise _wrong(what, value, f"a number {'of at least' if is_included else 'above'} {minimum}")

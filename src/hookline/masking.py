@@ -5,7 +5,8 @@ Three kinds of secrets are replaced by `***`:
 - values of keys whose names look secret, such as `api_key`, `hfToken` or `slack-webhook-url`;
 - what grants access in a URL: user info, signed queries, the paths of known webhooks;
 - known values, wherever they stand: those of environment variables with such names, and those that
-  `remember_secrets` was given. They have at least eight characters, so that ordinary words stay.
+  `remember_secrets` was given. They have at least eight characters, so that ordinary words stay,
+  and are not words of the records themselves, such as `training`.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ _QUERY_NAMES = _split_words(
     "x-goog-credential x-goog-signature"
 )
 _WEBHOOK = re.compile(
-    r"(://(?:hooks\.slack\.com|hc-ping\.com|discord(?:app)?\.com/api/webhooks|"
-    r"api\.telegram\.org|[\w-]{1,60}\.webhook\.office\.com)/)[^\s?#]+"
+    r"(://(?:hooks\.(?:slack|zapier)\.com|hc-ping\.com|api\.telegram\.org|"
+    r"(?:ptb\.|canary\.)?discord(?:app)?\.com/api/webhooks|"
+    r"[\w-]{1,60}\.webhook\.office\.com)/)[^\s?#]+"
 )
 _SCHEME = re.compile(r"\b(Bearer|Basic) +(?!\*)[A-Za-z0-9+/._~-]{6,}=*")
 _HEADER = re.compile(
@@ -119,12 +121,16 @@ _HEADER = re.compile(
 _NAME = r"[A-Za-z_][\w.\[\]-]{0,120}"
 _ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --name value
     rf"(?<!\w)(?:(?P<name>{_NAME})(?:=| ?= ?(?=['\"]))"
-    rf"|(?P<quote>['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=b?['\"]|\d)"
-    rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: (?=\S)"
+    rf"|(?P<quote>\\?['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=b?\\?['\"]|[\d\[{{(])"
+    rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: {{1,20}}(?=\S)"
     rf"|--(?P<option>{_NAME}) (?=[^\s-]))"
 )
-_VALUE = re.compile(r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|[^\s,;&'\"(){}\[\]]+", re.DOTALL)
-_PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false")
+_QUOTED = re.compile(
+    r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|\\\"[^\"]*\\\"|<[^<>]*>", re.DOTALL
+)
+_WORD = re.compile(r"[^\s,;&'\"(){}\[\]]+")
+_MARKS = re.compile(r"\\.|[\"'()\[\]{},]", re.DOTALL)  # of a value in brackets
+_PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false", "[]", "{}", "()")
 
 
 def mask_text(text: str) -> str:
@@ -165,13 +171,46 @@ def _mask_assignments(text: str) -> str:
         if found.start() < end:
             continue  # within a value that was masked
         name: str = found["name"] or found["key"] or found["flow"] or found["option"]
-        value = _VALUE.match(text, found.end()) if _has_secret_name(name) else None
-        if value is None or value[0].strip("'\"") in _PLAIN:
+        if not _has_secret_name(name):
             continue
-        mark = value[0][-1] if value[0][-1] in "'\"" else ""
+        value_end = _find_value_end(text, found.end(), is_in_flow=found["flow"] is not None)
+        value = text[found.end() : value_end]
+        if value.strip("'\"\\") in _PLAIN:
+            continue
+        mark = value[-1] if value[-1] in "'\"" else ""
+        mark = f"\\{mark}" if value.endswith('\\"') else mark
         parts += [text[end : found.end()], mark, MASK, mark]
-        end = value.end()
+        end = value_end
     return "".join([*parts, text[end:]]) if parts else text
+
+
+def _find_value_end(text: str, start: int, *, is_in_flow: bool) -> int:
+    """Return where the value ends that begins at `start`; in YAML's `{name: value, …}`, its comma.
+
+    A value is a quoted text, a word, or something in brackets, such as a list or a call.
+    """
+    quoted = _QUOTED.match(text, start)
+    if quoted is not None:
+        return quoted.end()
+    word = _WORD.match(text, start)
+    end = start if word is None else word.end()
+    if not is_in_flow and text[end : end + 1] not in ("(", "[", "{"):
+        return end
+    depth, quote = 0, ""
+    for found in _MARKS.finditer(text, end):
+        mark = found[0]
+        if quote or mark in ("'", '"'):
+            quote = "" if mark == quote else quote or mark
+        elif mark in "([{":
+            depth += 1
+        elif depth == 0 and is_in_flow:
+            return found.start()
+        elif mark in ")]}":
+            depth -= 1
+            if depth == 0 and not is_in_flow:
+                return found.end()
+    line_end = text.find("\n", end)  # a bracket or quote is not closed
+    return len(text) if line_end == -1 else line_end
 
 
 def _has_secret_name(name: str) -> bool:
@@ -185,9 +224,9 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     is_secret = False  # the next argument
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        has_name = re.fullmatch(rf"-*{_NAME}", name) is not None
-        names_secret = has_name and _has_secret_name(name)
-        if is_secret and not argument.startswith("-"):
+        key = name.strip(" '\"")
+        names_secret = re.fullmatch(rf"-*{_NAME}", key) is not None and _has_secret_name(key)
+        if is_secret and re.match(r"--|-.?$", argument) is None:
             masked.append(MASK)
             is_secret = False
             continue
@@ -200,6 +239,8 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 # -- nested values --------------------------------------------------------------------------------
+
+_CONTAINERS = (str, Mapping, list, tuple)
 
 
 def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True) -> Any:
@@ -241,8 +282,14 @@ def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True)
 def _is_secret_item(key: Any, item: Any) -> bool:
     if item is None or isinstance(item, bool) or not isinstance(key, str):
         return False
-    is_empty = isinstance(item, str | Mapping | list | tuple) and not item
-    return not is_empty and is_secret_name(key)
+    return is_secret_name(key) and not (isinstance(item, _CONTAINERS) and _is_empty(item))
+
+
+def _is_empty(item: Any) -> bool:
+    try:
+        return len(item) == 0
+    except Exception:  # of the value's own methods
+        return False
 
 
 def masked_repr(value: Any, *names: Any) -> str:
@@ -255,6 +302,20 @@ def masked_repr(value: Any, *names: Any) -> str:
 # -- known values ---------------------------------------------------------------------------------
 
 _NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
+_OWN_WORDS = _split_words(  # of records: without them, a run could not be read
+    "accumulate background batch_size budget_after checkpoint checkpoints class_path clip_norm "
+    "clip_value completed config_hash continue_on_hook_error cpus_usable dampening diff_sha256 "
+    "differentiable failures maximize momentum nesterov weight_decay "
+    "early_stopping_config enable_early_stopping_hook enable_gradient_monitor enable_logging_hook "
+    "enable_lr_monitor enable_model_checkpoint_hook fast_forward grace_seconds "
+    "gradient_monitor_config histogram hook_classes hook_configs hookline init_args interrupted "
+    "keep_every last_error log_errors log_hook_errors lost_records lr_monitor_config max_epochs "
+    "max_failures max_steps model_checkpoint_config on_crash on_exhausted on_failure optimizer "
+    "optimizer_every optimizers packages packages_sha256 parameters pid_namespace pid_started "
+    "platform precision preempted progress resumed_from save_every_n_epochs schedule scheduler "
+    "scheduler_every schedulers settings tokens_fn tokens_seen torch_seed trainable training "
+    "untracked validate_every_epochs validate_every_steps versions when_busy"
+)
 _remembered: set[str] = set()
 _scanned: Any = None  # the environment at the last scan
 _pattern: re.Pattern[str] | None = None
@@ -276,21 +337,38 @@ def remember_secrets(value: Any, *, is_secret: bool = False) -> None:
             if (id(value), is_secret) in seen:
                 continue
             seen.add((id(value), is_secret))
-        if isinstance(value, Mapping):
-            left += [(item, is_secret or _is_secret_item(key, item)) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            left += [(item, is_secret) for item in value]
-        elif is_secret and isinstance(value, str | int) and len(str(value)) >= _MIN_LENGTH:
-            forms = _written_forms(str(value))
+        if isinstance(value, Mapping | list | tuple):
+            try:
+                left += _inner_values(value, is_secret)
+            except Exception:  # of the value's own methods
+                continue
+        elif is_secret and isinstance(value, str | int):
+            forms = _written_forms(value)
             if not forms <= _remembered:
                 _remembered.update(forms)
                 _pattern = None
 
 
-def _written_forms(text: str) -> set[str]:
-    """Return how a value may be written: as it is, escaped, in a URL, and a URL's path."""
-    forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1]}
-    forms |= {quote(text), quote(text, safe=""), quote_plus(text)}
+def _inner_values(value: Any, is_secret: bool) -> list[tuple[Any, bool]]:
+    """Return the values in a container, and whether each of them is a secret."""
+    if isinstance(value, Mapping):
+        return [(item, is_secret or _is_secret_item(key, item)) for key, item in value.items()]
+    return [(item, is_secret) for item in value]
+
+
+def _written_forms(value: str | int) -> set[str]:
+    """Return how a value may be written: as it is, escaped, in a URL, and a URL's path.
+
+    There are none if it is not masked wherever it stands.
+    """
+    try:
+        text = str.__str__(value) if isinstance(value, str) else str(value)
+        encoded = {quote(text), quote(text, safe=""), quote_plus(text)}
+    except ValueError:  # too many digits, or lone surrogates
+        return set()
+    if len(text) < _MIN_LENGTH or text in _OWN_WORDS:
+        return set()
+    forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1], *encoded}
     if "://" in text:
         try:
             parts = urlsplit(text)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from hookline.arguments import show_value
+from hookline.arguments import is_number, show_value
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 from hookline.masking import MASK, remember_secrets
@@ -77,7 +77,7 @@ class Option:
         # The value is passed on unconverted.
         if isinstance(value, str) and isinstance(valid, int | float):
             return "Write the number without quotes"
-        if isinstance(valid, int | float) and not isinstance(value, int | float):
+        if isinstance(valid, int | float) and not is_number(value):
             return f"Give a Python number: {type(valid).__name__}(…)"
         if isinstance(valid, str) and not isinstance(value, str):
             return "Input should be a valid string"

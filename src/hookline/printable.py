@@ -22,6 +22,8 @@ _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]")  # faster
 _MAX_ACCENTS = 4
 _NO_LETTERS = re.compile(rf"[^\w\s\x00-\x7f]{{{_MAX_ACCENTS + 1},}}")
 
+_MESSAGE_LINE = 1200  # characters of one line of a message
+
 _LINE_FEED_OF_NAME = re.compile(r"\n(?![ \t])")
 
 
@@ -49,7 +51,17 @@ def printable_message(text: str) -> str:
 
     The lines of a message are indented. A line feed before any other line is part of a name.
     """
-    return printable_lines(_LINE_FEED_OF_NAME.sub(r"\\n", text))
+    lines = _LINE_FEED_OF_NAME.sub(r"\\n", text).split("\n")
+    return printable_lines("\n".join(map(_cut_middle, lines)))
+
+
+def _cut_middle(line: str) -> str:
+    """Return a line of a message; a long one keeps its end, which says what to do."""
+    half = _MESSAGE_LINE // 2
+    shown = escape_controls(line[: _MESSAGE_LINE + 1])
+    if len(shown) <= _MESSAGE_LINE:
+        return shown
+    return f"{shown[:half]} […] {escape_controls(line[-half:])[-half:]}"
 
 
 def _escape(char: str) -> str:

@@ -12,7 +12,6 @@ step_000120/
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file, read_regular_file
+from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
 __all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -136,7 +136,8 @@ def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkp
         parts = [path / part for part in part_names(manifest, "state")]
         tensors = read_tensors(path / name, torch.device("cpu"), parts)
         name = "state.json"
-        tree = json.loads(read_regular_file(path / name, file_limits.state_bytes))
+        data = read_regular_file(path / name, file_limits.state_bytes)
+        tree = parse_json(data, MAX_STATE_DEPTH)
         decoder = Decoder(tensors)
         state = _expect_mapping(decoder.decode(tree["state"]), "state")
         model.update(_expect_mapping(decoder.decode(tree["model"]), "model"))

@@ -19,7 +19,13 @@ import xxhash
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import FileRefusedError, open_regular_file, read_regular_file
+from hookline.files.regular_files import (
+    FileRefusedError,
+    count_hole_bytes,
+    open_regular_file,
+    read_regular_file,
+)
+from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
 __all__ = [
@@ -43,6 +49,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "state.safetensors", "state.json")
 _BLOCK = 1 << 20  # bytes that are read at once
+_MAX_FILES = 100
 _INT64_LIMIT = 1 << 63
 _HASH = re.compile(r"[0-9a-f]{16}")
 _NOT_FINITE = re.compile(r"-?(nan|inf)|0x[0-9a-f]{16}")
@@ -96,7 +103,7 @@ def read_json(file: Path, max_bytes: int) -> Any:
         InvalidCheckpointError: The file is missing, refused, too large, or not JSON.
     """
     try:
-        return json.loads(read_regular_file(file, max_bytes))
+        return parse_json(read_regular_file(file, max_bytes), MAX_STATE_DEPTH)
     except FileNotFoundError:
         raise InvalidCheckpointError(file.name, "is missing") from None
     except FileRefusedError as error:
@@ -153,6 +160,8 @@ def _describe_files(files: Any) -> str | None:
             and _HASH.fullmatch(facts["xxh3_64"])
         ):
             return f"has no valid 'created', 'files' or 'info': no size or hash of {name}"
+    if len(files) > _MAX_FILES:  # hashing one large file under many names would take for ever
+        return f"names {len(files)} files; expected at most {_MAX_FILES}"
     missing = [name for name in FILES if name not in files]
     return f"does not name {' and '.join(missing)}" if missing else None
 
@@ -185,11 +194,13 @@ def _is_metric(value: Any) -> bool:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Compare the sizes of all files with the manifest."""
+    """Compare the sizes of all files with the manifest, and limit what is not on the disk."""
+    holes, limit = 0, file_limits.hole_bytes
     for name, expected in manifest["files"].items():
         try:
             with open_regular_file(path / name) as file:
                 size = os.fstat(file.fileno()).st_size
+                holes += count_hole_bytes(file, limit)
         except FileNotFoundError:
             raise InvalidCheckpointError(name, "is missing") from None
         except FileRefusedError as error:
@@ -199,6 +210,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
         if size != expected["size"]:
             problem = f"has {size} bytes instead of {expected['size']}"
             raise InvalidCheckpointError(name, problem)
+        if holes > limit:
+            problem = f"is sparse: more than {limit:,} of its {size:,} bytes are not on the disk"
+            advice = "If this is intended, set hookline.file_limits.hole_bytes."
+            raise InvalidCheckpointError(name, problem, advice)
 
 
 def check_hashes(path: Path, manifest: Manifest, on_progress: Callable[[int], object]) -> None:

@@ -16,6 +16,7 @@ from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
 from hookline.checkpoint.tensor_header import read_header
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file, read_regular_file
+from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 
 __all__ = ["CheckpointContents", "StateSection", "TensorEntry", "read_contents"]
 
@@ -82,7 +83,8 @@ def read_contents(path: Path) -> CheckpointContents:
         name = "state.safetensors"
         tensors = {entry.name: entry.size for entry in _read_weights(path / name)}
         name = "state.json"
-        tree = json.loads(read_regular_file(path / name, file_limits.state_bytes))
+        data = read_regular_file(path / name, file_limits.state_bytes)
+        tree = parse_json(data, MAX_STATE_DEPTH)
         state = [_describe(key, value, tensors) for key, value in tree["state"].items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"cannot be read: {type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import CheckpointError, listed
+from hookline.printable import printable
 
 if TYPE_CHECKING:
     from hookline.checkpoint.checkpoint_folder import Checkpoint
@@ -97,7 +98,7 @@ def fit_checkpoint(
     if len(lines) == len(hooks) and not unloadable and not problems:
         return checkpoint
     lines += [line for found in unloadable.values() for line in found]
-    lines += [*problems, *more()]
+    lines = [printable(line, 500) for line in (*lines, *problems, *more())]
     text = f"The checkpoint {checkpoint.path} does not fit {what}"
     if strict or problems:
         raise CheckpointError(f"{text}. Nothing was changed. {advice}\n  " + "\n  ".join(lines))
@@ -141,7 +142,8 @@ def describe_mismatches(weights: State, expected: State) -> list[str]:
         for name, value in weights.items()
         if name in expected and hasattr(value, "shape") != hasattr(expected[name], "shape")
     ]
-    return lines + _limit(shapes, "other shapes") + _limit(kinds, "others")
+    lines += _limit(shapes, "other shapes") + _limit(kinds, "others")
+    return [printable(line, 2000) for line in lines]
 
 
 def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:

@@ -7,6 +7,8 @@ and renamed into place.
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,9 +26,10 @@ from hookline.checkpoint.atomic_files import (
     temporary_folder,
 )
 from hookline.checkpoint.checkpoint_lookup import FORMAT, read_manifest
-from hookline.checkpoint.checkpoint_manifest import MANIFEST
+from hookline.checkpoint.checkpoint_manifest import MANIFEST, is_checkpoint_name
 from hookline.errors import CheckpointError, ConfigError
 from hookline.files.limits import file_limits
+from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import read_regular_file
 
 __all__ = ["fetch_checkpoint", "import_fsspec"]
@@ -34,6 +37,8 @@ __all__ = ["fetch_checkpoint", "import_fsspec"]
 log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 22
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._=+-]")
+_MAX_NAME = 100
 
 
 def import_fsspec(url: str, problem: str) -> Any:
@@ -93,7 +98,7 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
 
 
 def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
-    if fs.isdir(f"{root}/checkpoints"):
+    if fs.isdir(f"{root}/checkpoints") and not _is_link(fs.info(f"{root}/checkpoints")):
         root, url = f"{root}/checkpoints", f"{url}/checkpoints"
     found: list[_RemoteCheckpoint] = []
     damage: list[str] = []
@@ -126,9 +131,23 @@ def _list_folders(fs: Any, root: str) -> list[str]:
         entries = fs.ls(root, detail=True)
     except FileNotFoundError:
         raise CheckpointError(f"{root} does not exist.") from None
-    folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+    folders = [
+        entry["name"] for entry in entries if entry["type"] == "directory" and not _is_link(entry)
+    ]
     names = [path.rstrip("/").rpartition("/")[2] for path in folders]
     return sorted(name for name in names if name and not name.startswith((".", TEMPORARY)))
+
+
+def _is_link(entry: dict[str, Any]) -> bool:
+    """Return whether an entry of a filesystem that has links is one."""
+    return bool(entry.get("islink")) or entry.get("type") == "link"
+
+
+def _check_regular(entry: dict[str, Any], url: str) -> None:
+    """Raise if an entry is not a regular file: a FIFO would block, a link may lead anywhere."""
+    if entry.get("type") != "file" or _is_link(entry):
+        kind = "link" if _is_link(entry) else entry.get("type")
+        raise CheckpointError(f"{url} is not a regular file, but a {kind}.")
 
 
 @dataclass(frozen=True)
@@ -146,6 +165,10 @@ class _RemoteCheckpoint:
         """Return the checkpoint at a path; None if there is no checkpoint's manifest."""
         limit = file_limits.manifest_bytes
         try:
+            entry = fs.info(f"{root}/{MANIFEST}")
+            if entry.get("type") == "directory":
+                return None
+            _check_regular(entry, f"{url}/{MANIFEST}")
             data = fs.cat_file(f"{root}/{MANIFEST}", start=0, end=limit + 1)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
@@ -176,6 +199,7 @@ class _RemoteCheckpoint:
         existing = next(self._copies(into, name), None)
         if existing is not None:
             return existing
+        self._check_space(into)
         with temporary_folder(into, name) as temporary:
             copy = temporary / name
             copy.mkdir()
@@ -199,9 +223,18 @@ class _RemoteCheckpoint:
                     read_manifest(path, verify_files=True)
                     yield path
 
+    def _check_space(self, into: Path) -> None:
+        needed = sum(file["size"] for file in self.manifest["files"].values())
+        total, _, free = shutil.disk_usage(into)
+        if total and free < needed:  # some network file systems report zeros
+            raise CheckpointError(
+                f"{self.url} has {needed:,} bytes, and {free:,} are free in {into}."
+            )
+
     def _fetch_file(self, name: str, expected: dict[str, Any], target: Path) -> None:
         digest, size = xxhash.xxh3_64(), 0
         try:
+            _check_regular(self.fs.info(f"{self.root}/{name}"), f"{self.url}/{name}")
             with self.fs.open(f"{self.root}/{name}", "rb") as source, target.open("wb") as file:
                 while size <= expected["size"] and (chunk := source.read(_CHUNK)):
                     digest.update(chunk)
@@ -220,9 +253,9 @@ class _RemoteCheckpoint:
 
 
 def _folder_name(name: str) -> str:
-    """Return a URL's last part as a folder name that is not hidden."""
-    plain = "".join("_" if c in '/\\:*?"<>|\x00' else c for c in name)
-    return f"_{plain}" if plain.startswith(".") else plain
+    """Return a URL's last part as a plain name of a folder that is neither hidden nor a pointer."""
+    plain = _NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]
+    return plain if is_plain_name(plain) and is_checkpoint_name(plain) else f"_{plain}"
 
 
 def _candidates(into: Path, name: str) -> Iterator[Path]:

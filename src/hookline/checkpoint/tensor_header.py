@@ -7,13 +7,13 @@ here imports torch.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from hookline.files.limits import file_limits
+from hookline.files.strict_json import parse_json
 from hookline.printable import printable
 
 __all__ = ["StoredTensor", "TensorHeader", "read_header"]
@@ -81,7 +81,7 @@ def read_header(file: BinaryIO) -> TensorHeader:
         raise ValueError(
             f"its header has {length:,} bytes; hookline.file_limits.state_bytes allows more"
         )
-    header = _mapping(json.loads(file.read(length)), "the header")
+    header = _mapping(parse_json(file.read(length)), "the header")
     metadata = _mapping(header.pop(_METADATA, None) or {}, _METADATA)
     viewed = _parse_mapping(metadata, "hookline.viewed")
     tensors = [_parse_tensor(name, fields, viewed.get(name)) for name, fields in header.items()]
@@ -140,7 +140,7 @@ def _parse_mapping(metadata: dict[str, Any], key: str) -> dict[str, Any]:
     text = metadata.get(key, "{}")
     if not isinstance(text, str):
         raise ValueError(f"'{key}' is not a text")  # noqa: TRY004 - damage of a file
-    return _mapping(json.loads(text), f"'{key}'")
+    return _mapping(parse_json(text.encode()), f"'{key}'")
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:

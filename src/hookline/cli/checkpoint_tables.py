@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["format_contents", "format_list", "format_pruning", "format_size"]
 
-_MAX_ROWS = 2000  # of the weights of one checkpoint
+_MAX_ROWS = 2000  # of checkpoints, and of the weights of one
+_MAX_DAMAGED = 20  # checkpoints whose problem is shown
 
 
 def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
@@ -41,9 +43,13 @@ def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) 
     rows += [(name, "", "", "", "", "damaged", "", "") for name in damage]
     lines = [
         printable(f"damaged: {printable(name)}{os.sep}{problem}", 1000)
-        for name, problem in damage.items()
+        for name, problem in islice(damage.items(), _MAX_DAMAGED)
     ]
-    return "\n\n".join([format_table(headers, rows), *(["\n".join(lines)] if lines else [])])
+    if len(damage) > _MAX_DAMAGED:
+        lines.append(f"… and {len(damage) - _MAX_DAMAGED} more damaged checkpoints")
+    return "\n\n".join(
+        [format_table(headers, rows, limit=_MAX_ROWS), *(["\n".join(lines)] if lines else [])]
+    )
 
 
 def format_pruning(
@@ -58,7 +64,7 @@ def format_pruning(
         for one, kept in zip(complete, reasons, strict=True)
     ]
     rows += [(name, "", "", f"damaged: {problem}") for name, problem in damage.items()]
-    return format_table(("checkpoint", "step", "size", "kept because"), rows)
+    return format_table(("checkpoint", "step", "size", "kept because"), rows, limit=_MAX_ROWS)
 
 
 def format_contents(path: Path, contents: CheckpointContents) -> str:

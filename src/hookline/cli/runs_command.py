@@ -26,6 +26,7 @@ __all__ = ["runs_app"]
 
 _WIDEST = 60
 _MAX_ROWS = 100  # of one section of a diff
+_MAX_RUNS = 2000  # of the list
 _MAX_DAMAGED = 20  # runs whose problem is shown
 _STYLES = {
     r"\A.*": "bold",
@@ -142,7 +143,9 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
     }
     width, less_needed = terminal_width(), list(_LESS_NEEDED)
     while True:
-        text = format_table(list(columns), list(zip(*columns.values(), strict=True)))
+        text = format_table(
+            list(columns), list(zip(*columns.values(), strict=True)), limit=_MAX_RUNS
+        )
         if width is None or not less_needed or max(map(cell_width, text.splitlines())) <= width:
             return text
         del columns[less_needed.pop(0)]

@@ -18,6 +18,7 @@ from hookline.cli.command_base import (
     exit_on_interrupt,
 )
 from hookline.cli.text_output import is_main_process, print_json, print_text, show
+from hookline.masking import mask_text
 from hookline.printable import printable, printable_message
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
-    rows = [(name, printable(value, _MAX_CELL)) for name, value in rows]
+    rows = [(name, printable(mask_text(str(value)), _MAX_CELL)) for name, value in rows]
     return format_table(rows[0], rows[1:])
 
 

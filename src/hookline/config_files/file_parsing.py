@@ -214,6 +214,8 @@ def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
     if mark is None or mark.line >= len(lines):  # YAML knows more line breaks
         return in_words
     start = error.context_mark or mark
+    if "undefined alias" in problem:
+        return "A value that begins with '*' needs quotes, or an anchor `&name` before it."
     if r"'\t'" in problem:
         return "Indent with spaces: YAML does not allow tabs."
     if "cannot start any token" in problem or "scanning an alias" in context:
@@ -265,8 +267,8 @@ class _YamlConstructor:
         if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
             return [self.construct(item, (*key, i)) for i, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
-        raise _unknown_tag(node)
+            return _scalar(node, key)
+        raise _unknown_tag(node, key)
 
     def _count(self, line: int) -> None:
         self.values_left -= 1
@@ -326,22 +328,22 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _scalar(node: Any) -> Any:
+def _scalar(node: Any, key: Key) -> Any:
     kind = node.tag.rpartition(":")[2]
     if kind not in _SCALARS:
-        raise _unknown_tag(node)
+        raise _unknown_tag(node, key)
     try:
         return _SCALARS[kind](node.value)
     except (ValueError, KeyError):
-        text = f"{format_value(node.value)} is not a valid {kind}."
+        text = f"{format_value(node.value, key)} is not a valid {kind}."
         if kind == "int" and len(node.value) > 500:
             text += " It has too many digits."
         raise _ParseError(text, node.start_mark.line + 1) from None
 
 
-def _unknown_tag(node: Any) -> _ParseError:
+def _unknown_tag(node: Any, key: Key) -> _ParseError:
     tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
-    return _ParseError(f"Unknown tag '{format_name(tag)}'.", node.start_mark.line + 1)
+    return _ParseError(f"Unknown tag {format_value(tag, key)}.", node.start_mark.line + 1)
 
 
 # -- JSON -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from hookline.arguments import check_instance, check_path, listed_strings
 from hookline.config_files.config_tree import (
     COMMAND_LINE,
     FileError,
@@ -93,9 +94,13 @@ def load_training(
     """
     from hookline.config_files.building import build_trainer
 
-    path = Path(path)
-    root = find_project() if project is None else Path(project).resolve()
-    trust = (trust,) if isinstance(trust, str) else tuple(trust)
+    path = Path(check_path("load_training(path)", path))
+    for override in overrides:
+        check_instance("load_training(…, override)", override, str, "a string, key=value")
+    if project is not None:
+        project = Path(check_path("load_training(…, project=…)", project)).resolve()
+    root = find_project() if project is None else project
+    trust = tuple(listed_strings("load_training(…, trust=…)", trust))
     packages = find_trusted_packages(trust, root)
     tree = merge_files(path, overrides, project=root)
     config = validate(tree)
@@ -140,7 +145,7 @@ def load_python(target: str, *overrides: str) -> Training:
         arguments = _parse_arguments(target, function, overrides)
         remember_secrets(arguments)
         result = function(**arguments)
-    trainer, *data = result if isinstance(result, tuple) else (result,)
+    trainer, *data = result if isinstance(result, tuple) and result else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:
         found = describe_result(result)
         if isinstance(result, tuple):

@@ -164,7 +164,7 @@ def _pop_includes(
     found: list[tuple[Key, str]] = []
     for i, name in enumerate(names):
         key: Key = ("include", i) if isinstance(given, list) else ("include",)
-        if isinstance(name, str) and name:
+        if isinstance(name, str) and name and "://" not in name:
             found.append((key, name))
         else:
             text = f"It is {format_value(name)}; expected the name of a file."
@@ -201,7 +201,7 @@ def parse_override(text: str) -> tuple[Key, Any]:
     Raises:
         ValueError: the text is not a valid override.
     """
-    name, equals, value_text = text.partition("=")
+    name, equals, value_text = str.__str__(text).partition("=")
     parts = split_key(name.strip())
     if not equals or not all(parts):
         raise ValueError(

@@ -137,7 +137,7 @@ class _Resolver:
             default = rest if colon else None
         if name is None or not _NAME.fullmatch(name):
             self._fail(
-                f"{format_value(found[0])} is not a reference. Expected ${{key}}, ${{NAME}}, "
+                f"{self._show(found[0])} is not a reference. Expected ${{key}}, ${{NAME}}, "
                 "${env:NAME} or ${NAME:default}; write a literal '${' as '$${'."
             )
         parts = split_key(name)
@@ -152,8 +152,8 @@ class _Resolver:
             what = "environment variable" if from_environment else "key or environment variable"
             names = [*self._environment, *([] if from_environment else self._tree.values)]
             self._fail(
-                f"There is no {what} '{name}'.{nearest(name, names)} Set it, or give a default: "
-                f"{found[0][:-1]}:…}}."
+                f"There is no {what} {self._show(name)}.{nearest(name, names)} Set it, or give a "
+                f"default: {self._show(f'{found[0][:-1]}:…}}')}."
             )
         return default, True
 
@@ -174,9 +174,13 @@ class _Resolver:
                     return _MISSING
                 names = [format_key((*key, name)) for name in known if isinstance(name, str)]
                 missing = format_key((*key, part))
-                self._fail(f"There is no key '{missing}'.{nearest(missing, names)}")
+                self._fail(f"There is no key {self._show(missing)}.{nearest(missing, names)}")
             value, key = value[index], (*key, index)
         return value if is_resolved else self.resolve(value, key)
+
+    def _show(self, text: str) -> str:
+        """Return a part of the string that is being resolved; it is masked under a secret name."""
+        return format_value(text, self._active[-1] if self._active else ())
 
     def _fail(self, text: str) -> NoReturn:
         key = self._active[-1] if self._active else ()

@@ -193,7 +193,7 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
             raise NameTakenError(
                 f"The name '{given}' is taken. Choose another with name=…, or pass replace=True."
             )
-        return given
+        return str.__str__(given)  # a subclass may have another text
     automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_rank:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")

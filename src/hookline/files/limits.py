@@ -24,12 +24,15 @@ class FileLimits:
         line_bytes: One line of a log of metrics or events.
         state_bytes: `state.json` of a checkpoint, and the header of a safetensors file.
         config_bytes: Config file.
+        hole_bytes: What the files of a checkpoint have without data on the disk: reading it takes
+            time and memory, and a sparse file of any size is quickly sent.
     """
 
     manifest_bytes: int = 64 << 20
     line_bytes: int = 16 << 20
     state_bytes: int = 1 << 30
     config_bytes: int = 4 << 20
+    hole_bytes: int = 4 << 30
 
     @classmethod
     def from_environment(cls) -> FileLimits:

@@ -6,6 +6,7 @@ regular files are opened, and links are not followed.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import BinaryIO
 
 __all__ = [
     "FileRefusedError",
+    "count_hole_bytes",
     "describe_kind",
     "open_handle",
     "open_regular_file",
@@ -84,6 +86,23 @@ def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
             f"{Path(path).name} has more than {max_bytes:,} bytes; hookline.file_limits allows more"
         )
     return contents
+
+
+def count_hole_bytes(file: BinaryIO, more_than: int) -> int:
+    """Return how many bytes of a file have no data on the disk; it stops above a number.
+
+    File systems that do not know it report that everything is data.
+    """
+    size, position, holes = os.fstat(file.fileno()).st_size, 0, 0
+    if size <= more_than or not hasattr(os, "SEEK_DATA"):  # Windows
+        return 0
+    while position < size and holes <= more_than:
+        try:
+            data = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            position, holes = os.lseek(file.fileno(), data, os.SEEK_HOLE), holes + data - position
+        except OSError as error:
+            return holes + size - position if error.errno == errno.ENXIO else holes
+    return holes
 
 
 def describe_kind(path: str | os.PathLike[str]) -> str | None:

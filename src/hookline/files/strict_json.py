@@ -6,13 +6,16 @@ import json
 import math
 from typing import Any, cast
 
-__all__ = ["MAX_DEPTH", "parse_json"]
+__all__ = ["MAX_DEPTH", "MAX_STATE_DEPTH", "parse_json"]
 
 MAX_DEPTH = 200
 """How deeply lists and objects may be nested."""
 
+MAX_STATE_DEPTH = 400
+"""The same for the state of a checkpoint, which has up to three levels for each level of a dict."""
 
-def parse_json(data: bytes) -> Any:
+
+def parse_json(data: bytes, max_depth: int = MAX_DEPTH) -> Any:
     """Return the value of a JSON text.
 
     Raises:
@@ -22,9 +25,9 @@ def parse_json(data: bytes) -> Any:
     try:
         value = _DECODER.decode(data.decode())
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-        _check_depth(value)
+        raise ValueError(f"it is nested deeper than {max_depth} levels") from None
+    if data.count(b"[") + data.count(b"{") > max_depth:
+        _check_depth(value, max_depth)
     if b"\\u" in data:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -33,13 +36,13 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def _check_depth(value: Any) -> None:
+def _check_depth(value: Any, max_depth: int) -> None:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(max_depth + 1):
         level = [inner for item in level for inner in _contents(item)]
         if not level:
             return
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    raise ValueError(f"it is nested deeper than {max_depth} levels")
 
 
 def _contents(item: Any) -> list[Any]:

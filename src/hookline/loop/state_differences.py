@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +33,17 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
     **{"Adadelta": {"step", "square_avg", "acc_delta"}, "RMSprop": {"step", "square_avg"}},
     **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
 }
+_DIVISORS = {
+    "step_size",
+    "T_max",
+    "T_0",
+    "T_i",
+    "T_mult",
+    "total_steps",
+    "total_size",
+    "step_ratio",
+}
+_PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
 _SCALARS = ("step", "mu_product", "eta", "mu")
 _MT19937_LENGTH = 624
 _INT64_LIMIT = 1 << 63
@@ -94,12 +107,16 @@ def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.M
 def _describe_averages(
     averages: Mapping[Any, Any], weights: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    return [
-        f"the average of '{printable(name, 40)}' does not have the shape of the weight"
-        for name, value in averages.items()
-        if not isinstance(value, torch.Tensor)
-        or (name in weights and not is_lazy(weights[name]) and value.shape != weights[name].shape)
-    ]
+    lines: list[str] = []
+    for name, value in averages.items():
+        if name not in weights:
+            lines.append(f"the model has no weight '{printable(name, 40)}', which has an average")
+        elif not isinstance(value, torch.Tensor) or (
+            not is_lazy(weights[name]) and value.shape != weights[name].shape
+        ):
+            shown = printable(name, 40)
+            lines.append(f"the average of '{shown}' does not have the shape of the weight")
+    return lines
 
 
 def describe_random_state(state: Any) -> list[str]:
@@ -128,6 +145,15 @@ def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[s
 
 
 def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+    lines = list(_describe_groups(optimizer, saved))
+    if type(optimizer).__module__.startswith("torch.optim"):
+        lines += _describe_parameter_states(optimizer, saved)
+        if not lines and type(optimizer).__name__ in _STATE_KEYS:
+            lines += _describe_failure("its state", partial(_try_step, optimizer, saved))
+    yield from lines
+
+
+def _describe_groups(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     for index, pair in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
         own, group = pair
         options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
@@ -137,13 +163,13 @@ def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[st
             if key not in group and _kind(value) in ("a number", "a list"):
                 yield f"group {index} has no '{key}'"
         for key in options.keys() & group.keys():
-            if not _is_in_range(key, group[key]):
+            if isinstance(group[key], torch.Tensor) and not isinstance(options[key], torch.Tensor):
+                yield f"group {index}: '{printable(key, 40)}' is a tensor only in the checkpoint"
+            elif not _is_in_range(key, group[key]):
                 yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
         decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
         if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
             yield f"group {index} has another weight decay (Adam's or AdamW's)"
-    if type(optimizer).__module__.startswith("torch.optim"):
-        yield from _describe_parameter_states(optimizer, saved)
 
 
 def _is_in_range(key: str, value: Any) -> bool:
@@ -182,6 +208,36 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
                 yield f"'{printable(key, 40)}' of parameter {index} does not have its shape"
 
 
+def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Make a step of another optimizer with the saved options and states of a few parameters.
+
+    They are the smallest of each group, one for each set of names that states have. Options such
+    as `amsgrad` decide which names a step needs.
+    """
+    groups: list[dict[str, Any]] = []
+    states: dict[int, Any] = {}
+    tried: list[dict[str, Any]] = []
+    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        chosen: dict[tuple[str, ...], tuple[int, Any]] = {}
+        for index, parameter in zip(group["params"], own["params"], strict=False):
+            names = tuple(sorted(saved["state"].get(index, {})))
+            if names not in chosen or parameter.numel() < chosen[names][1].numel():
+                chosen[names] = index, parameter
+        if any(is_lazy(parameter) for _, parameter in chosen.values()):
+            return
+        copies = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for _, p in chosen.values()]
+        for one in copies:
+            one.grad = torch.zeros_like(one)
+        tried.append({"params": copies})
+        groups.append({**group, "params": [index for index, _ in chosen.values()]})
+        groups[-1].pop("param_names", None)
+        states |= {i: saved["state"][i] for i, _ in chosen.values() if i in saved["state"]}
+    trial = type(optimizer)(tried, lr=0.1)
+    trial.load_state_dict(copy.deepcopy({"state": states, "param_groups": groups}))
+    step: Any = type(trial).step
+    getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
+
+
 def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
     """Return whether a value is None or a tensor with the shape of a parameter, or a scalar."""
     if not isinstance(value, torch.Tensor):
@@ -201,6 +257,20 @@ def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[st
         if key not in own and (hasattr(type(scheduler), key) or key == "optimizer"):
             yield f"it cannot have a value '{printable(key, 40)}'"
     yield from _describe_kinds(saved, own)
+    for key in own.keys() & saved.keys():
+        name, value = printable(key, 40), saved[key]
+        is_zero = type(value) in (int, float) and value <= 0
+        if (_is_finite(own[key]) and not _is_finite(value)) or (is_zero and key in _DIVISORS):
+            yield f"'{name}' is {printable(value, 40)}"
+        elif key in _PER_GROUP and isinstance(value, list) and len(value) != len(own[key]):
+            yield f"'{name}' has {len(value)} values in the checkpoint and {len(own[key])} here"
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether a number, or each one of a list, is finite; other values count as finite."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return type(value) is not float or math.isfinite(value)
 
 
 def _describe_kinds(saved: Any, here: Any) -> list[str]:

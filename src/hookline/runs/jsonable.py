@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -31,6 +32,16 @@ _INT_LIMIT = 10**400  # JSON has no limit, but Python's parser does
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the default `repr` of objects
 
 
+class _Converting(threading.local):
+    """The ids of the values that are being converted on this thread, each within the one before."""
+
+    def __init__(self) -> None:
+        self.values: set[int] = set()
+
+
+_converting = _Converting()
+
+
 def to_jsonable(value: Any, depth: int = 0) -> Any:
     """Return a value as JSON types. It never fails: other objects become their `repr`.
 
@@ -45,12 +56,15 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
     number = to_json_number(value)
     if number is not None:
         return number
-    if depth > _MAX_DEPTH:
-        return "…"
+    if depth > _MAX_DEPTH or id(value) in _converting.values:
+        return "…"  # it is within itself
+    _converting.values.add(id(value))
     try:
         return _convert_object(value, depth + 1)
     except Exception:  # an object's methods may raise anything
         return safe_repr(value)
+    finally:
+        _converting.values.discard(id(value))
 
 
 def to_json_number(value: Any) -> Any:

@@ -46,6 +46,7 @@ VERSION = 1
 _BLOCK_SIZE = 1 << 18
 _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
+_MAX_DAMAGED = 20_000  # then it is not a log, and each further line takes longer than a record
 
 
 class JsonlFile:
@@ -311,6 +312,11 @@ class JsonlReader:
                         block = block[: block.rfind(b"\n") + 1]
                     if block:
                         yield block
+                    if self._damaged > _MAX_DAMAGED:
+                        self._problems.append(
+                            f"{name} is read up to line {self._lines}: too many are damaged"
+                        )
+                        return
                     if not is_complete and len(rest) == limit:
                         self._problems.append(
                             f"{name} is read up to line {self._lines}: {_describe_long_line()}"
@@ -376,6 +382,19 @@ def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[
         file: `metrics.jsonl` or `events.jsonl`.
         max_bytes: How many bytes to read at most; a run may have gigabytes.
     """
+    damaged = 0
+    for line in _read_lines_backwards(file, max_bytes):
+        try:
+            record = _parse_line(line)
+            if not _is_newer(record):
+                yield record
+        except ValueError:
+            damaged += 1
+            if damaged > _MAX_DAMAGED:
+                return
+
+
+def _read_lines_backwards(file: Path, max_bytes: int) -> Iterator[bytes]:
     try:
         with open_regular_file(file) as lines:
             end = position = lines.seek(0, os.SEEK_END)
@@ -385,19 +404,11 @@ def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[
                 position = lines.seek(position - size)
                 # The first line may begin in the block before.
                 rest, *complete = (lines.read(size) + rest).split(b"\n")
-                yield from _parse_lines(reversed(complete))
+                yield from reversed(complete)
             if position == 0:
-                yield from _parse_lines([rest])
+                yield rest
     except OSError:
         return
-
-
-def _parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        with suppress(ValueError):
-            record = _parse_line(line)
-            if not _is_newer(record):
-                yield record
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

@@ -23,13 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile, JsonlReader
 
-__all__ = ["REPEATED", "finish_rewind", "move_end", "plan_rewind"]
+__all__ = ["REPEATED", "check_rewind", "finish_rewind", "move_end", "plan_rewind"]
 
 log = logging.getLogger("hookline")
 
@@ -55,10 +56,13 @@ def plan_rewind(
     Raises:
         RunError: The position is not valid.
     """
-    are_sizes = all(type(size) is int and size >= 0 for size in position.values())
-    if not are_sizes or not position.keys() & {"metrics", "step"}:
+    if (
+        not isinstance(position, Mapping)
+        or not all(type(size) is int and size >= 0 for size in position.values())
+        or not position.keys() & {"metrics", "step"}
+    ):
         raise RunError(
-            f"The log {metrics.path} cannot continue at {printable(dict(position))}: expected "
+            f"The log {metrics.path} cannot continue at {show_value(position)}: expected "
             "'metrics' and 'rewinds', or 'step', as integers of 0 or more."
         )
     end = metrics.size
@@ -115,6 +119,18 @@ def _end_of_step(file: Path, step: int) -> int:
     return position
 
 
+def check_rewind(folder: Path, rewind: Rewind) -> None:
+    """Raise OSError if a run has not as many repeated records as a rewind needs."""
+    file = folder / REPEATED
+    size = file.lstat().st_size if os.path.lexists(file) else 0
+    needed = max(rewind["repeated"] - 1, sum(count for _, count in rewind["restored"]))
+    if needed > size:
+        raise OSError(
+            f"{REPEATED} has {size} bytes, but the last entry of 'rewinds' in manifest.json needs "
+            f"{needed}"
+        )
+
+
 def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     """Carry out a rewind, or what is missing of it after a crash.
 
@@ -124,13 +140,9 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
     moved = end - kept
     restored = sum(count for _, count in rewind["restored"])
     _check_lines(metrics, kept, moved)
+    check_rewind(metrics.path.parent, rewind)
     repeated = JsonlFile(metrics.path.with_name(REPEATED))
     try:
-        if max(start - 1, restored) > repeated.size:
-            raise OSError(
-                f"{REPEATED} has {repeated.size} bytes, but the last entry of 'rewinds' in "
-                f"manifest.json needs {max(start - 1, restored)}"
-            )
         if repeated.size < start + moved:  # not all is there yet; otherwise the log may be cut
             repeated.truncate(min(start, repeated.size))
             repeated.extend([b"\n" * (start - repeated.size)])

@@ -18,7 +18,6 @@ import torch
 from hookline.arguments import (
     check_mapping,
     check_path,
-    check_whole_number,
     read_items,
     show_value,
 )
@@ -47,7 +46,7 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.rewind import finish_rewind, plan_rewind
+from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
 from hookline.runs.run_files import find_refused_entries
 
 __all__ = ["Kind", "Run"]
@@ -196,6 +195,8 @@ class Run:
             part = describe_part(config, seed, hooks, **fields)
             # Read again: another process may have written the run while this one waited.
             manifest = continue_manifest(path, read_run_manifest(path), part)
+            if unfinished := _find_unfinished(manifest):
+                check_rewind(path, unfinished)  # before anything is written
             write_run_manifest(path, manifest)
             run = cls(path, manifest, lease)
             run._finish_rewind()
@@ -336,7 +337,6 @@ class Run:
                 that step.
         """
         metrics_log = self._writable_log()
-        position = _checked_position(position)
         metrics_log.flush()
         try:
             self._finish_rewind()
@@ -351,10 +351,9 @@ class Run:
 
     def _finish_rewind(self) -> None:
         """Carry out the newest rewind of the manifest, if that was not done."""
-        rewinds = self.manifest.get("rewinds")
-        if rewinds and not rewinds[-1].get("finished"):
-            finish_rewind(self._writable_log().file, rewinds[-1])
-            rewinds[-1]["finished"] = True
+        if unfinished := _find_unfinished(self.manifest):
+            finish_rewind(self._writable_log().file, unfinished)
+            unfinished["finished"] = True
             write_run_manifest(self.path, self.manifest)
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
@@ -410,13 +409,10 @@ class Run:
             return InvalidValue(safe_repr(value), kind), kind
 
 
-def _checked_position(position: Any) -> dict[str, int]:
-    numbers = check_mapping("rewind(position)", position)
-    for name, number in numbers.items():
-        check_whole_number(f"rewind(position): {show_value(name)}", number)
-    if not numbers.keys() & {"metrics", "step"}:
-        raise RunError(f"rewind(position) is {show_value(position)}; expected {{'step': N}}.")
-    return numbers
+def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the newest rewind of a manifest, if it was not carried out."""
+    rewinds = manifest.get("rewinds")
+    return rewinds[-1] if rewinds and not rewinds[-1].get("finished") else None
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:

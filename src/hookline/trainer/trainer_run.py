@@ -427,8 +427,8 @@ class TrainerRun(TrainerBase):
             state: what `_state_before_validation` returned.
             generators: the generators of the validation loaders, with their states before it.
         """
-        for generator, state in generators:
-            set_generator_state(generator, state)
+        for generator, generator_state in generators:
+            set_generator_state(generator, generator_state)
         for name in self.hooks:
             cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
             if cancel is not None:

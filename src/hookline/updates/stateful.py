@@ -49,7 +49,10 @@ class Noise(BuiltIn, UpdateHook):
         """Add noise to the gradients."""
         steps = self._steps.get(optimizer_idx, 0)
         self._steps[optimizer_idx] = steps + 1
-        scale = (self.eta / (1 + steps) ** self.gamma) ** 0.5
+        try:
+            scale = (self.eta / (1 + steps) ** float(self.gamma)) ** 0.5
+        except OverflowError:  # of a large gamma
+            scale = 0.0
         tensors = require_dense(gradients, self)
         parts = [local(gradient) for gradient in tensors]
         noise = [self._sample(local(gradient), shard_index(gradient)) for gradient in tensors]

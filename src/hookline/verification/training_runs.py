@@ -119,7 +119,7 @@ class TrainingRuns:
         gc.collect()  # ends the workers of earlier loaders before new ones are started
         seed_everything(self._seed)
         made = self._make_trainer()
-        trainer, *data = made if isinstance(made, tuple) else (made,)
+        trainer, *data = made if isinstance(made, tuple) and made else (made,)
         if not isinstance(trainer, Trainer) or len(data) > 2:
             raise ConfigError(
                 f"make_trainer returned a {type(made).__name__}; expected a Trainer with its data, "

@@ -62,7 +62,8 @@ def verify(
         watch: Called with what is being checked, the step, and the number of steps.
         fit_options: Further arguments of `trainer.fit`, such as `per_sample_seed=True`.
     """
-    if not callable(make_trainer) or not callable(watch or print):
+    is_function = callable(make_trainer) and not isinstance(make_trainer, type)
+    if not is_function or not (watch is None or callable(watch)):
         raise ArgumentError(
             f"verify(make_trainer, watch=…) takes functions, not {describe_value(make_trainer)} "
             f"and {describe_value(watch)}."

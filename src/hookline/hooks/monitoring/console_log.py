@@ -39,7 +39,7 @@ class ConsoleLogHook(BuiltIn):
     )
 
     def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
-        self._every = log_every_n_batches
+        self._every = int(log_every_n_batches)  # of numpy, too
         self._losses: deque[LazyFloat] = deque(maxlen=min(self._every, MAX_LOSSES))
         self._has_batches = False
 
