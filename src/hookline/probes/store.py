@@ -15,7 +15,14 @@ from threading import RLock
 from typing import Any, Literal, get_args, overload
 
 from hookline.arguments import show_value
-from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
+from hookline.errors import (
+    ArgumentError,
+    ConfigError,
+    HookFailedError,
+    HooklineError,
+    listed,
+    nearest,
+)
 from hookline.probes.captured_state import CONTENTS, CapturedState
 from hookline.probes.stored_state import (
     Counts,
@@ -143,7 +150,7 @@ class Store:
         `gradient`, which is only known after backward.
         """
         if unknown := [name for name in contents if name not in CONTENTS]:
-            raise ConfigError(f"Cannot add {listed(unknown)}, only {listed(CONTENTS)}.")
+            raise ArgumentError(f"Cannot add {listed(unknown)}, only {listed(CONTENTS)}.")
         with self._lock:
             states = self._oldest.get(key)
             if states is not None:

@@ -26,7 +26,7 @@ from hookline.arguments import (
 )
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch.compiler import DISPATCHER_FILE
-from hookline.errors import ArgumentError
+from hookline.errors import ArgumentError, HooklineError, LoopError
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
@@ -366,7 +366,12 @@ class Session(AttachedLoop):
             )
 
 
-def _unknown_optimizer(method: str, given: object) -> ArgumentError:
+def _unknown_optimizer(method: str, given: object) -> HooklineError:
+    if isinstance(given, torch.optim.Optimizer):
+        return LoopError(
+            f"The {type(given).__name__} that was given to session.{method}() is not one of the "
+            "optimizers that were attached. Attach it too, or give one of them."
+        )
     return ArgumentError(
         f"session.{method}(optimizer={describe_value(given)}) takes one of the optimizers that "
         "were attached, or None for all of them."
