@@ -26,6 +26,7 @@ from bench import (
     probes,
     raw,
     resume,
+    several_processes,
     trainer,
     updates,
 )
@@ -41,6 +42,7 @@ PARTS = {
     "updates": updates.run,
     "checkpoints": checkpoints.run,
     "resume": resume.run,
+    "several_processes": several_processes.run,
     "imports": imports.run,
 }
 PEERS = (
