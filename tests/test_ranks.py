@@ -179,7 +179,7 @@ CONFIG = """
 seed: 1
 model: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 2}}
 data:
-  train: {class_path: project.Data, loader: {batch_size: 4, shuffle: true}}
+  train: {class_path: project.Data, loader: {batch_size: 4, shuffle: true, num_workers: 1}}
 optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
 loss_fn: torch.nn.functional.mse_loss
 trainer: {max_epochs: 20, strategy: ddp, progress: plain}
