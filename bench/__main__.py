@@ -26,6 +26,7 @@ from bench import (
     probes,
     raw,
     resume,
+    several_processes,
     sharded_saves,
     trainer,
     updates,
@@ -42,6 +43,7 @@ PARTS = {
     "updates": updates.run,
     "checkpoints": checkpoints.run,
     "resume": resume.run,
+    "several_processes": several_processes.run,
     "sharded_saves": sharded_saves.run,
     "imports": imports.run,
 }

@@ -24,7 +24,7 @@ from hookline.config.hook_items import make_hook
 from hookline.config.hook_names import BUILT_INS
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 
-__all__ = ["run"]
+__all__ = ["make_batch", "make_model", "run"]
 
 PERCENTILES = [10.0, 50.0, 90.0]
 BINS = 64
@@ -42,7 +42,7 @@ def run(*, quick: bool) -> list[Row]:
 
 def _reports(folder: Path, rounds: int) -> Iterator[Row]:
     trainer = _trainer(folder, [])
-    trainer.training_step(_batch())  # the run has begun, and records
+    trainer.training_step(make_batch())  # the run has begun, and records
     model = trainer.model
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
@@ -126,7 +126,7 @@ def _training(folder: Path, *, quick: bool) -> Row:
         "without": _trainer(folder, []),
         "again": _trainer(folder, []),
     }
-    batch = _batch()
+    batch = make_batch()
     measured = interleave(
         {
             name: partial(_timed, partial(trainer.training_step, batch), steps)
@@ -169,15 +169,20 @@ def _all_built_ins(folder: Path) -> list[hookline.Hook]:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _trainer(folder: Path, hooks: list[hookline.Hook]) -> hookline.Trainer:
+def make_model() -> nn.Module:
+    """A transformer of 96 tensors and 6.3 million parameters."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+
+
+def _trainer(folder: Path, hooks: list[hookline.Hook]) -> hookline.Trainer:
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = hookline.TrainerConfig(runs=folder, progress="off")
     return hookline.Trainer(config, model, optimizer, loss_fn=nn.functional.mse_loss, hooks=hooks)
 
 
-def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
     x, y = torch.randn(2, SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     return x, y

@@ -166,15 +166,14 @@ MISSING = re.compile(
 )
 TRUE_LIMITS = {
     "CHANGELOG.md": ["This will be 0.1.0, the first version"],
-    "README.md": ["Not available yet: training on several devices (Accelerate, DDP, FSDP2)"],
-    "docs/index.md": ["Training on several devices, and integrations with other trainers, are not"],
+    "README.md": ["Not available yet: writers for other tools (TensorBoard"],
+    "docs/index.md": ["Integrations with other trainers are not available yet"],
     "docs/migrating.md": [
         "Hookline has no `test` and `predict`",
-        "Hookline has no training on several devices, no DeepSpeed",
+        "Hookline has no DeepSpeed",
         "Hookline has no custom events",
         "You cannot run Hookline hooks inside a Lightning, Hugging Face or Ignite",
     ],
-    "docs/trainer.md": ["It does not support Accelerate, DDP or FSDP2 yet"],
 }
 # About the order of things in a step, and about other formats.
 NOT_LIMITS = re.compile(

@@ -78,13 +78,15 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
 def test_slow_ranks_are_named(two) -> None:
     (first, second), folder = two
     named = [line for line in first["watch"]["lines"] if "is behind" in line]
-    assert [line.partition(" is behind")[0] for line in named] == ["Rank 1", "Rank 0"]
-    assert "forward" in named[0]
-    assert "batch 4" in named[0]
+    assert any(line.startswith("Rank 1") and "batch 4, forward" in line for line in named)
+    assert any(line.startswith("Rank 0") and "batch 6, backward or" in line for line in named)
     assert not any("is behind" in line for line in second["watch"]["lines"])
     events = read_lines(folder / "watch", "events.jsonl")
     behind = [event for event in events if event["kind"] == "rank_behind"]
-    assert [(event["rank"], event["missing"]) for event in behind] == [(1, False), (0, False)]
+    # A busy machine may make others slow, too, but not while one of them sleeps.
+    assert {event["rank"] for event in behind if event["batch"] == 4} == {1}
+    assert {event["rank"] for event in behind if event["batch"] == 6} == {0}
+    assert not any(event["missing"] for event in behind)
     assert "ranks_together" in [event["kind"] for event in events]
 
 
@@ -179,7 +181,7 @@ CONFIG = """
 seed: 1
 model: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 2}}
 data:
-  train: {class_path: project.Data, loader: {batch_size: 4, shuffle: true}}
+  train: {class_path: project.Data, loader: {batch_size: 4, shuffle: true, num_workers: 1}}
 optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
 loss_fn: torch.nn.functional.mse_loss
 trainer: {max_epochs: 20, strategy: ddp, progress: plain}

@@ -8,7 +8,9 @@ up with batches from the beginning, so that all processes have equally many.
 from __future__ import annotations
 
 import copy
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any, Final
@@ -150,18 +152,28 @@ def _share_loader(loader: Any, processes: OneProcess, *, fill: bool) -> Any:
 
 
 class _WorkerStart:
-    """Starts a worker that ignores SIGTERM, which torchrun sends to the workers of loaders, too.
+    """Starts a worker that only its own process may end, not a SIGTERM to all processes of a job.
 
-    A process without workers could not take part in the step after which all of them save.
+    torchrun forwards SIGTERM to workers of loaders, too. A process without workers could not take
+    part in the step after which all processes save.
     """
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._init = worker_init_fn
 
     def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_with_parent, daemon=True).start()
         if self._init is not None:
             self._init(worker_id)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that has started it sends SIGTERM; ignore it of others."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def end_together(batches: Iterator[Any], processes: OneProcess) -> Iterator[Any]:
