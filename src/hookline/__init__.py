@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from hookline.probes.taps import tap as tap
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
+    from hookline.trainer.accelerate_trainer import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer import Trainer as Trainer
     from hookline.trainer.trainer import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
@@ -148,6 +149,7 @@ _MODULES = {
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),
+    "trainer.accelerate_trainer": ("AccelerateTrainer",),
     "trainer.trainer": ("Trainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
