@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
     from hookline.tensors.full_tensor import full_tensor as full_tensor
+    from hookline.trainer.accelerate_trainer import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer import Trainer as Trainer
     from hookline.trainer.trainer import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
@@ -151,6 +152,7 @@ _MODULES = {
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),
     "tensors.full_tensor": ("full_tensor",),
+    "trainer.accelerate_trainer": ("AccelerateTrainer",),
     "trainer.trainer": ("Trainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),

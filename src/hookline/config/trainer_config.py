@@ -374,10 +374,11 @@ class TrainerConfig(Config):
     device: str | None = Field(
         default=None, description="device to train on; None: the model's device"
     )
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = Field(
+    strategy: Literal["auto", "single", "ddp", "fsdp", "accelerate"] = Field(
         default="auto",
         description="how several processes, as `torchrun` starts them, train together: ddp, fsdp "
-        "(sharded parameters); auto: ddp, or a single process",
+        "(sharded parameters), accelerate (as Hugging Face Accelerate is configured); auto: "
+        "accelerate if `accelerate launch` has started them, else ddp, or a single process",
     )
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="how fsdp shards the model")
     shard_loaders: bool = Field(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler
 
-_HOLDERS = ("dataset", "sampler", "batch_sampler")  # attributes of loaders and samplers
+_HOLDERS = ("dataset", "sampler", "batch_sampler", "base_dataloader")  # of loaders and samplers
 
 __all__ = [
     "generator_state",
@@ -114,6 +114,8 @@ def generators_of(loaders: Iterable[Any]) -> list[Any]:
 
 def _add_generators(holder: Any, found: dict[int, Any], seen: set[int]) -> None:
     seen.add(id(holder))
+    if type(holder).__name__ == "SeedableRandomSampler":  # Accelerate's
+        return  # it makes its generator in the first pass, and seeds it in every one
     for name, value in getattr(holder, "__dict__", {}).items():
         if isinstance(value, _generator_types()):
             found.setdefault(id(value), value)

@@ -144,6 +144,7 @@ class _TrainerState(_LoopState):
     epoch_over: bool
     settings: NotRequired[Section]
     ranks: NotRequired[list[_RankState] | None]
+    strategy: NotRequired[Section]
 
 
 @with_config(_STRICT)

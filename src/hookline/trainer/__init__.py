@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from hookline.trainer.accelerate_trainer import AccelerateTrainer
     from hookline.trainer.trainer import Trainer, get_trainer
 
-__all__ = ["Trainer", "get_trainer"]
+__all__ = ["AccelerateTrainer", "Trainer", "get_trainer"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"trainer": ("Trainer", "get_trainer")})
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {"accelerate_trainer": ("AccelerateTrainer",), "trainer": ("Trainer", "get_trainer")},
+)

@@ -14,6 +14,7 @@ from hookline.dispatch.binding import bind
 from hookline.errors import ArgumentError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
+from hookline.loop.unsupported_models import check_supported
 from hookline.options import BuiltIn
 
 __all__ = [
@@ -30,7 +31,10 @@ __all__ = [
 ]
 
 log = logging.getLogger("hookline")
-_ARGUMENTS = ("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams")
+_ARGUMENTS = (
+    *("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams"),
+    "accelerator",
+)
 
 
 def check_arguments(
@@ -155,11 +159,12 @@ def check_gradient(loss: torch.Tensor) -> None:
 
 
 def checked_model(model: Any) -> torch.nn.Module:
-    """Return the model; raise if it is not a module."""
+    """Return the model; raise if it is not a module, or an engine of DeepSpeed."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(
             f"A model is a torch.nn.Module, not {show_value(model)}, a {type(model).__name__}."
         )
+    check_supported(model)
     return model
 
 

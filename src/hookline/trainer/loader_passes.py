@@ -23,7 +23,7 @@ from hookline.loop.random_state import generators_of, is_same_state, random_stat
 from hookline.trainer.index_sampler import IndexSampler, pass_state, restore_pass_state
 from hookline.trainer.seeded_dataset import SeededDataset
 
-__all__ = ["LoaderPasses", "make_passes"]
+__all__ = ["LoaderPasses", "make_passes", "skips_indices"]
 
 log = logging.getLogger("hookline")
 _LONG = 5.0  # seconds
@@ -36,9 +36,14 @@ def make_passes(loader: Any, name: str, *, seeds_samples: bool) -> LoaderPasses:
     inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
     if hasattr(inner, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulPasses(loader, name)
-    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+    if skips_indices(loader):
         return DataLoaderPasses(loader, name, seeds_samples=seeds_samples)
     return LoaderPasses(loader, name)
+
+
+def skips_indices(loader: Any) -> bool:
+    """Return whether a loader is a `DataLoader` that iterates as torch's does."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 class LoaderPasses:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hookline.errors import CheckpointError
 from hookline.loop.random_state import generators_of
 from hookline.loop.state_differences import describe_generators, describe_random_state
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
+from hookline.trainer.loader_passes import skips_indices
 
 __all__ = ["describe_position"]
 
@@ -65,7 +65,7 @@ def describe_position(
 def _describe_pass(loader: Any, saved: Mapping[str, Any], samples: int | None) -> list[str]:
     starts = [saved["start"]]
     lines: list[str] = []
-    if isinstance(loader, DataLoader) and "loader" not in saved:
+    if skips_indices(loader) and "loader" not in saved:
         missing = [name for name in _DATALOADER_FIELDS if name not in saved]
         lines += [f"its position has no '{name}'" for name in missing]
     lines += _describe_seed(saved.get("worker_seed"))

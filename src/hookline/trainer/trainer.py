@@ -61,6 +61,7 @@ class Trainer(TrainerRun):
         hparams: hyperparameters of the run; a mapping, or the result of `argparse`.
         name: a name for the run.
         tags: tags for the run.
+        accelerator: the `Accelerator` of Hugging Face Accelerate to train with.
     """
 
     # -- the loop ---------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class Trainer(TrainerRun):
                     fire.on_epoch_start(context)
                 self._phase = Phase.BETWEEN_STEPS
             self._epoch_started = True
-            if not self.strategy.alone:
+            if not self.strategy.alone or self.accelerator is not None:
                 set_loader_epoch(self.train_data.loaders, context.epoch)
             (save,) = self.strategy.any_rank(bool(self._requests.checkpoints))
             if save:
@@ -247,7 +248,7 @@ class Trainer(TrainerRun):
         strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
         processes, multi_rank = strategy.processes, not strategy.alone
-        check_boundary = self._validate_every is not None or multi_rank
+        check_boundary = self._validate_every is not None or multi_rank or strategy.has_trigger
         mean_loss = context.means.of("train/loss")
         advance = self._progress.advance if self._progress.shows else None
         self._phase = Phase.IN_STEP
@@ -264,6 +265,12 @@ class Trainer(TrainerRun):
             if strategy.needs_transfer:
                 batch = strategy.move(batch)
 
+            # under accumulation, gradients are reduced by the backward that completes a step
+            size = 1 if accumulate == 1 else self._step_size()
+            complete = size == 1 or len(losses) + 1 >= size or position.batches == length
+            if accumulate > 1:  # without a length, the epoch may end before the step is complete
+                strategy.begin_batch(completes_step=complete, sync=complete or length is None)
+
             # forward and loss; on_before_forward and on_after_forward come from the model's call
             if multi_rank:
                 processes.stage = 1
@@ -277,8 +284,6 @@ class Trainer(TrainerRun):
             batch_loss: Any = loss.item() if reads_at_once else loss.detach()
 
             # backward; under accumulation, the loss is divided by the step's number of batches
-            size = 1 if accumulate == 1 else self._step_size()
-            complete = size == 1 or len(losses) + 1 >= size or position.batches == length
             if size > 1:
                 loss = loss / size
             if fire.on_before_backward is not None:
@@ -286,11 +291,7 @@ class Trainer(TrainerRun):
                 fire.on_before_backward(context)
             if multi_rank:
                 processes.stage = 2
-            if complete:
-                strategy.backward(loss)
-            else:
-                with strategy.no_sync():
-                    strategy.backward(loss)
+            strategy.backward(loss)
             if fire.on_after_backward is not None:
                 fire.on_after_backward(context)
             error = None
@@ -445,6 +446,8 @@ class Trainer(TrainerRun):
             raise RunError(f"{self.run.lease_lost} Training ends here.")
         if self._saving is not None and self._saving.busy:
             self._saving.report()
+        if (reason := self.strategy.stop_reason()) is not None:
+            requests.stop(reason)
         stop, save, signaled, toggled, saved = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
@@ -555,6 +558,7 @@ class Trainer(TrainerRun):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         self._phase = Phase.IN_STEP
+        self.strategy.begin_batch(completes_step=True, sync=True)
         self._run_step()
         self._end_step()
         self._boundary()
@@ -640,14 +644,16 @@ def get_trainer(
     """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
 
     `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
-    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes.
+    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes, "accelerate" is
+    for Hugging Face Accelerate.
     """
-    if kind not in ("simple", "ddp", "fsdp"):
-        known = "'simple', 'ddp' and 'fsdp'"
+    if kind not in ("simple", "ddp", "fsdp", "accelerate"):
+        known = "'simple', 'ddp', 'fsdp' and 'accelerate'"
         raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
     if kind != "simple":
         options = {"strategy": kind, **options}
     parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
+    parts.append("accelerator")
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
     if not is_config and not isinstance(hooks, HooksConfig):
@@ -655,6 +661,11 @@ def get_trainer(
     given = {name: options.pop(name) for name in parts if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)
-    trainer = Trainer(config, model, optimizer, **given)
+    make: type[Trainer] = Trainer
+    if kind == "accelerate":
+        from hookline.trainer.accelerate_trainer import AccelerateTrainer
+
+        make = AccelerateTrainer
+    trainer = make(config, model, optimizer, **given)
     trainer.set_data(dataloader, val_loaders)
     return trainer

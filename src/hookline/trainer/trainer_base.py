@@ -43,7 +43,7 @@ from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
 from hookline.trainer.sharded_loader import share_loaders
-from hookline.trainer.strategies import make_strategy, parameters_of
+from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
 from hookline.updates import Identity
 
@@ -65,6 +65,8 @@ class Phase(Enum):
 class TrainerBase(TrainingLoop[HookRegistry]):
     """The parts of a trainer, and its public methods apart from the loop."""
 
+    _needs_accelerate = False  # whether `strategy` may only be "accelerate"
+
     def __init__(
         self,
         config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
@@ -79,6 +81,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         hparams: Mapping[str, Any] | None = None,
         name: str | None = None,
         tags: Iterable[str] = (),
+        accelerator: Any = None,
         **unknown: Never,
     ) -> None:
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
@@ -88,7 +91,11 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
-        self.strategy = make_strategy(self.config, device)
+        if self._needs_accelerate or accelerator is not None:
+            self.config = choose_accelerate(self.config)
+        self.strategy = make_strategy(self.config, device, accelerator)
+        self.config = self.strategy.complete_config(self.config)
+        self.accelerator = self.strategy.accelerator
         self.device = self.strategy.device
         self.model, self.optimizers = self.strategy.prepare(
             model, checked_optimizers(optimizers, model, self.config.optimizer_every)
@@ -96,7 +103,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._called_model = self.model  # what the loop calls: the strategy may wrap the model
         self._step_records = StepRecords(self.strategy.processes)
         self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
-        self.schedulers = match_schedulers(schedulers, self.optimizers)
+        self.schedulers = match_schedulers(
+            self.strategy.unwrap_schedulers(schedulers), self.optimizers
+        )
         self.best_accuracy = 0.0
         self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
         self._count_tokens = count_tokens if counts_itself else count and make_counter(count)
@@ -442,6 +451,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "run": self._recorder.position(),
             "settings": self._settings,
             "ranks": self._rank_states,
+            "strategy": self.strategy.state(),
             **self._before_validation,
         }
 
@@ -465,6 +475,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             scaler.load_state_dict(state["scaler"])
         self.hooks.load_state_dict(state["hooks"])
         self._load_attribute_states(state["attributes"])
+        self.strategy.load_state(state.get("strategy", {}))
         for name in state["disabled"]:
             if name in self.hooks:
                 self.hooks.disable_hook(name)

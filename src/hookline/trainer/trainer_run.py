@@ -200,7 +200,11 @@ class TrainerRun(TrainerBase):
         self._step_schedulers: list[list[Any]] = []  # by optimizer; they step after it
         if self.schedulers and config.scheduler_every == "step":
             self._step_schedulers = [
-                [s for s in self.schedulers if s.optimizer is optimizer and not needs_metric(s)]
+                [
+                    self.strategy.stepped_scheduler(scheduler)
+                    for scheduler in self.schedulers
+                    if scheduler.optimizer is optimizer and not needs_metric(scheduler)
+                ]
                 for optimizer in self.optimizers
             ]
         self._autocasts = config.precision != "fp32"

@@ -28,6 +28,7 @@ from hookline.hook import Hook
 from hookline.integrations.bare_loop.attached_loop import DefaultRuns
 from hookline.integrations.bare_loop.session import Session
 from hookline.loop.model_watch import ModelGroup
+from hookline.loop.unsupported_models import check_supported
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
@@ -201,6 +202,7 @@ def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
         raise ArgumentError(
             f"attach(model, …) takes a torch.nn.Module, not {describe_value(model)}."
         )
+    check_supported(model)
     is_several = isinstance(given, Iterable) and not isinstance(
         given, str | bytes | Mapping | torch.nn.Module | torch.Tensor
     )

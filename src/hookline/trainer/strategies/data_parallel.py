@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,7 +39,7 @@ class DataParallel(SingleProcess):
         """Forget the wrapper, whose hooks are on the parameters."""
         self._wrapper = None
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward whose gradients are not averaged yet."""
+    def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
+        """Set whether the next backward averages gradients, as `no_sync` of the wrapper does."""
         assert self._wrapper is not None
-        return self._wrapper.no_sync()
+        self._wrapper.require_backward_grad_sync = sync  # read by forward

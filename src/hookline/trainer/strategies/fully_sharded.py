@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,17 +95,13 @@ class FullySharded(SingleProcess):
             fully_shard(module, **options)
         fully_shard(model, **options)
 
-    @contextmanager
-    def _without_sync(self) -> Generator[None]:
-        self._model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._model.set_requires_gradient_sync(True)
+    def unwrap(self) -> None:
+        """Reduce gradients again in every backward, also after a run that ended within a step."""
+        self._model.set_requires_gradient_sync(True)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward whose gradients are not reduced yet."""
-        return self._without_sync()
+    def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
+        """Set whether the next backward reduces gradients."""
+        self._model.set_requires_gradient_sync(sync)
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from hookline.config.trainer_config import TrainerConfig
 from hookline.loop.processes import OneProcess
 from hookline.tensors.memory import expand_buffers
 
@@ -22,6 +23,8 @@ class SingleProcess:
 
     is_sharded = False  # whether each process has a part of the parameters
     forward_is_collective = False  # whether all processes have to call the model equally often
+    has_trigger = False  # whether `stop_reason` is asked after every step
+    accelerator: Any = None  # the `Accelerator`, if there is one
 
     def __init__(
         self,
@@ -46,11 +49,23 @@ class SingleProcess:
         """Whether no other process takes part in the run."""
         return self.processes.size == 1
 
+    def complete_config(self, config: TrainerConfig) -> TrainerConfig:
+        """Return the configuration with the settings that are made elsewhere."""
+        return config
+
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
         """Return the model on the device, and the optimizers, which keep its parameters."""
         return model.to(self.device), optimizers
+
+    def unwrap_schedulers(self, given: Any) -> Any:
+        """Return the schedulers without the wrappers of the strategy."""
+        return given
+
+    def stepped_scheduler(self, scheduler: Any) -> Any:
+        """Return what is stepped for a scheduler after its optimizer has stepped."""
+        return scheduler
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return what the loop calls instead of the model."""
@@ -79,9 +94,13 @@ class SingleProcess:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward whose gradients are not synchronized yet."""
-        return nullcontext()
+    def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
+        """Prepare for a batch, before its forward; not called if each batch is a step.
+
+        Args:
+            completes_step: whether the batch completes a step.
+            sync: whether its backward reduces the gradients that have been accumulated.
+        """
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward, on the scaled loss if there is a scaler."""
@@ -128,9 +147,20 @@ class SingleProcess:
                 if gradient is not None:
                     gradient.mul_(factor)
 
+    def stop_reason(self) -> str | None:
+        """Return why training is to stop, if that was requested from the strategy."""
+        return None
+
     def any_rank(self, *requests: bool) -> tuple[bool, ...]:
         """Return for each request whether any rank makes it; the same on all ranks."""
         return self.processes.any(*requests)
+
+    def state(self) -> dict[str, Any]:
+        """Return what else a checkpoint contains."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
 
     def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """Return the model's weights, unsharded."""

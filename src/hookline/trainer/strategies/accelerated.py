@@ -1,0 +1,205 @@
+"""The strategy that runs on Hugging Face Accelerate, in one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hookline.config.trainer_config import TrainerConfig
+from hookline.errors import TrainingError
+from hookline.loop.processes import join_processes
+from hookline.tensors.sharded import whole
+from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
+
+__all__ = ["Accelerated"]
+
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+class Accelerated(SingleProcess):
+    """Train with an `Accelerator`: one process, DDP or FSDP2, as it was configured.
+
+    The Accelerator prepares the model and the optimizers. Mixed precision is that of its `prepare`:
+    the model's forward is autocast and returns fp32, the loss is computed outside of it.
+
+    Args:
+        accelerator: the Accelerator; `check_accelerator` has accepted it.
+    """
+
+    has_trigger = True
+
+    def __init__(self, accelerator: Any) -> None:
+        super().__init__(accelerator.device, "fp32", join_processes(accelerator.device))
+        self.accelerator = accelerator
+        self.scaler = accelerator.scaler
+        self.needs_transfer = accelerator.device.type != "cpu" and accelerator.device_placement
+        self.is_sharded = self.forward_is_collective = bool(accelerator.is_fsdp2)
+        self._accumulate = 1
+        self._model: Any = None  # as it was prepared
+        self._optimizers: dict[int, Any] = {}  # the prepared ones, by the id of those within
+        self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
+        self._seen_trigger = accelerator.flag_tensor
+
+    # -- settings ---------------------------------------------------------------------------------
+
+    def complete_config(self, config: TrainerConfig) -> TrainerConfig:
+        """Return the configuration with the Accelerator's precision and accumulation.
+
+        Raises:
+            TrainingError: the configuration has other ones.
+        """
+        accelerator = self.accelerator
+        precision = _PRECISIONS[accelerator.mixed_precision]
+        if config.precision != precision and "precision" in config.model_fields_set:
+            raise TrainingError(
+                f"The configuration has precision='{config.precision}', but the Accelerator has "
+                f"mixed_precision='{accelerator.mixed_precision}'. Leave `precision` out, or make "
+                "the Accelerator with the same."
+            )
+        steps, accumulate = accelerator.gradient_accumulation_steps, config.accumulate
+        if "accumulate" not in config.model_fields_set:
+            accumulate = steps
+        elif steps not in (1, accumulate):
+            raise TrainingError(
+                f"The configuration has accumulate={accumulate}, but the Accelerator has "
+                f"gradient_accumulation_steps={steps}. Leave one of them out."
+            )
+        self._accumulate = accumulate
+        accelerator.gradient_accumulation_steps = accumulate
+        return config.model_copy(update={"precision": precision, "accumulate": accumulate})
+
+    # -- model, optimizers, schedulers ------------------------------------------------------------
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Prepare what is not prepared yet; return the model and the optimizers within."""
+        accelerator, plain = self.accelerator, [_unwrap(one) for one in optimizers]
+        prepared = [one for one in [*accelerator._optimizers, *optimizers] if _is_prepared(one)]
+        known = {id(_unwrap(one)) for one in prepared}
+        given: list[Any] = [one for one in plain if id(one) not in known]
+        self._model = model
+        if not getattr(model, "_is_accelerate_prepared", False):
+            given.insert(0, model)
+        for one in _prepare(accelerator, given):
+            if isinstance(one, torch.nn.Module):
+                self._model = one
+            else:
+                prepared.append(one)
+        self._optimizers = {id(_unwrap(one)): one for one in prepared}
+        return accelerator.unwrap_model(self._model), plain
+
+    def unwrap_schedulers(self, given: Any) -> Any:
+        """Return the schedulers within those that the user has prepared."""
+        schedulers = list(given) if isinstance(given, list | tuple) else [given]
+        for i, scheduler in enumerate(schedulers):
+            if hasattr(scheduler, "step_with_optimizer") and hasattr(scheduler, "scheduler"):
+                schedulers[i] = scheduler.scheduler
+                self._schedulers[id(schedulers[i])] = scheduler
+        return schedulers
+
+    def stepped_scheduler(self, scheduler: Any) -> Any:
+        """Return what is stepped with an optimizer: a scheduler as the user has prepared it.
+
+        Accelerate's steps once for each process, because each step has the batches of all.
+        """
+        return self._schedulers.get(id(scheduler), scheduler)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the prepared model, which the loop calls."""
+        self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
+        self.begin_batch(completes_step=True, sync=True)
+        return self._model  # type: ignore[no-any-return]
+
+    def unwrap(self) -> None:
+        """Leave the Accelerator as if the last batch had completed a step."""
+        self.begin_batch(completes_step=True, sync=True)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
+        """Set `accelerator.sync_gradients`, and whether the next backward reduces gradients."""
+        accelerator, model = self.accelerator, self._model
+        accelerator.sync_gradients = completes_step
+        sync = sync or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
+        if self.forward_is_collective:
+            model.set_requires_gradient_sync(sync)
+        elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model.require_backward_grad_sync = sync
+
+    # `backward` is not `accelerator.backward`, which would divide the loss by the number of batches
+    # in a step once more, and by the wrong one in the last step of an epoch.
+
+    def clip(
+        self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
+    ) -> torch.Tensor:
+        """Clip an optimizer's gradients by their norm over all ranks; return it."""
+        if norm is None or self.scaler is not None or self.forward_is_collective:
+            # `accelerator.clip_grad_norm_` would unscale gradients a second time, and under FSDP2
+            # it compares parameters by their values if an optimizer has not all of the model's.
+            return whole(super().clip(optimizer, norm, value))
+        before = self.accelerator.clip_grad_norm_(parameters_of(optimizer), norm)
+        if value is not None:
+            torch.nn.utils.clip_grad_value_(parameters_of(optimizer), value)
+        return before  # type: ignore[no-any-return]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step; return False if the scaler skipped it, as `optimizer_step_was_skipped` says."""
+        prepared = self._optimizers[id(optimizer)]
+        if self.scaler is None:
+            prepared.step()
+            return True
+        # Accelerate's would change the scale before the next optimizer's gradients are unscaled.
+        stepped = super().step(optimizer)
+        prepared._is_overflow = not stepped
+        return stepped
+
+    def stop_reason(self) -> str | None:
+        """Return why to stop if this process has called `accelerator.set_trigger()`, else None."""
+        trigger = self.accelerator.flag_tensor
+        if trigger is self._seen_trigger:
+            return None
+        self._seen_trigger = trigger
+        if trigger is None or not trigger.item():
+            return None
+        self.accelerator.flag_tensor = self._seen_trigger = None
+        return "accelerator.set_trigger() was called"
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return the states of objects that `accelerator.register_for_checkpointing` was given."""
+        registered = self.accelerator._custom_objects
+        return {str(i): one.state_dict() for i, one in enumerate(registered)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        for i, one in enumerate(self.accelerator._custom_objects):
+            if str(i) in state:
+                one.load_state_dict(state[str(i)])
+
+
+def _is_prepared(optimizer: Any) -> bool:
+    """Return whether an optimizer is Accelerate's, with the user's in it."""
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+
+    return isinstance(optimizer, AcceleratedOptimizer)
+
+
+def _unwrap(optimizer: Any) -> Any:
+    while _is_prepared(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _prepare(accelerator: Any, objects: list[Any]) -> list[Any]:
+    """Return the objects, prepared by the Accelerator."""
+    if not objects:
+        return []
+    try:
+        prepared = accelerator.prepare(*objects)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise TrainingError(f"accelerator.prepare(model, optimizers) failed: {error}") from error
+    return list(prepared) if len(objects) > 1 else [prepared]
