@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from hookline.config.trainer_config import FSDPConfig
 from hookline.errors import TrainingError, listed
 from hookline.loop.processes import OneProcess
 from hookline.tensors.name_patterns import matches_glob
-from hookline.tensors.sharded import shard_like, whole
-from hookline.trainer.strategies.single_process import Precision, SingleProcess, parameters_of
+from hookline.tensors.sharded import whole
+from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
 __all__ = ["FullySharded"]
 
@@ -108,26 +108,6 @@ class FullySharded(SingleProcess):
     ) -> torch.Tensor:
         """Clip an optimizer's gradients by their norm over all ranks; return it."""
         return whole(super().clip(optimizer, norm, value))
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state with whole tensors into an optimizer of sharded parameters."""
-        parameters = parameters_of(optimizer)
-        states: dict[Any, Any] = {}
-        for index, values in state["state"].items():
-            parameter = parameters[index]
-            states[index] = {
-                name: shard_like(value, parameter)
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                else value
-                for name, value in values.items()
-            }
-        optimizer.load_state_dict({**state, "state": states})
-
-    def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load whole weights into the sharded model."""
-        own = model.state_dict()
-        sharded = {name: shard_like(value, own[name]) for name, value in weights.items()}
-        model.load_state_dict(sharded)
 
 
 def find_units(model: torch.nn.Module, wrap: Sequence[str]) -> list[torch.nn.Module]:
