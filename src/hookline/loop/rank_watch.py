@@ -64,7 +64,7 @@ class RankWatch:
         self._rank, self._size = processes.rank, processes.size
         self._after, self._place, self._report = after, place, report
         stores: Any = dist
-        store = _get_default_store()
+        store: Any = _get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
         self._store = stores.PrefixStore(f"hookline/ranks/{next(_runs)}", store)
         now = monotonic()
