@@ -128,7 +128,7 @@ def train(
 
     From a Python function: **hookline train train.py:make_trainer lr=0.1**
 
-    In two processes: **torchrun --nproc_per_node 2 -m hookline train train.yaml**
+    In several processes: **torchrun … -m hookline train train.yaml**
 
     Exit codes: 0 if training ended, 1 after an error, 130 after Ctrl-C, and 128 plus the number of
     the signal if the run was preempted: 143 after SIGTERM. After 130 and 143, **--resume**

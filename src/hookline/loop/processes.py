@@ -227,6 +227,7 @@ def _options_after_restart() -> dict[str, Any]:
     if attempt == "0" or not uses_agent_store or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return {}
     size, port = int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, size, is_master=False)
-    prefixed = dist.PrefixStore(f"hookline/attempt_{attempt}", store)
-    return {"store": prefixed, "rank": int(os.environ["RANK"]), "world_size": size}
+    stores: Any = dist
+    store = stores.TCPStore(os.environ["MASTER_ADDR"], port, size, is_master=False)
+    store = stores.PrefixStore(f"hookline/attempt_{attempt}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": size}

@@ -63,9 +63,10 @@ class RankWatch:
     ) -> None:
         self._rank, self._size = processes.rank, processes.size
         self._after, self._place, self._report = after, place, report
-        store = _get_default_store()
+        stores: Any = dist
+        store: Any = _get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
-        self._store = dist.PrefixStore(f"hookline/ranks/{next(_runs)}", store)
+        self._store = stores.PrefixStore(f"hookline/ranks/{next(_runs)}", store)
         now = monotonic()
         self._seen = {rank: _Seen(now, now) for rank in range(self._size)}
         self._named: set[int] = set()

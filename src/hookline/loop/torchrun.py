@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 __all__ = ["describe_launch", "is_first_failure"]
 
@@ -27,7 +28,7 @@ def is_first_failure(error: BaseException) -> bool:
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
-    from torch.distributed import PrefixStore, TCPStore
+    import torch.distributed
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -35,7 +36,9 @@ def is_first_failure(error: BaseException) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=_CONNECT)
-        return PrefixStore(f"hookline/failures/{attempt}", store).add("count", 1) == 1
+        stores: Any = torch.distributed
+        store = stores.TCPStore(address, port, is_master=False, timeout=_CONNECT)
+        store = stores.PrefixStore(f"hookline/failures/{attempt}", store)
+        return bool(store.add("count", 1) == 1)
     except (KeyError, ValueError, RuntimeError):  # there is no such store, or it has ended
         return True
