@@ -125,63 +125,6 @@ def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
     assert [len(found) for found in hook.gradients] == [0, 0, 0, 0]
 
 
-TWO_RANKS = """
-import os
-import sys, torch, torch.distributed as dist, hookline
-from hookline.trainer.strategies import SingleProcess
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-class Together(SingleProcess):
-    alone = False
-    def any_rank(self, *requests):
-        flags = torch.tensor([float(request) for request in requests])
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return tuple(bool(flag) for flag in flags)
-
-class Asks(hookline.Hook):  # each time one rank alone
-    skipped = 0
-    def on_train_batch_end(self, trainer, step):
-        if rank == 1 and step == 3:
-            trainer.save_checkpoint(None)
-        if rank == 0 and step == 5:
-            trainer.stop("rank 0 wants to")
-    def on_before_optimizer_step(self, trainer, step):
-        if rank == 1 and step == 1 and not self.skipped:
-            trainer.skip_optimizer_step(0, "rank 1 wants to")
-    def on_step_skipped(self, reason):
-        self.skipped += 1
-        self.reason = reason
-    def on_checkpoint_save(self, step):
-        self.saved = step
-
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 2)
-asks = Asks()
-config = hookline.TrainerConfig(runs=sys.argv[1] + f"/{rank}", progress="off")
-trainer = hookline.Trainer(
-    config, model, torch.optim.SGD(model.parameters(), lr=0.1), hooks=[asks]
-)
-trainer.strategy = Together(trainer.device, "fp32")
-trainer.fit([(torch.ones(2, 4), torch.ones(2, 2))] * 9)
-assert (trainer.step, trainer.status) == (5, "stopped"), (trainer.step, trainer.status)
-assert asks.skipped == 1 and asks.saved == 3
-assert asks.reason == ("rank 1 wants to" if rank else "another process asked"), asks.reason
-assert trainer.hooks.summary().failures == {}
-print("fine", flush=True)
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
-"""
-
-
-@pytest.mark.slow
-def test_what_one_rank_asks_for_all_ranks_do(tmp_path):
-    script = TWO_RANKS.replace("sys.argv[1]", repr(str(tmp_path)))
-    assert run_on_two_ranks(script, tmp_path).count("fine") == 2
-
-
 ONE_RUN_PER_RANK = """
 import os, torch, hookline
 if os.environ.get("WITH_GROUP"):
@@ -190,25 +133,23 @@ if os.environ.get("WITH_GROUP"):
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batch = (torch.ones(2, 4), torch.ones(2, 2))
-for train in (lambda t: t.fit([batch]), lambda t: t.training_step(batch)):
-    trainer = hookline.Trainer({"runs": RUNS, "progress": "off"}, model, optimizer)
-    try:
-        train(trainer)
-    except hookline.TrainingError as error:
-        print(str(error).replace("\\n", " "), flush=True)
+try:
+    hookline.Trainer({"runs": RUNS, "strategy": "single"}, model, optimizer)
+except hookline.TrainingError as error:
+    print(str(error).replace("\\n", " "), flush=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_group", [False, True], ids=["environment", "process_group"])
-def test_several_processes_are_an_error_in_each_of_them(tmp_path, monkeypatch, with_group):
+def test_several_processes_are_an_error_for_the_strategy_of_one(tmp_path, monkeypatch, with_group):
     if with_group:
         monkeypatch.setenv("WITH_GROUP", "1")
     runs = tmp_path / "runs"
     script = ONE_RUN_PER_RANK.replace("RUNS", repr(str(runs)))
     printed = run_on_two_ranks(script, tmp_path)
-    assert printed.count("This script runs in 2 processes") == 4  # fit and training_step, two ranks
-    assert "Start it in one process" in printed
+    assert printed.count("this script runs in 2 processes") == 2
+    assert "Use strategy='ddp'" in printed
     assert not runs.exists()
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from hookline.errors import ArgumentError, listed, nearest
 from hookline.masking import masked_repr
@@ -58,7 +58,7 @@ def _name_value(value: object) -> str:
     """Return a value as messages show it: tensors and classes in words."""
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(cast('Any', value).shape)}"
     if isinstance(value, type):
         return f"the class {printable(value.__name__)}"
     return show_value(value)

@@ -214,6 +214,8 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
     They are the smallest of each group, one for each set of names that states have. Options such
     as `amsgrad` decide which names a step needs.
     """
+    if any(is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
+        return  # they have no shape yet
     groups: list[dict[str, Any]] = []
     states: dict[int, Any] = {}
     tried: list[dict[str, Any]] = []
@@ -223,8 +225,6 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
             names = tuple(sorted(saved["state"].get(index, {})))
             if names not in chosen or parameter.numel() < chosen[names][1].numel():
                 chosen[names] = index, parameter
-        if any(is_lazy(parameter) for _, parameter in chosen.values()):
-            return
         copies = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for _, p in chosen.values()]
         for one in copies:
             one.grad = torch.zeros_like(one)

@@ -398,8 +398,9 @@ class Trainer(TrainerRun):
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
-        if run is not None or not self.strategy.alone:
-            record = run.log if self.strategy.alone else self._step_records.add
+        alone = self.strategy.alone
+        record = self._step_records.add if not alone else None if run is None else run.log
+        if record is not None:
             record(context.step, context.epoch, "train/loss", loss)
             for name, value in _mean_metrics(self._accumulated_metrics).items():
                 record(context.step, context.epoch, f"train/{name}", value)

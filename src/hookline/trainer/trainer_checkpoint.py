@@ -64,8 +64,7 @@ def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
         "metrics": state["position"]["validated"],
     }
     model = trainer.strategy.save(trainer.model)
-    is_written_here = run is not None and trainer.strategy.is_main
-    sync = [run.metrics_file] if is_written_here else []
+    sync = [run.metrics_file] if run is not None and trainer.strategy.is_main else []
     return {"model": model, "state": state, "info": info, "sync": sync}
 
 
