@@ -546,10 +546,10 @@ def test_an_unknown_run_is_one_line(saved: SavedRun) -> None:
 KILLED = """
 import os, signal, sys
 import hookline.checkpoint.atomic_files as atomic_files
-remove = atomic_files._remove_folder
+remove = atomic_files.remove_locked_folder
 def kill(*given):
     os.kill(os.getpid(), signal.SIGKILL)
-atomic_files._remove_folder = kill
+atomic_files.remove_locked_folder = kill
 from hookline.cli.app import main
 sys.argv = ["hookline", "checkpoints", "prune", sys.argv[1], "--keep-last", "1", "--yes"]
 main()

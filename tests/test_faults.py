@@ -203,7 +203,8 @@ def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[
     return json.loads((folder / "calls.json").read_text())
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+# Not the last tenth: there a training with these few steps has ended, and `finish` goes beyond it.
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
 def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
     parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
 ) -> None:

@@ -135,6 +135,16 @@ def test_random_numbers_of_training_are_put_back_and_the_hook_is_disabled(draw, 
     assert states()[0].hooks.summary().failures == {}
 
 
+def test_random_numbers_are_put_back_while_a_run_is_written(tmp_path):
+    def draws(activations):
+        random.random()
+
+    trainer = Trainer(config(runs=tmp_path), *make())
+    trainer.add_hook(draws, kind="forward")
+    trainer.fit(batches(2))
+    assert trainer.hooks.summary().failures == {"draws": 1}
+
+
 def test_in_strict_mode_drawing_random_numbers_is_an_error():
     def draws(activations):
         torch.randn(3)

@@ -312,9 +312,10 @@ _OWN_WORDS = _split_words(  # of records: without them, a run could not be read
     "keep_every last_error log_errors log_hook_errors lost_records lr_monitor_config max_epochs "
     "max_failures max_steps model_checkpoint_config on_crash on_exhausted on_failure optimizer "
     "optimizer_every optimizers packages packages_sha256 parameters pid_namespace pid_started "
-    "platform precision preempted progress resumed_from save_every_n_epochs schedule scheduler "
-    "scheduler_every schedulers settings tokens_fn tokens_seen torch_seed trainable training "
-    "untracked validate_every_epochs validate_every_steps versions when_busy"
+    "platform precision preempted progress rank_behind ranks_together reshard_after_forward "
+    "resumed_from save_every_n_epochs schedule scheduler scheduler_every schedulers settings "
+    "shard_loaders slow_rank_seconds strategy tokens_fn tokens_seen torch_seed trainable training "
+    "other_ranks untracked validate_every_epochs validate_every_steps versions when_busy"
 )
 _remembered: set[str] = set()
 _scanned: Any = None  # the environment at the last scan

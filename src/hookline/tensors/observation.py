@@ -145,8 +145,8 @@ class _GlobalGenerators:
     """The states of the global random number generators.
 
     Python's and NumPy's are included if no other thread, such as a loader's, may use them
-    meanwhile. With `exact`, NumPy's state includes a number that it keeps for the next call of
-    `randn`; reading that takes 70 µs.
+    meanwhile. Hookline's own threads do not. With `exact`, NumPy's state includes a number that it
+    keeps for the next call of `randn`; reading that takes 70 µs.
     """
 
     def __init__(self, devices: Iterable[torch.device], *, exact: bool) -> None:
@@ -154,7 +154,10 @@ class _GlobalGenerators:
         self._states = [(generator, generator.get_state()) for generator in generators]
         self._numpy: Any = sys.modules.get("numpy.random")
         self._exact = exact
-        self._is_single_thread = threading.active_count() == 1
+        self._is_single_thread = threading.active_count() == 1 or not any(
+            thread is not threading.current_thread() and not thread.name.startswith("hookline")
+            for thread in threading.enumerate()
+        )
         if self._is_single_thread:
             self._python = random.getstate()
             self._numpy_state = self._read_numpy()
