@@ -9,7 +9,6 @@ import json
 import logging
 import pickle
 import re
-import sys
 import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from commands import call_hookline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -29,7 +29,6 @@ import hookline
 from hookline.checkpoint import save_checkpoint
 from hookline.checkpoint.differences import describe_mismatches
 from hookline.cli import text_output
-from hookline.cli.app import main
 from hookline.cli.checkpoint_tables import format_list, format_pruning
 from hookline.dispatch import HookManager
 from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
@@ -123,17 +122,7 @@ class Tags(html.parser.HTMLParser):
 
 def hook_line(*words: str | Path, cwd: Path | None = None) -> str:
     """Return what a command prints on both streams."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.chdir(cwd or Path.cwd()),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["hookline", *map(str, words)]),
-        mock.patch.object(sys, "path", list(sys.path)),
-        pytest.raises(SystemExit),
-    ):
-        main()
-    return out.getvalue() + err.getvalue()
+    return call_hookline(*words, cwd=cwd)[1]
 
 
 @contextlib.contextmanager

@@ -7,19 +7,22 @@ import json
 import logging
 import os
 import pickle
+import runpy
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 import yaml
-from commands import HOOKLINE, run_command, run_hookline
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batches, make
+from warm_processes import WarmParent
 
 import hookline
+from hookline.cli.app import main
 from hookline.config_files import load_training
 from hookline.runs.jsonable import config_hash
 
@@ -183,6 +186,21 @@ with hookline.attach(model, optimizer, hooks=hooks, runs="runs", config=config) 
 """
 
 
+def run_with_secrets(folder: str, *command: str) -> None:
+    """Run a command in a process of its own, with secrets in its environment."""
+    os.chdir(folder)
+    for name in VARIABLES:
+        os.environ[name] = SECRETS[f"variable {name}"]
+    os.environ["VALUE"] = SECRETS["python value"]
+    if "--debug" in command:
+        os.environ["CRITICAL"] = "1"
+    sys.argv = list(command)
+    if command[0] == "hookline":
+        main()
+    else:
+        runpy.run_path(command[0], run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Everything that trainings with all these secrets leave behind, by where it was found."""
@@ -190,30 +208,20 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "project.py").write_text(PROJECT)
     (folder / "train.yaml").write_text(yaml.safe_dump(_config(), sort_keys=False))
     (folder / "loop.py").write_text(LOOP)
-    variables = {name: SECRETS[f"variable {name}"] for name in VARIABLES}
-    variables["VALUE"] = SECRETS["python value"]
-    results = {
-        "train": run_hookline("train", "train.yaml", *_arguments(), cwd=folder, **variables),
-        "check": run_hookline(
-            "check", "train.yaml", *_arguments(), "--json", cwd=folder, **variables
-        ),
-        "failed": run_hookline(
-            *("--debug", "train", "train.yaml", *_arguments()),
-            cwd=folder,
-            **variables,
-            CRITICAL="1",
-        ),
-        "loop": run_command(
-            *(HOOKLINE[0], "loop.py", "--wandb_key", SECRETS["python option"]),
-            cwd=folder,
-            **variables,
-        ),
+    commands = {
+        "train": ["hookline", "train", "train.yaml", *_arguments()],
+        "check": ["hookline", "check", "train.yaml", *_arguments(), "--json"],
+        "failed": ["hookline", "--debug", "train", "train.yaml", *_arguments()],
+        "loop": ["loop.py", "--wandb_key", SECRETS["python option"]],
     }
-    assert {name: one.returncode for name, one in results.items()} == {
-        **dict.fromkeys(results, 0),
-        "failed": 1,
-    }, results
-    found = {name: one.stdout + one.stderr for name, one in results.items()}
+    with WarmParent() as parent:
+        started = {
+            name: parent.start(run_with_secrets, folder, *command, log=folder / f"{name}.log")
+            for name, command in commands.items()
+        }
+        codes = {name: process.wait(180) for name, process in started.items()}
+    found = {name: process.output for name, process in started.items()}
+    assert codes == {**dict.fromkeys(commands, 0), "failed": 1}, found
     assert "failed in Leaky.on_step_end" in found["train"]
     assert "HookFailedError" in found["failed"]
     assert "could not be sent" in found["train"]
