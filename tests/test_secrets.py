@@ -532,7 +532,7 @@ def test_the_saved_state_of_hooks_is_not_masked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_secret_name(name: str) -> None:
-    from hookline.masking import is_secret_name
+    from hookline.secret_names import is_secret_name
 
     assert is_secret_name(name)
     assert is_secret_name(name.upper())
@@ -550,15 +550,15 @@ def test_a_secret_name(name: str) -> None:
     ],
 )
 def test_a_name_that_is_not_secret(name: str) -> None:
-    from hookline.masking import is_secret_name
+    from hookline.secret_names import is_secret_name
 
     assert not is_secret_name(name)
 
 
 def test_every_option_of_a_built_in_hook_is_shown_unless_it_is_a_secret() -> None:
     from hookline.config.hook_names import BUILT_INS, load_hook_class
-    from hookline.masking import is_secret_name
     from hookline.options import get_options
+    from hookline.secret_names import is_secret_name
 
     declared = {name: load_hook_class(name) for name in BUILT_INS}
     masked = {
@@ -605,12 +605,14 @@ def test_a_secret_value_of_a_mapping_is_never_in_its_text(
     [
         *("a", "a-", "a=", "://", "?", "--a ", "{a: ", "'a': '", "a@", ";=", '"'),
         *("token=[", "{token: ", "token='", "token=<", "token=(\\'", "\\'"),
+        *("password: ", "password: xyz ", "password = ", "Bearer ", "Basic YT", "Bearer a.a"),
+        *("-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nAAAABBBBCCCCDDDD "),
     ],
 )
 def test_long_texts_are_masked_in_linear_time(part: str) -> None:
     from hookline.masking import mask_text
 
-    text = "https://" + part * 200_000  # minutes, if it took quadratic time
+    text = "https://" + part * (400_000 // len(part))  # minutes, if it took quadratic time
     assert len(mask_text(text)) <= len(text)
 
 
@@ -637,6 +639,18 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
         ("api_key=[hush\nnext", "api_key=***\nnext"),
         (r'"{\"token\": \"hush\", \"a\": 1}"', r'"{\"token\": \"***\", \"a\": 1}"'),
         ("https://hooks.zapier.com/hush", "https://hooks.zapier.com/***"),
+        ("the password = hush", "the password = ***"),
+        ("with password: hush, and then", "with password: ***, and then"),
+        ("db_password: hush\nuser: bob", "db_password: ***\nuser: bob"),
+        ("Password : hush.", "Password : ***."),
+        ("password: hush1 of bob", "password: *** of bob"),
+        ("My api_key: hush-12345-hush", "My api_key: ***"),
+        ("hf_token = hf_hush12345 is set", "hf_token = *** is set"),
+        ("Authorization: Basic aHVzaDpodXNo", "Authorization: ***"),
+        ("got Basic aHVzaDpodXNo, and", "got Basic ***, and"),
+        ("with basic aHVzaDpodXNoMQ==", "with basic ***"),
+        ("a bearer hush12345 was sent", "a bearer *** was sent"),
+        ("Bearer hushhushhushhushhushhush", "Bearer ***"),
         ("https://ptb.discord.com/api/webhooks/1/hush", "https://ptb.discord.com/api/webhooks/***"),
     ],
 )
@@ -644,6 +658,49 @@ def test_a_text(text: str, masked: str) -> None:
     from hookline.masking import mask_text
 
     assert mask_text(text) == masked
+
+
+KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC\nhushhushhushhushhushhushhushhush\nAoIBAQ=="
+PLAIN_KEY = "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED "])
+@pytest.mark.parametrize("written", [str, repr, json.dumps, lambda text: text[:-40]])
+def test_a_private_key(kind: str, written: Any) -> None:
+    from hookline.masking import mask_text
+
+    block = PLAIN_KEY.format(KEY).replace("PRIVATE", f"{kind}PRIVATE")
+    text = written(f"It failed with {block}")
+    masked = mask_text(f"{text}\nThe next line.")
+    assert "hush" not in masked
+    assert "AoIBAQ" not in masked or written("x") == "x"  # a last line may be short
+    assert f"-----BEGIN {kind}PRIVATE KEY-----***" in masked
+    assert masked.endswith("The next line.")
+    assert mask_text(masked) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Basic training of beginners, basic authentication, Basic input/output.",
+        "Bearer tokens are sent, and the bearer certificates too; multi-layer Bearer multi-layer.",
+        "train.yaml:3: hparams.password: Unknown field. Did you mean 'passwords'?",
+        "optimizer.password: Expected a string. password: required",
+        "The password is asked for. Passwords: two of them. password: see the manual",
+        "def connect(password: str) and def connect(api_key: str = '')",
+        "password = getpass(); password = args.password; password = os.environ['X']",
+        "The token: a part of a word. token = 5; token: 12345678; secret = True",
+        "max_tokens: 4096tokens, pad_token: pad12345, sort_key = name1234",
+        "password: ${PASSWORD}; password: <password>; password: %s; password: ***",
+        "A file that begins with -----BEGIN PRIVATE KEY----- is a key.",
+        "-----BEGIN CERTIFICATE-----\nMIIEvQIBADANBgkqhkiG9w0BAQEF\n-----END CERTIFICATE-----",
+        "-----BEGIN PUBLIC KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQEF\n-----END PUBLIC KEY-----",
+    ],
+)
+def test_ordinary_prose_stays(text: str) -> None:
+    from hookline.masking import mask_text
+
+    assert mask_text(text) == text
 
 
 def test_containers_within_themselves() -> None:
