@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hostile_checkpoints import make_template
 from packages import install_package
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -18,3 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that provides hooks, `acme-hooks`."""
     return install_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good checkpoints, which tests copy and change."""
+    return make_template(tmp_path_factory.mktemp("template"))
