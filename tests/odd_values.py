@@ -1031,7 +1031,7 @@ USERS_CODE = (
         "Session.batches",
     ),
     *("Trainer.validate", "Trainer.set_data", "training_step", "dry_run", "verify(make_trainer"),
-    *("get_trainer(dataloader",),
+    *("get_trainer(dataloader", "Metrics(a="),  # its repr
 )
 
 

@@ -96,6 +96,16 @@ KNOWN = [
     ("load_training(…)", "None"),
     ("load_training(path, …)", "bytes"),
     ("fit with Mask(patterns=…)", "[text]"),
+    ("fit with Edit(at=…)", "list in itself"),
+    ("fit with Edit(at=…)", "sparse tensor"),
+    ("Trainer.fit([batch …])", "enum member"),
+    ("Capture.get(index=…)", "True"),
+    ("Capture.get(index=…)", "module"),
+    ("Run.log_metrics(epoch=…)", "-10**5000"),
+    ("Run.close(error=…)", "-10**5000"),
+    ("Metrics(…)", "0"),
+    ("Metrics()[…]", "failing everything"),
+    ("Metrics()[…]", "-10**5000"),
 ]
 
 

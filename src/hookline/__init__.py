@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from hookline.errors import TrainingError as TrainingError
     from hookline.errors import UnknownEventError as UnknownEventError
     from hookline.errors import UnknownHookError as UnknownHookError
+    from hookline.errors import UnknownMetricError as UnknownMetricError
     from hookline.events import EVENTS as EVENTS
     from hookline.files.limits import file_limits as file_limits
     from hookline.hook import ForwardHook as ForwardHook
@@ -125,7 +126,7 @@ _MODULES = {
         *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
         *("SignatureError", "StopTraining", "TrainingError", "UnknownEventError"),
-        *("UnknownHookError",),
+        *("UnknownHookError", "UnknownMetricError"),
     ),
     "events": ("EVENTS",),
     "files.limits": ("file_limits",),

@@ -15,8 +15,14 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
-from hookline.errors import NotSuppliedError, nearest
-from hookline.printable import printable
+from hookline.arguments import describe_value, show_value
+from hookline.errors import (
+    ArgumentError,
+    NotSuppliedError,
+    UnknownMetricError,
+    listed,
+    nearest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -199,17 +205,22 @@ class Metrics(LazyDict):
         return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
 
     def __getitem__(self, key: str) -> Any:
+        if not isinstance(key, str):
+            raise self._unknown(key)  # it may have no hash
         return super().__getitem__(self._name(key))
 
     def __missing__(self, key: str) -> Any:
         if key == "val/perplexity" and "val/loss" in self.keys():
             loss = float(self["val/loss"])
             return math.inf if loss > 700 else math.exp(loss)
-        known = list(self.keys())
-        raise KeyError(
-            printable(
-                f"There is no metric {key!r}.{nearest(str(key), known)} There are: {known}", 2000
-            )
+        raise self._unknown(key, nearest(key, self._names()))
+
+    def _names(self) -> list[str]:
+        return [name for name in self.keys() if isinstance(name, str)]
+
+    def _unknown(self, key: Any, hint: str = "") -> UnknownMetricError:
+        return UnknownMetricError(
+            f"There is no metric {show_value(key)}.{hint} There are: {listed(self._names())}."
         )
 
     def __contains__(self, key: object) -> bool:
@@ -230,7 +241,15 @@ class Metrics(LazyDict):
         return super().pop(self._name(key), *default)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
+        try:
+            given = dict(*args, **kwargs)
+        except Exception as error:
+            raise ArgumentError(
+                f"Metrics are made from a mapping of names to numbers, not from "
+                f"{', '.join(map(describe_value, args))} ({type(error).__name__}: "
+                f"{show_value(str(error))})."
+            ) from error
+        for key, value in given.items():
             self[key] = value
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override]

@@ -8,6 +8,7 @@
     ├── ArgumentError              (also a TypeError and ValueError) an argument is not valid
     ├── NameTakenError             (also a ValueError) a hook's name is in use
     ├── UnknownHookError           (also a KeyError) no hook has the name
+    ├── UnknownMetricError         (also a KeyError) an event has no metric of the name
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
     ├── NotSuppliedError           the loop does not provide what a hook asks for
     ├── LoopError                  a bare loop is ambiguous
@@ -59,6 +60,7 @@ __all__ = [
     "TrainingError",
     "UnknownEventError",
     "UnknownHookError",
+    "UnknownMetricError",
 ]
 
 
@@ -98,6 +100,10 @@ class OrderError(RegistrationError):
 
 class NameTakenError(HooklineError, ValueError):
     """Another hook of the run has this name."""
+
+
+class UnknownMetricError(HooklineError, KeyError):
+    """An event's metrics have no such name."""
 
 
 class UnknownHookError(HooklineError, KeyError):

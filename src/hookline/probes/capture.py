@@ -36,8 +36,8 @@ log = logging.getLogger("hookline")
 _MEMORY_LIMIT_MB = 1024.0
 
 
-class NotCapturedError(ProbeError, KeyError):
-    """Nothing was captured under this name."""
+class NotCapturedError(ProbeError, KeyError, IndexError):
+    """Nothing was captured under this name, or this call was not."""
 
 
 class Capture(BuiltIn, Probe):
@@ -258,7 +258,14 @@ class Capture(BuiltIn, Probe):
     def get(self, module: str, index: slice) -> list[CapturedState]: ...
     def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
         """Return a module's state, or states, by index; no others are read from disk."""
-        return self._store.get(self.key, index, self._resolve(module))
+        name = self._resolve(module)
+        try:
+            return self._store.get(self.key, index, name)
+        except (IndexError, TypeError):
+            raise NotCapturedError(
+                f"'{printable(module)}' has no captured call {show_value(index)}; it has "
+                f"{len(self.metadata(module))}. Index them from 0, from the end, or by a slice."
+            ) from None
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""

@@ -23,6 +23,8 @@ from hookline.probes.probe_context import ProbeResults
 
 __all__ = ["Edit"]
 
+_MAX_DEPTH = 20  # of lists in the run's manifest
+
 Operation = Literal["replace", "scale", "ablate", "add", "patch"]
 
 
@@ -373,7 +375,7 @@ def _check_result(new: Any, x: torch.Tensor, subject: str) -> torch.Tensor:
     return new
 
 
-def _describe(value: Any) -> Any:
+def _describe(value: Any, depth: int = 0) -> Any:
     """Return a value for the run's manifest: a tensor as its shape and a hash."""
     if isinstance(value, CapturedState):
         return {
@@ -388,13 +390,13 @@ def _describe(value: Any) -> Any:
     if isinstance(value, _ByName):
         return {name: _describe(state) for name, state in value.items()}
     if isinstance(value, torch.Tensor):
-        return f"{shape_text(value)} sha256:{_hash(value)}"
+        return f"{shape_text(value)}{_describe_hash(value)}"
     if isinstance(value, torch.nn.Module):
         return f"{type(value).__name__}(…)"
-    if isinstance(value, tuple | list | set | frozenset):
+    if isinstance(value, tuple | list | set | frozenset) and depth < _MAX_DEPTH:
         try:
-            return [_describe(item) for item in value]
-        except Exception:  # too deeply nested, or a subclass that cannot be read
+            return [_describe(item, depth + 1) for item in value]
+        except Exception:  # a subclass that cannot be read
             return show_value(value)
     if isinstance(value, slice):
         start, stop = ("" if end is None else end for end in (value.start, value.stop))
@@ -409,8 +411,11 @@ def _describe(value: Any) -> Any:
         return show_value(value)
 
 
-def _hash(tensor: torch.Tensor) -> str:
-    """Return a hash of the values. This waits for the device."""
-    data = tensor.detach().cpu().contiguous().view(-1)
-    values = bytes(data.view(torch.uint8).untyped_storage()) if data.numel() else b""
-    return hashlib.sha256(values).hexdigest()[:16]
+def _describe_hash(tensor: torch.Tensor) -> str:
+    """Return a hash of the values, for the record. This waits for the device."""
+    try:
+        data = tensor.detach().cpu().contiguous().view(-1)
+        values = bytes(data.view(torch.uint8).untyped_storage()) if data.numel() else b""
+    except (RuntimeError, NotImplementedError):  # sparse, quantized, of a subclass
+        return f" {str(tensor.layout).removeprefix('torch.')} (no hash)"
+    return f" sha256:{hashlib.sha256(values).hexdigest()[:16]}"

@@ -12,6 +12,7 @@ from torch import nn
 
 from hookline.arguments import read_items, show_value
 from hookline.errors import ConfigError, listed
+from hookline.printable import printable
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
@@ -140,12 +141,23 @@ def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
     if _is_type(item):
         return _filter(places, lambda place: isinstance(place.module, item))
     if callable(item):
-        return _filter(places, lambda place: item(place.name, place.module))
+        return _filter(places, lambda place: _chooses(item, place))
     raise ConfigError(
         f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, "
         "a glob, a "
         "regular expression, a type, a function of name and module, a module, or a list of these."
     )
+
+
+def _chooses(predicate: Predicate, place: ModulePlace) -> bool:
+    try:
+        return bool(predicate(place.name, place.module))
+    except Exception as error:
+        raise ConfigError(
+            f"The function that chooses modules, {show_value(predicate)}, raised "
+            f"{type(error).__name__} for the module '{printable(place.name)}': "
+            f"{show_value(str(error))}. It must take a name and a module."
+        ) from error
 
 
 def _is_type(item: Any) -> bool:

@@ -24,10 +24,10 @@ def check_store_options(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             none = " or None" if optional else ""
             raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")
-    if policy not in get_args(Policy):
+    if not isinstance(policy, str) or policy not in get_args(Policy):
+        hint = nearest(policy, get_args(Policy)) if isinstance(policy, str) else ""
         raise ConfigError(
-            f"policy must be one of {listed(get_args(Policy))}, not {show_value(policy)}."
-            + nearest(str(policy), get_args(Policy))
+            f"policy must be one of {listed(get_args(Policy))}, not {show_value(policy)}.{hint}"
         )
     if folder is not None and policy != "spill":
         raise ConfigError(f"folder is only used with policy='spill', not with '{policy}'.")

@@ -43,6 +43,7 @@ log = logging.getLogger("hookline")
 VERSION = 1
 """The schema version of records, in the field `v`."""
 
+_MAX_COUNT = 1 << 63  # Python cannot print integers of thousands of digits
 _BLOCK_SIZE = 1 << 18
 _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
@@ -216,7 +217,7 @@ def _encode_record(record: MetricRecord) -> bytes:
     step, epoch, seconds, name, kind, value = record
     encoded = to_json_number(value) if kind == "scalar" else value
     is_number = type(encoded) is float or type(encoded) is int
-    if is_number and type(step) is int and type(epoch) is int and type(name) is str:
+    if is_number and _is_count(step) and _is_count(epoch) and type(name) is str:
         head = f'{_HEAD}{step}, "epoch": {epoch}, "time": {seconds!r}, "name": '
         return f"{head}{_quote(name)}{_TAIL}{encoded!r}}}\n".encode()
     fields = {"v": VERSION, "step": to_jsonable(step), "epoch": to_jsonable(epoch)}
@@ -236,6 +237,10 @@ def _encode_record(record: MetricRecord) -> bytes:
     if kind == "text":  # what users log stays as it is, apart from secrets of the environment
         encoded = mask_known_values(str(encoded))
     return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 _HEAD = f'{{"v": {VERSION}, "step": '

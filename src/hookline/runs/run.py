@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 
 from hookline.arguments import (
+    check_instance,
     check_mapping,
     check_path,
     read_items,
@@ -362,6 +363,8 @@ class Run:
         """
         if self.metrics_log is None or self._events is None:
             return
+        expected = "an exception, a message or None"
+        check_instance("close(…, error)", error, BaseException | str | None, expected)
         self.flush()
         ended = utc_now()
         parts: list[dict[str, Any]] = [dict(part) for part in self.manifest["parts"]]

@@ -244,7 +244,9 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
     """Return the schedulers in a list; raise if one has an optimizer that is not the trainer's."""
     if given is None:
         return []
-    schedulers = list(given) if isinstance(given, list | tuple) else [given]
+    schedulers = [given]
+    if isinstance(given, list | tuple):
+        schedulers = read_items("schedulers", given, "a list of schedulers")
     for scheduler in schedulers:
         if isinstance(scheduler, type | str):
             raise ArgumentError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from hookline.arguments import show_value
@@ -70,7 +70,7 @@ def _kind(item: Any) -> Literal["loader", "batch", "unclear"]:
 
 def _may_be_loader(value: Any) -> bool:
     # Without `__iter__`, Python would iterate over a dataset by its indices, sample by sample.
-    return hasattr(type(value), "__iter__") and not (
+    return isinstance(value, Iterable) and not (
         isinstance(value, Mapping | str | bytes) or _is_array(value)
     )
 
