@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
-from hookline.printable import printable
+from hookline.printable import message_lines, printable
 
 __all__ = ["check_session_state", "check_trainer_state", "reported_damage"]
 
@@ -209,8 +209,8 @@ def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
         ]
         if len(found) > _MAX_SHOWN:
             lines.append(f"and {len(found) - _MAX_SHOWN} more")
-        raise CheckpointError(
+        head = (
             f"The state in the checkpoint {checkpoint.path} is not that of {what}. Nothing was "
-            "changed. The checkpoint is damaged, or was saved by another kind of loop:\n  "
-            + "\n  ".join(lines)
-        ) from None
+            "changed. The checkpoint is damaged, or was saved by another kind of loop:"
+        )
+        raise CheckpointError(message_lines(head, *lines)) from None
