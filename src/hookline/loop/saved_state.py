@@ -148,6 +148,13 @@ class _TrainerState(_LoopState):
 
 
 @with_config(_STRICT)
+class _SessionRank(TypedDict):
+    means: dict[str, _Mean]
+    tokens_seen: Count | None
+    random: Section
+
+
+@with_config(_STRICT)
 class _SessionState(_LoopState):
     attributes: NotRequired[Section]
     epoch: Count | None
@@ -155,6 +162,7 @@ class _SessionState(_LoopState):
     random: NotRequired[Section | None]
     logged: NotRequired[dict[str, _Mean]]
     extra: NotRequired[Section]
+    ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
 def check_trainer_state(checkpoint: Checkpoint) -> None:
