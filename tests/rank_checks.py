@@ -36,9 +36,9 @@ def run_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> str
     return str(output)
 
 
-def check_in_all_ranks(*checks: Callable[[], None]) -> None:
+def check_in_all_ranks(*checks: Callable[[], None], backend: str = "gloo") -> None:
     """Call the checks in a process that torchrun has started, and end it."""
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     for check in checks:
         check()
     print(f"rank {dist.get_rank()} fine", flush=True)
