@@ -75,6 +75,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if saves.get("at") == step + 1:
+            with torch.no_grad():  # FSDP2 has whole parameters after it
+                model(batch)
             session.save_checkpoint(saves["path"], extra={"at": step}, wait=saves["wait"])
 
 
@@ -159,9 +161,40 @@ class AtEnd(hookline.Hook):
         trainer.save_checkpoint(Path(trainer.run.checkpoints) / "at_end", wait=True)
 
 
+def check_logged(kind: str, folder: Path) -> None:
+    """What the loop logs is recorded as the mean over both ranks, also what one of them logs.
+
+    A resumed run has every step once. Under DDP rank 0 saves alone, so that the steps that were not
+    averaged yet are its own.
+    """
+    runs, rank = folder / f"logged_{kind}", dist.get_rank()
+    for end in (3, 5):
+        model, optimizer, session = begin(kind, runs=runs)
+        start = session.load_checkpoint()
+        try:
+            with session:
+                for step in range(start.step if start else 0, end):
+                    session.log("rank", rank)
+                    if rank == 0:
+                        session.log("own", torch.tensor(7.0))
+                    train(model, optimizer, session, step, step + 1)
+                    if step == 1 and (kind == "fsdp" or rank == 0):
+                        session.save_checkpoint(wait=True)
+                if end == 3:
+                    raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            pass
+        dist.barrier()
+    found = recorded(runs)
+    alone = [] if kind == "fsdp" else [0.0, 0.0]
+    assert found["train/rank"] == alone + [0.5] * (5 - len(alone)), found["train/rank"]
+    assert found["train/own"] == [7.0] * 5
+    assert len(found["train/loss"]) == 5
+
+
 @contextmanager
 def short_limits() -> Iterator[None]:
-    names = ("_CALL_SECONDS", "_VALIDATION_SECONDS")
+    names = ("_CALL_SECONDS", "_VALIDATION_SECONDS", "_SECONDS")
     limits = {name: getattr(loop_agreement, name) for name in names}
     for name in names:
         setattr(loop_agreement, name, 1.0)
@@ -186,6 +219,21 @@ def check_one_rank_alone(folder: Path) -> None:
                 session.load_checkpoint(folder / "alone")
         dist.barrier()
     assert not (folder / "never").exists()
+
+
+def check_uneven_end() -> None:
+    """A rank that ends its session while the others do not goes on after the time limit."""
+    model, optimizer, session = begin("ddp")
+    session.begin()
+    train(model, optimizer, session, 0, 1)
+    if dist.get_rank() == 1:
+        with short_limits():
+            session.detach()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with short_limits():
+            session.detach()
+    assert session.status == "completed"
 
 
 SIZES = ([4, 4, 2], [3])  # of the validation batches of each rank
@@ -248,5 +296,7 @@ if __name__ == "__main__":
         partial(check_resume, folder, wait=False),
         partial(check_other_numbers_of_ranks, folder),
         *(partial(check_hooks, kind, folder) for kind in ("ddp", "fsdp")),
+        *(partial(check_logged, kind, folder) for kind in ("ddp", "fsdp")),
         partial(check_one_rank_alone, folder),
+        check_uneven_end,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def run_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> str
 
 def check_in_all_ranks(*checks: Callable[[], None], backend: str = "gloo") -> None:
     """Call the checks in a process that torchrun has started, and end it."""
+    faulthandler.dump_traceback_later(240, exit=True)  # says where a rank waits for ever
     dist.init_process_group(backend)
     for check in checks:
         check()

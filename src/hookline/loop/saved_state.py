@@ -161,6 +161,7 @@ class _SessionState(_LoopState):
     tokens_seen: Count | None
     random: NotRequired[Section | None]
     logged: NotRequired[dict[str, _Mean]]
+    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     extra: NotRequired[Section]
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 

@@ -325,14 +325,15 @@ class AttachedLoop(TrainingLoop[HookManager]):
         position = None if self._restored is None else self._restored[1].get("run")
         if self._recorder is not None:
             self._recorder.rewind(position or {"step": step})
+            self._recorder.add_unreported(self._restored)
 
     def _record_step(self, loss: LazyFloat | None) -> None:
         step, epoch = self._context.step, self._context.known_epoch
         agreement = self._agreement
         if self._recorder is not None:
             self._recorder.end_step(step, epoch, loss, keep_loss=agreement is None)
-        if agreement is not None and loss is not None:  # the mean over all processes, later
-            agreement.records.add(step, epoch, "train/loss", loss)
+        if agreement is not None:  # the means over all processes, later
+            agreement.keep_step(loss)
 
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:

@@ -28,7 +28,7 @@ __all__ = ["LoopAgreement", "is_sharded_loop", "meet", "trains_together"]
 
 log = logging.getLogger("hookline")
 
-_SECONDS = 120.0  # within which all processes have to attach
+_SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
 _VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
 _CALL_SECONDS = 60.0  # within which all processes have to save or load a sharded checkpoint
 
@@ -40,6 +40,7 @@ class LoopAgreement:
         processes: the processes.
         hooks_toggled: whether hooks were toggled in this process since the last agreement.
         records: the values of steps, for means over all processes.
+        logged: what the loop has logged in the step in progress.
     """
 
     def __init__(self, hooks: HookManager, context: BareLoopEventContext) -> None:
@@ -56,11 +57,22 @@ class LoopAgreement:
         context.agree_on_norm(hooks, self.processes)
         self.hooks_toggled = False
         self.records = StepRecords(self.processes)
+        self.logged = Means()
         self._validates_alone = False
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether a process has set the flag; all processes have to call this."""
         return self.processes.any(flag)[0]
+
+    def keep_step(self, loss: Any) -> None:
+        """Keep the values of a step that has ended, until they are averaged and recorded."""
+        step, epoch = self._context.step, self._context.known_epoch
+        values = self.logged.means()
+        if loss is not None:
+            values["train/loss"] = loss  # that of backward has precedence over a logged one
+        for name, value in values.items():
+            self.records.add(step, epoch, name, value)
+        self.logged = Means()
 
     def epoch_means(self, means: Means, run: Any) -> dict[str, Any]:
         """Return the means of an epoch over all processes, and record its steps."""
@@ -108,16 +120,23 @@ class LoopAgreement:
         return stop, news
 
     def close(self, run: Any) -> bool:
-        """Record what remains; return False if the script has ended the process group before."""
-        if dist.is_initialized():
+        """Record what remains; return whether all processes end their sessions now."""
+        self.keep_step(None)
+        if not dist.is_initialized():
+            why = "The process group was destroyed before the session has ended"
+            advice = "End the session first: `with hookline.attach(…):` around the loop."
+        elif missing := missing_ranks("detach", range(self.processes.size), _SECONDS):
+            why = f"Rank {_join(missing)} has not ended its session within {_SECONDS:g} s"
+            advice = "Do all processes have equally many batches?"
+        else:
             self.records.report(run)
             return True
-        if (steps := self.records.report_own(run)) and run is not None:
+        steps = self.records.report_own(run)
+        if run is not None and steps:
             log.warning(
-                "The process group was destroyed before the session has ended: train/loss of the "
-                "last %d steps is that of rank 0 instead of the mean over all ranks. End the "
-                "session first: `with hookline.attach(…):` around the loop, or `session.detach()`.",
-                steps,
+                "%s: train/loss of the last %d steps is that of rank 0 instead of the mean over "
+                "all ranks. %s",
+                *(why, steps, advice),
             )
         return False
 

@@ -363,7 +363,9 @@ class Session(AttachedLoop):
             self._validation.add(f"val/{name}", value, weight)
         else:
             context.means.add(f"train/{name}", value)
-            if self._recorder is not None and is_late:  # its step has been written
+            if self._agreement is not None:
+                self._log_together(f"train/{name}", value, is_late=is_late)
+            elif self._recorder is not None and is_late:  # its step has been written
                 self._recorder.value(
                     context.step, context.known_epoch, f"train/{name}", value, "scalar"
                 )
@@ -378,6 +380,15 @@ class Session(AttachedLoop):
                 "been fired: the value counts for the epoch only. Log before the step.",
                 name,
             )
+
+    def _log_together(self, name: str, value: Any, *, is_late: bool) -> None:
+        """Keep a number of a step, for the mean over all processes in the run."""
+        assert self._agreement is not None
+        if self._runs is not None and is_late:
+            step, epoch = self._context.step, self._context.known_epoch
+            self._agreement.records.add(step, epoch, name, value)
+        elif self._runs is not None:
+            self._agreement.logged.add(name, value)
 
 
 def _unknown_optimizer(method: str, given: object) -> HooklineError:

@@ -169,11 +169,13 @@ class SessionCheckpoints:
     @property
     def has_news(self) -> bool:
         """Whether the other processes have to know something."""
-        return bool(self._saved)
+        return bool(self._saved or self._requests)
 
     def exchange_news(self) -> None:
         """Exchange it. All processes have to call this."""
         self.exchange_saved()
+        assert self._session._agreement is not None
+        self._session._agreement.records.report(self._session.run)  # before it is saved
 
     def exchange_saved(self) -> None:
         """Tell hooks of all processes what rank 0 has saved. All processes have to call this."""

@@ -50,7 +50,7 @@ def collect_session(
         rank_states: what `rank_state` returned in all processes, if all of them save together.
     """
     context, scaler = session._context, session.scaler
-    run, recorder = session.run, session._recorder
+    run, recorder, agreement = session.run, session._recorder, session._agreement
     epoch, is_over = context.known_epoch, session._epoch_is_over
     state = {
         "classes": {
@@ -69,6 +69,7 @@ def collect_session(
         "best_accuracy": session.best_accuracy,
         "run": None if recorder is None else recorder.position(),
         "logged": {} if recorder is None else recorder.unwritten_values(),
+        "unreported": [] if agreement is None else agreement.records.own_values(),
         "extra": dict(extra),
     }
     if rank_states is not None:

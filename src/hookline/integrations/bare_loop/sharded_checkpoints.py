@@ -127,7 +127,9 @@ class ShardedCheckpoints(SessionCheckpoints):
 
     def _save_together(self, folders: Sequence[Path], *, wait: bool) -> Path | None:
         """Save in all processes; return the first folder if it is durable already."""
-        processes = self._processes
+        processes, agreement = self._processes, self._session._agreement
+        assert agreement is not None
+        agreement.records.report(self._session.run)
         random = self._random or random_state(device_of(self._session.model))
         self._rank_states = processes.gather(rank_state(self._session, random))
         shared = begin_shared_save(processes)
