@@ -81,8 +81,8 @@ def train(
 
 
 def begin(kind: str, **options: Any) -> tuple[Any, Any, Any]:
+    model = make_noisy(kind)  # the same in both ranks
     torch.manual_seed(dist.get_rank())
-    model = make_noisy(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer, hookline.attach(model, optimizer, **options)
 
