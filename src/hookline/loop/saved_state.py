@@ -148,13 +148,22 @@ class _TrainerState(_LoopState):
 
 
 @with_config(_STRICT)
+class _SessionRank(TypedDict):
+    means: dict[str, _Mean]
+    tokens_seen: Count | None
+    random: Section
+
+
+@with_config(_STRICT)
 class _SessionState(_LoopState):
     attributes: NotRequired[Section]
     epoch: Count | None
     tokens_seen: Count | None
     random: NotRequired[Section | None]
     logged: NotRequired[dict[str, _Mean]]
+    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     extra: NotRequired[Section]
+    ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
 def check_trainer_state(checkpoint: Checkpoint) -> None:
