@@ -111,7 +111,10 @@ class OptionsError(ConfigError):
     def __init__(self, class_name: str, problems: Iterable[OptionProblem]) -> None:
         self.class_name = class_name
         self.problems = tuple(problems)
-        super().__init__(f"{class_name}: " + "\n  ".join(one.text for one in self.problems))
+        lines = [one.text for one in self.problems[:_MAX_PROBLEMS]]
+        if len(self.problems) > _MAX_PROBLEMS:
+            lines.append(f"And {len(self.problems) - _MAX_PROBLEMS} more problems.")
+        super().__init__(f"{class_name}: " + "\n  ".join(lines))
 
 
 class BuiltIn(Hook):

@@ -194,7 +194,13 @@ class Session(AttachedLoop):
         if optimizer is not None and not any(optimizer is own for own in self.optimizers):
             raise _unknown_optimizer("clip", optimizer)
         norm: Any = max_norm  # a tensor works, too, and infinity only measures
-        if not isinstance(norm, torch.Tensor) and not (isinstance(norm, float) and norm == inf):
+        if isinstance(norm, torch.Tensor):
+            if norm.numel() != 1 or norm.is_complex() or norm.layout is not torch.strided:
+                raise ArgumentError(
+                    f"clip(max_norm) is {describe_value(norm)}; expected a number, or a tensor "
+                    "with one."
+                )
+        elif not (isinstance(norm, float) and norm == inf):
             check_number("clip(max_norm)", norm, 0)
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
@@ -265,7 +271,7 @@ class Session(AttachedLoop):
         Returns:
             Where the loop continues; None if "auto" has found nothing to continue.
         """
-        check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
+        path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
         check_flag("load_checkpoint(…, strict=…)", strict)
         return self._make_checkpoints().load(path, strict=strict)
 
