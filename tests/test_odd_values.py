@@ -135,6 +135,10 @@ KNOWN = [
     ("attach with a run(runs=…)", "str subclass"),
     ("Session.clip(max_norm=…)", "empty tensor"),
     ("Session.clip(max_norm=…)", "complex tensor"),
+    ("Session.clip(max_norm=…)", "meta tensor"),
+    ("Session.batches(name=…)", "numpy array"),
+    ("Session.batches(name=…)", "tensor of 3"),
+    ("Session.backward(accumulate=…)", "10**400"),
     ("probe(every=…)", "numpy objects"),
     ("probe(every=…)", "sparse tensor"),
     ("Capture.get(index=…)", "failing everything"),
@@ -144,6 +148,10 @@ KNOWN = [
     ("get_last_checkpoint(…)", "long text"),
     ("read_records(…)", "str subclass"),
     ("Run.rewind(…)", "failing dict"),
+    ("Run.rewind(…)", "failing mapping and repr"),
+    ("Metrics(a=…)", "-10**5000"),
+    ("Metrics(a=…)", "meta tensor"),
+    ("Metrics(a=…)", "deep list"),
     ("verify(make_trainer=…)", "nn.Module"),
 ]
 

@@ -134,10 +134,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Real) and hasattr(value, "dtype"))
 
 
-def check_whole_number(what: str, value: Any, minimum: int = 0) -> None:
-    """Raise unless a value is an integer, of Python or numpy, of at least `minimum`."""
+def check_whole_number(what: str, value: Any, minimum: int = 0, maximum: int | None = None) -> None:
+    """Raise unless a value is an integer, of Python or numpy, from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise _wrong(what, value, f"a whole number of at least {minimum}")
+    if maximum is not None and int(value) > maximum:
+        raise _wrong(what, value, f"a whole number of at most {maximum}")
 
 
 def check_number(what: str, value: Any, minimum: float, *, is_included: bool = True) -> None:
