@@ -235,7 +235,7 @@ class MixConfig(Config):
     length: Length | PositiveInt = "sum"
     on_exhausted: OnExhausted = "cycle"
 
-    def __init__(self, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
+    def __init__(self, /, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
         super().__init__(order=order, pattern=pattern, **data)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
