@@ -11,6 +11,7 @@ import torch
 
 from hookline.arguments import (
     check_flag,
+    check_function,
     check_instance,
     check_mapping,
     check_name,
@@ -98,10 +99,8 @@ def attach(
         raise ArgumentError(
             f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(on_stop)}.'
         )
-    if tokens is not None and not _is_auto(tokens) and not callable(tokens):
-        raise ArgumentError(
-            f"attach(…, tokens=…) takes a function or None, not {describe_value(tokens)}."
-        )
+    if tokens is not None and not _is_auto(tokens):
+        check_function("attach(…, tokens=…)", tokens, "batch")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
