@@ -22,7 +22,7 @@ from torch import nn
 
 from bench.harness import Row, Spread
 from hookline.checkpoint import CheckpointSaver
-from hookline.checkpoint.part_writer import SharedSave
+from hookline.checkpoint.part_writer import SharedSaves
 from hookline.loop.processes import ProcessGroup
 from hookline.tensors.sharded import local
 
@@ -73,6 +73,8 @@ def main(rounds: int, folder: Path) -> None:
     buffers = [torch.zeros_like(tensor) for tensor in tensors]
     saver = CheckpointSaver()
     saver.prepare(model=model, state=state, shards_only=not processes.is_main)
+    token = processes.share(uuid.uuid4().hex[:12])
+    saves = SharedSaves(token, processes.rank, processes.size)
     ratios: list[float] = []
     for i in range(rounds + 1):
         dist.barrier()
@@ -82,9 +84,7 @@ def main(rounds: int, folder: Path) -> None:
         copied = perf_counter() - begin
         dist.barrier()
         begin = perf_counter()
-        token = processes.share(uuid.uuid4().hex[:12])
-        shared = SharedSave(token, processes.rank, processes.size)
-        saver.save([folder / "step"], model=model, state=state, info={}, shared=shared)
+        saver.save([folder / "step"], model=model, state=state, info={}, shared=saves.next())
         blocked = perf_counter() - begin
         saver.wait()
         results = processes.share(saver.finished())

@@ -74,8 +74,10 @@ def save_checkpoint(
         CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
     """
     begin = perf_counter()
-    files = SnapshotBuffers().copy(encode_state(model, state))
-    result = CheckpointWriter(files, encode_info(info), begin).write(Path(folder), move_last=False)
+    encoded = encode_state(model, state)
+    files = SnapshotBuffers().copy(encoded)
+    writer = CheckpointWriter(files, encode_info(info), begin, tree=encoded.tree)
+    result = writer.write(Path(folder), move_last=False)
     if result.error is not None:
         raise result.error
     assert result.path is not None

@@ -108,7 +108,7 @@ class TensorBuffer:
             _Entry(name, first_names.setdefault(_memory_key(t, name), name), t.dtype, t.shape)
             for name, t in tensors.items()
         ]
-        places = {name: [list(one.shape), list(one.offset)] for name, one in shards.items()}
+        places = {name: (one.shape, one.offset) for name, one in shards.items()}
         if (entries, places) != (self._entries, self._shards) or not self._size:
             self._shards = places
             self._entries = []  # in case that the memory cannot be allocated

@@ -60,8 +60,8 @@ class StepRecords:
         kept, self._values = self._values, []
         own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
         own |= {name: (value, 1.0) for name, value in own_values.items()}
-        sums = processes.sum_numbers(own)
-        if run is None:
+        sums = processes.sum_on_main(own)
+        if run is None or sums is None:
             return
         for i, (step, epoch, name, _) in enumerate(kept):
             total, weight = sums.pop(str(i))

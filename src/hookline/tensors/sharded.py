@@ -97,23 +97,28 @@ def local(tensor: Tensor) -> Tensor:
 
 def shard_of(tensor: Any) -> Shard:
     """Return this rank's part of a `DTensor`, and where it belongs. Nothing is communicated."""
-    with torch.no_grad():  # else `to_local` takes part in autograd
-        values = tensor.to_local()
-    place = tensor.device_mesh, tensor.placements, tensor.shape
-    offset, is_first = _places.get(place) or _places.setdefault(place, _find_place(tensor))
-    return Shard(values, tuple(tensor.shape), offset, is_first)
+    if torch.is_grad_enabled():  # then `to_local` takes part in autograd
+        with torch.no_grad():
+            return shard_of(tensor)
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    place = _places.get(key) or _places.setdefault(key, _find_place(tensor))
+    return Shard(tensor.to_local(), *place)
 
 
-_places: dict[Any, tuple[tuple[int, ...], bool]] = {}  # finding a place takes half a millisecond
+_Place = tuple[tuple[int, ...], tuple[int, ...], bool]
+_places: dict[Any, _Place] = {}  # finding a place takes half a millisecond
 
 
-def _find_place(tensor: Any) -> tuple[tuple[int, ...], bool]:
-    """Return the offset of this rank's part, and whether this rank is the first that has it."""
+def _find_place(tensor: Any) -> _Place:
+    """Return the shape of the whole, the offset of this rank's part, and whether it is the first.
+
+    The first is the rank with the lowest number of those that have the same part.
+    """
     (chunk,) = tensor.__create_chunk_list__()
     coordinates = tensor.device_mesh.get_coordinate() or ()
     places = zip(tensor.placements, coordinates, strict=True)
     is_first = not any(place.is_replicate() and position for place, position in places)
-    return tuple(chunk.offsets), is_first
+    return tuple(tensor.shape), tuple(chunk.offsets), is_first
 
 
 def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
