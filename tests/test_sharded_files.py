@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.checkpoint.tensor_files import TensorBuffer, read_tensors
+from hookline.checkpoint.tensor_files import TensorBuffer
+from hookline.checkpoint.tensor_reading import read_tensors
 from hookline.tensors.sharded import Shard
 
 CPU = torch.device("cpu")

@@ -29,6 +29,7 @@ _KEYS = (type(None), bool, int, float, str, bytes)
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_MAX_KEY = 200  # characters of a key in a path
 _INT64_LIMIT = 1 << 63
 _HINT = (
     "A checkpoint can hold None, bool, int, float, complex, str, bytes, dicts, lists, tuples, "
@@ -119,9 +120,10 @@ class Encoder:
 
     def _encode_shard(self, value: Tensor, path: str) -> Any:
         # All ranks have to give it the same name, and may have other tensors before it.
-        if path not in self.shards:
-            self.shards[path] = shard_of(value)
-            self.tensors[path] = self.shards[path].values
+        while path in self.shards:  # paths have only the beginning of long keys
+            path += "'"
+        self.shards[path] = shard_of(value)
+        self.tensors[path] = self.shards[path].values
         return {"$": "tensor", "v": path}
 
     def _encode_tensor(self, value: Tensor, path: str) -> Any:
@@ -286,7 +288,7 @@ def _is_key(key: Any) -> bool:
 
 def _safe_repr(key: Any) -> str:
     try:
-        return repr(key)[:60]
+        return repr(key)[:_MAX_KEY]
     except Exception:  # a repr may fail; that of a very long integer does
         return f"<{_type_name(type(key))}>"
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 __all__ = [
     "Shard",
+    "can_be_read_in_parts",
     "is_sharded",
     "local",
     "local_with_groups",
     "needs_collective",
+    "shard_from_local",
     "shard_index",
     "shard_like",
     "shard_of",
@@ -88,6 +90,33 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     like = cast(Any, other)
     tensor = tensor.to(like.device)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def can_be_read_in_parts(tensor: Tensor) -> bool:
+    """Return whether this rank's part of a tensor is one block of the whole tensor's values."""
+    if not is_sharded(tensor):
+        return False
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    places = cast(Any, tensor).placements
+    return all(type(place) in (Replicate, ShardPlacement) for place in places)
+
+
+def shard_from_local(values: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor of which this rank has these values, sharded as another one is."""
+    from torch.distributed.tensor import DTensor
+
+    like = cast(Any, other)
+    shape = torch.Size(like.shape)
+    return DTensor.from_local(
+        values.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
