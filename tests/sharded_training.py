@@ -154,7 +154,7 @@ def save_slowly(folder: Path) -> None:
     """A training whose second save takes long, for a signal during it; or that run, resumed."""
     from hookline.checkpoint.checkpoint_writer import CheckpointWriter
 
-    is_first = not folder.exists()
+    runs = list(folder.glob("2*"))
     torch.distributed.init_process_group("gloo")
     torch.distributed.barrier()
     write_file, saves = CheckpointWriter._write_file, []
@@ -164,13 +164,13 @@ def save_slowly(folder: Path) -> None:
             saves.append(file)
             if len(saves) == 2:
                 print("in flight", flush=True)
-                time.sleep(2)
+                time.sleep(float(os.environ["SLEEP"]))
         return write_file(self, file, data)
 
-    if is_first:
+    if not runs:
         CheckpointWriter._write_file = write_slowly  # type: ignore[method-assign]
-    trainer, _ = make(folder, max_steps=None if is_first else 60, max_epochs=100_000, **FSDP)
-    trainer.fit(loaders()[0], resume_from=None if is_first else "auto")
+    trainer, _ = make(folder, max_steps=40 if runs else None, max_epochs=100_000, **FSDP)
+    trainer.fit(loaders()[0], resume_from=runs[0] if runs else None)
     print("end", RANK, trainer.status, trainer.step, flush=True)
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from sharded_training import checkpoint_of, resume, train
 
 import hookline
-from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import verify_checkpoint
 from hookline.checkpoint.export import export_weights
 
@@ -25,10 +24,10 @@ SCRIPT = Path(__file__).with_name("sharded_training.py")
 ORDER_OF_SUMS = 1e-5
 
 
-def start(folder: Path, name: str) -> Any:
+def start(folder: Path, name: str, **variables: str) -> Any:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command = [*launch, "--standalone", str(SCRIPT), str(folder), name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, **pipes)
 
@@ -117,27 +116,32 @@ def test_a_checkpoint_through_accelerates_fsdp2_plugin_is_resumed_bit_for_bit(tr
         assert_equal(results["again"]["end"], results["end"])
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["in time", "killed"])
 def test_a_signal_while_a_checkpoint_is_written_leaves_valid_ones_and_the_job_resumes(
-    tmp_path: Path,
+    tmp_path: Path, is_killed: bool
 ) -> None:
-    process = start(tmp_path, "save_slowly")
+    grace = {"SLEEP": "600", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"} if is_killed else {"SLEEP": "2"}
+    process = start(tmp_path, "save_slowly", **grace)
     wait_for(process, "in flight")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0, output
     (run,) = (tmp_path / "save_slowly").iterdir()
-    assert hookline.open_run(run).manifest["status"] == "preempted", output
-    complete = [path for path in (run / "checkpoints").iterdir() if path.is_dir()]
-    assert len(complete) >= 2  # the first one, and that of the signal
+    status = hookline.open_run(run).manifest["status"]
+    complete = sorted(path for path in (run / "checkpoints").glob("[!.]*") if path.is_dir())
+    assert "epoch=0-step=4" in {path.name for path in complete}
     assert [verify_checkpoint(path) for path in complete] == [None] * len(complete)
-    assert not list((run / "checkpoints").glob(".*"))
-    newest = load_checkpoint(find_checkpoint(run))
+    if is_killed:
+        assert len(complete) == 1
+    else:
+        assert status == "preempted", output
+        assert len(complete) > 1  # with that of the signal
+        assert not list((run / "checkpoints").glob(".*"))
     process = start(tmp_path, "save_slowly")
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    assert newest.info["step"] < 60 or "Nothing is left to train" in output
-    assert "end 0 completed" in output
-    assert "end 1 completed" in output
+    assert {f"end {rank} completed 40" for rank in (0, 1)} <= set(output.splitlines())
+    assert not list((run / "checkpoints").glob(".*"))  # what the killed processes left
     assert [path.name for path in (tmp_path / "save_slowly").iterdir()] == [run.name]
 
 
