@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
-__all__ = ["Candidate", "Rounds", "Row", "Spread", "block", "interleave", "table"]
+__all__ = [
+    "Candidate",
+    "Rounds",
+    "Row",
+    "Spread",
+    "block",
+    "interleave",
+    "interval_of_median",
+    "table",
+]
 
 Candidate = Callable[[], float]
 """Runs one timed block and returns the seconds per unit of work; set-up is not in them."""
@@ -65,6 +74,13 @@ class Spread:
 
     def scaled(self, factor: float) -> Spread:
         return Spread(self.median * factor, self.low * factor, self.high * factor)
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return where the median lies with a probability of 95 %, by a bootstrap."""
+    draw = random.Random(0).choices
+    medians = sorted(median(draw(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A save of an FSDP2 model in two processes: how long training is blocked, over copying the shards.
 
-The script starts itself with torchrun; the slower rank of each round counts.
+The script starts itself with torchrun. In each round the shards are copied, saved, and copied
+again. The slower rank counts, of the save as of both copies.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import nn
 
 from bench.harness import Row, Spread
 from hookline.checkpoint import CheckpointSaver
-from hookline.checkpoint.part_writer import SharedSave
+from hookline.checkpoint.part_writer import SharedSaves
 from hookline.loop.processes import ProcessGroup
 from hookline.tensors.sharded import local
 
@@ -31,7 +33,7 @@ __all__ = ["run"]
 
 def run(*, quick: bool) -> list[Row]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = ["--nproc_per_node", "2", "-m", "bench.sharded_saves", str(5 if quick else 15)]
+    script = ["--nproc_per_node", "2", "-m", "bench.sharded_saves", str(5 if quick else 25)]
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         subprocess.run([*launch, *script, folder], check=True, capture_output=True)
         result = json.loads((Path(folder) / "result.json").read_text())
@@ -62,6 +64,14 @@ def _make_state(processes: ProcessGroup) -> tuple[dict[str, Any], dict[str, Any]
     return model.state_dict(), {"optimizers": [optimizer.state_dict()], "rank": processes.rank}
 
 
+def _copy(buffers: list[torch.Tensor], tensors: list[torch.Tensor]) -> float:
+    dist.barrier()
+    begin = perf_counter()
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        buffer.copy_(tensor)
+    return perf_counter() - begin
+
+
 def main(rounds: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -73,18 +83,14 @@ def main(rounds: int, folder: Path) -> None:
     buffers = [torch.zeros_like(tensor) for tensor in tensors]
     saver = CheckpointSaver()
     saver.prepare(model=model, state=state, shards_only=not processes.is_main)
+    token = processes.share(uuid.uuid4().hex[:12])
+    saves = SharedSaves(token, processes.rank, processes.size)
     ratios: list[float] = []
     for i in range(rounds + 1):
+        before = _copy(buffers, tensors)
         dist.barrier()
         begin = perf_counter()
-        for buffer, tensor in zip(buffers, tensors, strict=True):
-            buffer.copy_(tensor)
-        copied = perf_counter() - begin
-        dist.barrier()
-        begin = perf_counter()
-        token = processes.share(uuid.uuid4().hex[:12])
-        shared = SharedSave(token, processes.rank, processes.size)
-        saver.save([folder / "step"], model=model, state=state, info={}, shared=shared)
+        saver.save([folder / "step"], model=model, state=state, info={}, shared=saves.next())
         blocked = perf_counter() - begin
         saver.wait()
         results = processes.share(saver.finished())
@@ -92,8 +98,9 @@ def main(rounds: int, folder: Path) -> None:
         saver.release_parts()
         if processes.is_main:
             shutil.rmtree(folder / "step")
-        slowest = max(b / c for b, c in processes.gather((blocked, copied)))
-        ratios += [slowest] if i else []
+        times = (blocked, before, _copy(buffers, tensors))
+        slowest, *copies = map(max, zip(*processes.gather(times), strict=True))
+        ratios += [slowest / mean(copies)] if i else []
     if processes.is_main:
         size = sum(tensor.nbytes for tensor in tensors)
         (folder / "result.json").write_text(json.dumps({"ratios": ratios, "bytes": size}))

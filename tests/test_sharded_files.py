@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -10,7 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline.checkpoint.tensor_files import TensorBuffer, read_tensors
+from hookline.checkpoint import load_checkpoint
+from hookline.checkpoint.checkpoint_lookup import read_manifest
+from hookline.checkpoint.checkpoint_writer import CheckpointWriter
+from hookline.checkpoint.tensor_files import TensorBuffer
+from hookline.checkpoint.tensor_reading import read_tensors
+from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard
 
 CPU = torch.device("cpu")
@@ -78,3 +86,55 @@ def test_a_part_of_a_tensor_that_rank_0_does_not_have_is_refused(tmp_path: Path)
     second = write(tmp_path / "b.safetensors", {"w": torch.zeros(2)}, {"w": ((4,), (2,))})
     with pytest.raises(ValueError, match="a part of another tensor"):
         read_tensors(first, CPU, [second])
+
+
+def save_parts(folder: Path, ranks: int) -> torch.Tensor:
+    """Write a checkpoint as so many ranks do, each with a row of a tensor; return the tensor."""
+    whole = torch.randn(ranks, 3)
+    files: dict[str, memoryview] = {}
+    for rank in range(ranks):
+        row = whole[rank : rank + 1]
+        for kind in ("model", "state"):
+            buffer = TensorBuffer()
+            buffer.copy({"w": row}, {"w": Shard(row, (ranks, 3), (rank, 0), True)})
+            number = f"-{rank}" if rank else ""
+            files[f"{kind}{number}.safetensors"] = memoryview(bytes(buffer.data))
+    tree = {"state": {"w": {"$": "tensor", "v": "w"}}, "model": {}}
+    CheckpointWriter(files, {}, perf_counter(), tree=tree).write(folder, move_last=False)
+    return whole
+
+
+def test_a_checkpoint_of_many_ranks_is_read(tmp_path: Path) -> None:
+    whole = save_parts(tmp_path / "many", 130)
+    checkpoint = load_checkpoint(tmp_path / "many")
+    assert torch.equal(checkpoint.model["w"], whole)
+    assert torch.equal(checkpoint.state["w"], whole)
+
+
+def test_several_processes_verify_every_file_together(tmp_path: Path) -> None:
+    save_parts(tmp_path / "all", 5)
+    for name in [file.name for file in (tmp_path / "all").iterdir()]:
+        path = tmp_path / "damaged" / name
+        shutil.copytree(tmp_path / "all", path)
+        data = bytearray((path / name).read_bytes())
+        data[-1] ^= 1
+        (path / name).write_bytes(data)
+        refused = []
+        for rank in range(3):
+            try:
+                read_manifest(path, verify_files=True, share=(rank, 3))
+            except CheckpointError:
+                refused.append(rank)
+        assert refused == ([0, 1, 2] if name == "manifest.json" else [_number(name) % 3])
+
+
+def _number(name: str) -> int:
+    return int("".join(filter(str.isdecimal, name)) or 0)
+
+
+def test_one_file_under_the_names_of_many_ranks_is_refused(tmp_path: Path) -> None:
+    save_parts(tmp_path / "all", 3)
+    (tmp_path / "all" / "model-2.safetensors").unlink()
+    os.link(tmp_path / "all" / "model-1.safetensors", tmp_path / "all" / "model-2.safetensors")
+    with pytest.raises(CheckpointError, match="is the same file as"):
+        load_checkpoint(tmp_path / "all")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +29,20 @@ from hookline.checkpoint.checkpoint_manifest import part_names
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter
 from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
 from hookline.checkpoint.state_tree import Decoder, decode
-from hookline.checkpoint.tensor_files import read_tensors
+from hookline.checkpoint.tensor_reading import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file, read_regular_file
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
-__all__ = ["Checkpoint", "duplicate_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointShare",
+    "duplicate_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 
 
 @dataclass
@@ -74,8 +80,10 @@ def save_checkpoint(
         CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
     """
     begin = perf_counter()
-    files = SnapshotBuffers().copy(encode_state(model, state))
-    result = CheckpointWriter(files, encode_info(info), begin).write(Path(folder), move_last=False)
+    encoded = encode_state(model, state)
+    files = SnapshotBuffers().copy(encoded)
+    writer = CheckpointWriter(files, encode_info(info), begin, tree=encoded.tree)
+    result = writer.write(Path(folder), move_last=False)
     if result.error is not None:
         raise result.error
     assert result.path is not None
@@ -112,29 +120,55 @@ def duplicate_checkpoint(path: Path, folder: Path) -> Path:
     return result.path
 
 
-def load_checkpoint(path: Path, *, device: torch.device | str = "cpu") -> Checkpoint:
+@dataclass(frozen=True)
+class CheckpointShare:
+    """What one of several processes verifies and reads of a checkpoint.
+
+    Attributes:
+        rank: The rank of this process.
+        size: The number of processes: all of them have to read the checkpoint, and load it only if
+            none of them has failed.
+        find_weight: Returns the sharded tensor that a weight is loaded into, by name: of such a
+            weight, only this rank's part is read, as a `DTensor`.
+        find_state: The same for a tensor of the state; its name is its path in the state, such as
+            `['optimizers'][0]['state'][3]['exp_avg']`.
+    """
+
+    rank: int
+    size: int
+    find_weight: Callable[[str], Tensor | None]
+    find_state: Callable[[str], Tensor | None]
+
+
+_ALONE = CheckpointShare(0, 1, lambda _: None, lambda _: None)
+
+
+def load_checkpoint(
+    path: Path, *, device: torch.device | str = "cpu", share: CheckpointShare = _ALONE
+) -> Checkpoint:
     """Read a checkpoint after verifying the sizes and hashes of all its files.
 
     Args:
         path: The checkpoint's folder; `find_checkpoint` finds it from a run's folder.
         device: Where the weights go. The state's tensors stay on the CPU: random states have to,
             and optimizers move theirs to their parameters' devices.
+        share: What this process verifies and reads, if several processes do it together.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or written by a newer version. The message names
             the file.
     """
     path = Path(path)
-    manifest = read_manifest(path, verify_files=True)
+    manifest = read_manifest(path, verify_files=True, share=(share.rank, share.size))
     name = "model.safetensors"
     try:
         parts = [path / part for part in part_names(manifest, "model")]
         model: OrderedDict[str, Any] = OrderedDict(
-            read_tensors(path / name, torch.device(device), parts)
+            read_tensors(path / name, torch.device(device), parts, share.find_weight)
         )
         name = "state.safetensors"
         parts = [path / part for part in part_names(manifest, "state")]
-        tensors = read_tensors(path / name, torch.device("cpu"), parts)
+        tensors = read_tensors(path / name, torch.device("cpu"), parts, share.find_state)
         name = "state.json"
         data = read_regular_file(path / name, file_limits.state_bytes)
         tree = parse_json(data, MAX_STATE_DEPTH)

@@ -72,12 +72,15 @@ class CheckpointScan(NamedTuple):
 # -- manifests ------------------------------------------------------------------------------------
 
 
-def read_manifest(path: Path, *, verify_files: bool = False) -> Manifest:
+def read_manifest(
+    path: Path, *, verify_files: bool = False, share: tuple[int, int] = (0, 1)
+) -> Manifest:
     """Return a checkpoint's manifest, after checking it against its own hash.
 
     Args:
         path: The checkpoint's folder.
         verify_files: Also compare the sizes and hashes of all files with the manifest.
+        share: The rank and the number of processes, if these compare the hashes together.
 
     Raises:
         CheckpointError: The folder is not a checkpoint, or it is damaged. The message names the
@@ -90,7 +93,7 @@ def read_manifest(path: Path, *, verify_files: bool = False) -> Manifest:
         manifest = parse_manifest(path)
         if verify_files:
             check_files(path, manifest)
-            check_hashes(path, manifest, _ignore_progress)
+            check_hashes(path, manifest, _ignore_progress, share)
     except InvalidCheckpointError as error:
         raise error.in_checkpoint(path, _describe_others(path)) from error
     return manifest

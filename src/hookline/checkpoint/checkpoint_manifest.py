@@ -51,6 +51,7 @@ FILES = ("model.safetensors", "state.safetensors", "state.json")
 _BLOCK = 1 << 20  # bytes that are read at once
 _MAX_FILES = 100
 _INT64_LIMIT = 1 << 63
+_PART = re.compile(r"(?:model|state)-([1-9]\d{0,5})\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{16}")
 _NOT_FINITE = re.compile(r"-?(nan|inf)|0x[0-9a-f]{16}")
 _IN_NAMES = re.compile(r'[^/\\:*?"<>|\x00-\x1f]{1,255}')
@@ -82,8 +83,13 @@ def is_checkpoint_name(name: Any) -> TypeGuard[str]:
 
 def part_names(manifest: Manifest, kind: str) -> list[str]:
     """Return the names of the files with the parts of ranks other than 0, of "model" or "state"."""
-    pattern = re.compile(rf"{kind}-[1-9]\d{{0,5}}\.safetensors")
-    return [name for name in manifest["files"] if pattern.fullmatch(name)]
+    return [n for n in manifest["files"] if n.startswith(f"{kind}-") and _PART.fullmatch(n)]
+
+
+def _rank_of(name: str) -> int:
+    """Return the rank that has written a file."""
+    found = _PART.fullmatch(name)
+    return 0 if found is None else int(found[1])
 
 
 def is_count(value: Any) -> TypeGuard[int]:
@@ -160,8 +166,9 @@ def _describe_files(files: Any) -> str | None:
             and _HASH.fullmatch(facts["xxh3_64"])
         ):
             return f"has no valid 'created', 'files' or 'info': no size or hash of {name}"
-    if len(files) > _MAX_FILES:  # hashing one large file under many names would take for ever
-        return f"names {len(files)} files; expected at most {_MAX_FILES}"
+    others = [name for name in files if not _PART.fullmatch(name)]  # not of other ranks than 0
+    if len(others) > _MAX_FILES:
+        return f"names {len(others)} files; expected at most {_MAX_FILES}"
     missing = [name for name in FILES if name not in files]
     return f"does not name {' and '.join(missing)}" if missing else None
 
@@ -196,10 +203,12 @@ def _is_metric(value: Any) -> bool:
 def check_files(path: Path, manifest: Manifest) -> None:
     """Compare the sizes of all files with the manifest, and limit what is not on the disk."""
     holes, limit = 0, file_limits.hole_bytes
+    names: dict[tuple[int, int], str] = {}
     for name, expected in manifest["files"].items():
         try:
             with open_regular_file(path / name) as file:
-                size = os.fstat(file.fileno()).st_size
+                facts = os.fstat(file.fileno())
+                size = facts.st_size
                 holes += count_hole_bytes(file, limit)
         except FileNotFoundError:
             raise InvalidCheckpointError(name, "is missing") from None
@@ -207,6 +216,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
             raise _refused(name, error) from error
         except OSError as error:
             raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        # Hashing one large file under many names would take for ever.
+        other = names.setdefault((facts.st_dev, facts.st_ino), name)
+        if other != name and facts.st_ino:
+            raise InvalidCheckpointError(name, f"is the same file as {other}, by a hard link")
         if size != expected["size"]:
             problem = f"has {size} bytes instead of {expected['size']}"
             raise InvalidCheckpointError(name, problem)
@@ -216,9 +229,25 @@ def check_files(path: Path, manifest: Manifest) -> None:
             raise InvalidCheckpointError(name, problem, advice)
 
 
-def check_hashes(path: Path, manifest: Manifest, on_progress: Callable[[int], object]) -> None:
-    """Compare the hashes of all files with the manifest."""
+def check_hashes(
+    path: Path,
+    manifest: Manifest,
+    on_progress: Callable[[int], object],
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Compare the hashes of files with the manifest.
+
+    Args:
+        path: The checkpoint's folder.
+        manifest: Its manifest.
+        on_progress: Called with the number of bytes that were read since the last call.
+        share: The rank and the number of processes that compare the hashes together: the files
+            with the parts of this rank are compared, and every file by one process.
+    """
+    rank, size = share
     for name, expected in manifest["files"].items():
+        if _rank_of(name) % size != rank:
+            continue
         hashed = xxhash.xxh3_64()
         try:
             with open_regular_file(path / name) as file:

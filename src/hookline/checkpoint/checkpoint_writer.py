@@ -94,6 +94,7 @@ class CheckpointWriter:
         info: The manifest's `info`, encoded.
         begin: When the save was requested, by `time.perf_counter`.
         synced: Other files, which are flushed to the disk first.
+        tree: What becomes `state.json`, if it is not one of the files: JSON that does not change.
     """
 
     def __init__(
@@ -102,10 +103,12 @@ class CheckpointWriter:
         info: Any,
         begin: float,
         synced: Sequence[Path] = (),
+        tree: Any = None,
     ) -> None:
         self.is_abandoned = False  # set by another thread
         self.is_urgent = True  # whether somebody waits; otherwise the write pauses between chunks
-        self._files = files
+        self._files = dict(files)
+        self._tree = tree
         self._info = info
         self._hashes: dict[str, str] = {}
         self._parts: dict[str, Any] = {}  # files of other ranks, with their sizes and hashes
@@ -137,6 +140,7 @@ class CheckpointWriter:
                     sync(file)  # fails if a run was deleted: its folder is not created again
             create_folder(folder.parent)
             remove_leftovers(folder.parent)
+            self._write_tree()
             self._check_space(folder.parent)
             with temporary_folder(folder.parent, folder.name) as temporary:
                 self._write_files(temporary / folder.name)
@@ -155,6 +159,13 @@ class CheckpointWriter:
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
         return SaveResult(requested, path, decode(self._info, {}), error, replaced, seconds)
+
+    def _write_tree(self) -> None:
+        """Convert the tree to text, here and not while training waits for the save."""
+        if self._tree is not None:
+            text = json.dumps(self._tree, allow_nan=False).encode()
+            self._files["state.json"] = memoryview(text)
+            self._tree = None
 
     def _check_space(self, folder: Path) -> None:
         needed = 0 if self._linkable else sum(len(data) for data in self._files.values())

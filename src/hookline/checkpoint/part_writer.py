@@ -29,7 +29,7 @@ from hookline.checkpoint.checkpoint_writer import (
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
-__all__ = ["PartWriter", "SharedSave", "SharedWriter"]
+__all__ = ["PartWriter", "SharedSave", "SharedSaves", "SharedWriter"]
 
 _NOTE = "part.json"
 _LONGEST_WAIT = 600.0  # seconds
@@ -53,6 +53,25 @@ class SharedSave:
     def folder_name(self, rank: int) -> str:
         """Return what the name of a rank's temporary folder contains."""
         return f"{self.token}-rank{rank}"
+
+
+class SharedSaves:
+    """Gives every save of several processes a token that all of them know without a message.
+
+    Args:
+        token: The same in all processes, and different from that of any other run.
+        rank: The rank of this process.
+        size: The number of processes.
+    """
+
+    def __init__(self, token: str, rank: int, size: int) -> None:
+        self._token, self._rank, self._size = token, rank, size
+        self._saves = 0
+
+    def next(self) -> SharedSave:
+        """Return the next save; all processes have to call this for each of them."""
+        self._saves += 1
+        return SharedSave(f"{self._token}-{self._saves}", self._rank, self._size)
 
 
 class PartWriter(CheckpointWriter):

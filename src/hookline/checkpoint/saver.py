@@ -117,7 +117,7 @@ class CheckpointSaver:
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
             self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
             return
-        writer = _make_writer(shared)(files, encoded_info, begin, sync)
+        writer = _make_writer(shared)(files, encoded_info, begin, sync, encoded.tree)
         if isinstance(writer, PartWriter | SharedWriter) and shared is not None:
             writer.shared = shared
         if isinstance(writer, PartWriter):

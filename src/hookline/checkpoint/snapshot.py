@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hookline.checkpoint.state_tree import Encoder
+from hookline.checkpoint.state_tree import Encoder, is_text
 from hookline.checkpoint.tensor_files import TensorBuffer
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard, is_sharded, shard_of
@@ -23,7 +23,7 @@ class EncodedState:
 
     weights: Mapping[str, Tensor]
     tensors: Mapping[str, Tensor]
-    tree: bytes
+    tree: Any  # as JSON, see `state_tree`
     weight_shards: Mapping[str, Shard]
     tensor_shards: Mapping[str, Shard]
 
@@ -34,12 +34,13 @@ class EncodedState:
         return EncodedState(
             {name: one.values for name, one in weights.items()},
             {name: one.values for name, one in tensors.items()},
-            b"",
+            None,
             weights,
             tensors,
         )
 
 
+@torch.no_grad()
 def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedState:
     """Encode Python values as JSON and collect the tensors.
 
@@ -48,13 +49,14 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
     """
     weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
     for name in weights:
-        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
+        if name == "__metadata__" or not is_text(name):
             raise CheckpointError(
                 f"A weight is called {name!r}, which the format safetensors does not allow. Rename "
                 "the parameter or buffer."
             )
-    Encoder("model").encode(weights)  # raises if a weight cannot be saved
     shards = {name: shard_of(value) for name, value in weights.items() if is_sharded(value)}
+    # It raises if a weight cannot be saved; parts of a `DTensor` always can.
+    Encoder("model").encode({k: v for k, v in weights.items() if k not in shards})
     weights |= {name: shard.values for name, shard in shards.items()}
     encoder = Encoder("state")
     extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
@@ -62,8 +64,7 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
     metadata = getattr(model, "_metadata", None)  # the versions of modules
     if metadata is not None:
         tree["metadata"] = encoder.encode(dict(metadata), "['_metadata']")
-    text = json.dumps(tree, allow_nan=False).encode()
-    return EncodedState(weights, encoder.tensors, text, shards, encoder.shards)
+    return EncodedState(weights, encoder.tensors, tree, shards, encoder.shards)
 
 
 def encode_info(info: Mapping[str, Any]) -> Any:
@@ -84,19 +85,14 @@ class SnapshotBuffers:
         self._tensors.reserve(state.tensors, state.tensor_shards)
 
     def copy(self, state: EncodedState, rank: int = 0) -> dict[str, memoryview]:
-        """Copy a state, and return the contents of its files until the next call.
+        """Copy the tensors of a state; return the contents of their files until the next call.
 
         A rank other than 0 has files for its shards, `model-1.safetensors`.
         """
         self._weights.copy(state.weights, state.weight_shards)
         self._tensors.copy(state.tensors, state.tensor_shards)
-        if rank:
-            return {
-                f"model-{rank}.safetensors": self._weights.data,
-                f"state-{rank}.safetensors": self._tensors.data,
-            }
+        number = f"-{rank}" if rank else ""
         return {
-            "model.safetensors": self._weights.data,
-            "state.safetensors": self._tensors.data,
-            "state.json": memoryview(state.tree),
+            f"model{number}.safetensors": self._weights.data,
+            f"state{number}.safetensors": self._tensors.data,
         }

@@ -22,13 +22,14 @@ from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard, is_sharded, shard_of
 
-__all__ = ["Decoder", "Encoder", "decode"]
+__all__ = ["Decoder", "Encoder", "decode", "is_text"]
 
 _MAX_DEPTH = 100  # JSON parsers fail at several hundred levels
 _KEYS = (type(None), bool, int, float, str, bytes)
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
+_MAX_KEY = 200  # characters of a key in a path
 _INT64_LIMIT = 1 << 63
 _HINT = (
     "A checkpoint can hold None, bool, int, float, complex, str, bytes, dicts, lists, tuples, "
@@ -71,7 +72,7 @@ class Encoder:
         if kind is float or kind is LazyFloat:
             return _encode_float(float(value))
         if kind is str:
-            return value if _is_text(value) else {"$": "str", "v": _encode_bytes(value)}
+            return value if is_text(value) else {"$": "str", "v": _encode_bytes(value)}
         if kind is list or kind in _SEQUENCES:
             items = [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
             return items if kind is list else {"$": _SEQUENCES[kind], "v": items}
@@ -87,7 +88,7 @@ class Encoder:
             (key, self.encode(v, f"{path}[{_safe_repr(key)}]", depth + 1))
             for key, v in value.items()
         ]
-        is_json = all(type(key) is str and key != "$" and _is_text(key) for key, _ in pairs)
+        is_json = all(type(key) is str and key != "$" and is_text(key) for key, _ in pairs)
         if is_json and kind == "dict":
             return dict(pairs)
         return {"$": kind, "v": [[self._encode_key(k, path, depth), v] for k, v in pairs]}
@@ -119,9 +120,10 @@ class Encoder:
 
     def _encode_shard(self, value: Tensor, path: str) -> Any:
         # All ranks have to give it the same name, and may have other tensors before it.
-        if path not in self.shards:
-            self.shards[path] = shard_of(value)
-            self.tensors[path] = self.shards[path].values
+        while path in self.shards:  # paths have only the beginning of long keys
+            path += "'"
+        self.shards[path] = shard_of(value)
+        self.tensors[path] = self.shards[path].values
         return {"$": "tensor", "v": path}
 
     def _encode_tensor(self, value: Tensor, path: str) -> Any:
@@ -270,7 +272,7 @@ def _decode_float(text: str) -> float:
     return number
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Return whether JSON restores the string: it would join lone surrogates to a pair."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
@@ -286,7 +288,7 @@ def _is_key(key: Any) -> bool:
 
 def _safe_repr(key: Any) -> str:
     try:
-        return repr(key)[:60]
+        return repr(key)[:_MAX_KEY]
     except Exception:  # a repr may fail; that of a very long integer does
         return f"<{_type_name(type(key))}>"
 

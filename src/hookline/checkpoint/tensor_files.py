@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookline.checkpoint.tensor_header import read_header
-from hookline.files.regular_files import open_handle
 from hookline.printable import printable
 from hookline.tensors.sharded import Shard
 
-__all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
+__all__ = ["TensorBuffer", "dtype_of", "memory_of", "write_tensors"]
 
 _NATIVE = {
     torch.float64: "F64",
@@ -76,7 +72,7 @@ class TensorBuffer:
     @property
     def data(self) -> memoryview:
         """The bytes of the file. They are valid until the next call of `reserve` or `copy`."""
-        return _memory_of(self._memory, self._size)
+        return memory_of(self._memory, self._size)
 
     def reserve(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> None:
         """Allocate the memory for tensors like these, and write to every page of it."""
@@ -108,7 +104,7 @@ class TensorBuffer:
             _Entry(name, first_names.setdefault(_memory_key(t, name), name), t.dtype, t.shape)
             for name, t in tensors.items()
         ]
-        places = {name: [list(one.shape), list(one.offset)] for name, one in shards.items()}
+        places = {name: (one.shape, one.offset) for name, one in shards.items()}
         if (entries, places) != (self._entries, self._shards) or not self._size:
             self._shards = places
             self._entries = []  # in case that the memory cannot be allocated
@@ -146,73 +142,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     path.write_bytes(buffer.data)
 
 
-def read_tensors(path: Path, device: torch.device, parts: Sequence[Path] = ()) -> dict[str, Tensor]:
-    """Return all tensors of a file, copied to memory: the file may be removed afterwards.
+def dtype_of(stored: str, viewed: str | None) -> torch.dtype:
+    """Return the dtype of a tensor in a file.
 
     Args:
-        path: The file.
-        device: Where the tensors go.
-        parts: Files with the other parts of the sharded tensors in it, which become whole.
-
-    Raises:
-        ValueError: A file is damaged, or not a safetensors file.
-        OSError: It cannot be read, is a link, or not a regular file.
+        stored: The format's name of its dtype.
+        viewed: The name of its dtype in torch, if it is written as bytes.
     """
-    tensors, shards = _read_file(path, device)
-    if not shards and not parts:
-        return tensors
-    found = {name: [(tensors[name], offset)] for name, (_, offset) in shards.items()}
-    for part in parts:
-        others, other_shards = _read_file(part, device)
-        for name, (shape, offset) in other_shards.items():
-            if name not in shards or shards[name][0] != shape:
-                raise ValueError(f"{part.name} has a part of another tensor '{printable(name)}'")
-            found[name].append((others[name], offset))
-    return tensors | {name: _join(name, shards[name][0], found[name]) for name in shards}
-
-
-def _join(name: str, shape: list[int], parts: list[tuple[Tensor, list[int]]]) -> Tensor:
-    """Return the whole tensor that parts at these offsets are."""
-    if math.prod(shape) != sum(part.numel() for part, _ in parts):
-        raise ValueError(f"parts of the tensor '{printable(name)}' are missing")
-    first = parts[0][0]
-    whole = torch.zeros(shape, dtype=first.dtype, device=first.device)
-    for part, offset in parts:
-        if part.dtype != first.dtype:
-            raise ValueError(f"the parts of '{printable(name)}' have different dtypes")
-        place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-        whole[place].copy_(part)
-    return whole
-
-
-def _read_file(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file, and the shapes and offsets of those that are a part of one.
-
-    Raises:
-        ValueError: The file is damaged, or not a safetensors file.
-        OSError: It cannot be read, is a link, or not a regular file.
-    """
-    tensors: dict[str, Tensor] = {}
-    with os.fdopen(open_handle(path), "rb") as file:
-        header = read_header(file)
-        for stored in header.tensors:
-            data = torch.empty(stored.size, dtype=torch.uint8)
-            if stored.size and file.readinto(_memory_of(data, stored.size)) != stored.size:
-                raise ValueError("it ends before its last tensor")
-            dtype, shape = stored.viewed or (None, stored.shape)
-            kind = _DTYPES[stored.dtype] if dtype is None else _find_dtype(dtype)
-            if math.prod(shape) * kind.itemsize != stored.size:
-                raise ValueError(f"the tensor '{printable(stored.name)}' does not have its shape")
-            tensors[stored.name] = data.view(kind).view(shape).to(device)
-    by_name = dict(sorted(tensors.items()))
-    by_name |= {name: tensors[other] for name, other in header.tied.items()}
-    shards = {name: header.shards[name] for name in by_name if name in header.shards}
-    for name, (shape, offset) in shards.items():
-        ends = [o + n for o, n in zip(offset, by_name[name].shape, strict=False)]
-        dimensions = (len(shape), len(offset), by_name[name].dim())
-        if len(set(dimensions)) > 1 or any(e > n for e, n in zip(ends, shape, strict=True)):
-            raise ValueError(f"the tensor '{printable(name)}' is not a part of its whole")
-    return by_name, shards
+    return _DTYPES[stored] if viewed is None else _find_dtype(viewed)
 
 
 def _find_dtype(name: str) -> torch.dtype:
@@ -223,7 +160,7 @@ def _find_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _memory_of(tensor: Tensor, size: int) -> memoryview:
+def memory_of(tensor: Tensor, size: int) -> memoryview:
     """Return the first bytes of a tensor's memory, for reading and writing."""
     memory = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
     memory._tensor = tensor  # type: ignore[attr-defined]  # keeps the memory alive

@@ -11,14 +11,14 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
-from hookline.checkpoint.part_writer import SharedSave
+from hookline.checkpoint.part_writer import SharedSave, SharedSaves
 from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError
 from hookline.loop.processes import OneProcess
 
-__all__ = ["CheckpointSaving", "begin_shared_save"]
+__all__ = ["CheckpointSaving", "share_saves"]
 
 log = logging.getLogger("hookline")
 
@@ -160,9 +160,9 @@ class CheckpointSaving:
             self._grace = None  # said once
 
 
-def begin_shared_save(processes: OneProcess) -> SharedSave:
-    """Return what the processes share to save sharded tensors. All of them have to call this."""
-    return SharedSave(processes.share(uuid.uuid4().hex[:12]), processes.rank, processes.size)
+def share_saves(processes: OneProcess) -> SharedSaves:
+    """Return the saves of sharded tensors by these processes. All of them have to call this."""
+    return SharedSaves(processes.share(uuid.uuid4().hex[:12]), processes.rank, processes.size)
 
 
 def _what_now(settings: CheckpointConfig) -> str:

@@ -8,7 +8,7 @@ otherwise: all processes have to call them, in the same order.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -30,6 +30,7 @@ __all__ = [
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the others wait
+_ANY = 1  # the tag of messages of `any`
 
 
 class OneProcess:
@@ -59,6 +60,10 @@ class OneProcess:
         """Return the values of all processes, by rank."""
         return [value]
 
+    def gather_on_main(self, value: Any) -> list[Any] | None:
+        """Return the values of all processes, by rank, in rank 0; None in the others."""
+        return [value]
+
     def share(self, value: Any) -> Any:
         """Return the value of rank 0."""
         return value
@@ -69,6 +74,10 @@ class OneProcess:
 
     def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
         """Return the sums of pairs of numbers by name; a process need not have all names."""
+        return dict(numbers)
+
+    def sum_on_main(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
+        """Return the same sums in rank 0; None in the others."""
         return dict(numbers)
 
     def report_error(self, error: BaseException) -> None:
@@ -91,20 +100,41 @@ class ProcessGroup(OneProcess):
         self._started_here = started_here
         log_as_rank(self.rank)
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._sent, self._received = torch.zeros(2, 1, dtype=torch.int64)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Return for each flag whether a process has set it."""
-        tensor = torch.tensor(flags, dtype=torch.uint8)
+        """Return for each flag whether a process has set it.
+
+        In each round, a process learns what twice as many processes before it have set. That is
+        the same as an all-reduce, which would take twice as long: gloo runs it in other threads.
+        """
+        known = sum(1 << i for i, flag in enumerate(flags) if flag)
+        group, rank, size = self._group, self.rank, self.size
         self.is_waiting = True
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        distance = 1
+        while distance < size:
+            self._sent.fill_(known)
+            sent = group.send([self._sent], (rank + distance) % size, _ANY)
+            group.recv([self._received], (rank - distance) % size, _ANY).wait()
+            sent.wait()
+            known |= int(self._received)
+            distance *= 2
         self.is_waiting = False
-        return tuple(map(bool, tensor.tolist()))
+        return tuple(bool(known >> i & 1) for i in range(len(flags)))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.size
         self.is_waiting = True
         dist.all_gather_object(values, value, group=self._group)
+        self.is_waiting = False
+        return values
+
+    def gather_on_main(self, value: Any) -> list[Any] | None:
+        """Return the values of all processes, by rank, in rank 0; None in the others."""
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        self.is_waiting = True
+        dist.gather_object(value, values, dst=0, group=self._group)
         self.is_waiting = False
         return values
 
@@ -135,12 +165,12 @@ class ProcessGroup(OneProcess):
 
     def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
         """Return the sums of pairs of numbers by name; a process need not have all names."""
-        sums: dict[str, tuple[float, float]] = {}
-        for one in self.gather(dict(numbers)):
-            for name, (total, weight) in one.items():
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + total, before[1] + weight)
-        return sums
+        return _add_pairs(self.gather(dict(numbers)))
+
+    def sum_on_main(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
+        """Return the same sums in rank 0; None in the others."""
+        gathered = self.gather_on_main(dict(numbers))
+        return None if gathered is None else _add_pairs(gathered)
 
     def report_error(self, error: BaseException) -> None:
         """Tell torchrun which error ends this process. This is not a collective."""
@@ -153,6 +183,15 @@ class ProcessGroup(OneProcess):
         """End the process group, if it was started here."""
         if self._started_here and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _add_pairs(several: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, Any]:
+    sums: dict[str, tuple[float, float]] = {}
+    for one in several:
+        for name, (total, weight) in one.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + weight)
+    return sums
 
 
 def local_rank() -> int:

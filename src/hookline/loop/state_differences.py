@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from hookline.loop.random_state import generators_of, set_generator_state
 from hookline.options import BuiltIn
 from hookline.printable import printable
+from hookline.tensors.sharded import local, shard_like
 
 __all__ = [
     "describe_generators",
@@ -225,17 +226,30 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
             names = tuple(sorted(saved["state"].get(index, {})))
             if names not in chosen or parameter.numel() < chosen[names][1].numel():
                 chosen[names] = index, parameter
-        copies = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for _, p in chosen.values()]
+        own_parts = [local(parameter.detach()) for _, parameter in chosen.values()]
+        copies = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in own_parts]
         for one in copies:
             one.grad = torch.zeros_like(one)
         tried.append({"params": copies})
         groups.append({**group, "params": [index for index, _ in chosen.values()]})
         groups[-1].pop("param_names", None)
-        states |= {i: saved["state"][i] for i, _ in chosen.values() if i in saved["state"]}
+        for index, parameter in chosen.values():
+            if index in saved["state"]:
+                states[index] = _local_states(saved["state"][index], parameter)
     trial = type(optimizer)(tried, lr=0.1)
     trial.load_state_dict(copy.deepcopy({"state": states, "param_groups": groups}))
     step: Any = type(trial).step
     getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
+
+
+def _local_states(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """Return this rank's parts of a parameter's states, which may be whole."""
+    return {
+        key: local(shard_like(value, parameter))
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in values.items()
+    }
 
 
 def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:

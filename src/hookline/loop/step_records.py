@@ -67,8 +67,8 @@ class StepRecords:
         keys = _keys(kept)
         own = {key: (float(value), 1.0) for key, (*_, value) in zip(keys, kept, strict=True)}
         own |= {name: (value, 1.0) for name, value in own_values.items()}
-        sums = processes.sum_numbers(own)
-        if run is None:
+        sums = processes.sum_on_main(own)
+        if run is None or sums is None:
             return
         for key, (step, epoch, name, _) in zip(keys, kept, strict=True):
             total, weight = sums[key]

@@ -10,10 +10,12 @@ from torch import Tensor
 
 __all__ = [
     "Shard",
+    "can_be_read_in_parts",
     "is_sharded",
     "local",
     "local_with_groups",
     "needs_collective",
+    "shard_from_local",
     "shard_index",
     "shard_like",
     "shard_of",
@@ -90,6 +92,33 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def can_be_read_in_parts(tensor: Tensor) -> bool:
+    """Return whether this rank's part of a tensor is one block of the whole tensor's values."""
+    if not is_sharded(tensor):
+        return False
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    places = cast(Any, tensor).placements
+    return all(type(place) in (Replicate, ShardPlacement) for place in places)
+
+
+def shard_from_local(values: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor of which this rank has these values, sharded as another one is."""
+    from torch.distributed.tensor import DTensor
+
+    like = cast(Any, other)
+    shape = torch.Size(like.shape)
+    return DTensor.from_local(
+        values.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; it shares the tensor's memory."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
@@ -97,23 +126,28 @@ def local(tensor: Tensor) -> Tensor:
 
 def shard_of(tensor: Any) -> Shard:
     """Return this rank's part of a `DTensor`, and where it belongs. Nothing is communicated."""
-    with torch.no_grad():  # else `to_local` takes part in autograd
-        values = tensor.to_local()
-    place = tensor.device_mesh, tensor.placements, tensor.shape
-    offset, is_first = _places.get(place) or _places.setdefault(place, _find_place(tensor))
-    return Shard(values, tuple(tensor.shape), offset, is_first)
+    if torch.is_grad_enabled():  # then `to_local` takes part in autograd
+        with torch.no_grad():
+            return shard_of(tensor)
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    place = _places.get(key) or _places.setdefault(key, _find_place(tensor))
+    return Shard(tensor.to_local(), *place)
 
 
-_places: dict[Any, tuple[tuple[int, ...], bool]] = {}  # finding a place takes half a millisecond
+_Place = tuple[tuple[int, ...], tuple[int, ...], bool]
+_places: dict[Any, _Place] = {}  # finding a place takes half a millisecond
 
 
-def _find_place(tensor: Any) -> tuple[tuple[int, ...], bool]:
-    """Return the offset of this rank's part, and whether this rank is the first that has it."""
+def _find_place(tensor: Any) -> _Place:
+    """Return the shape of the whole, the offset of this rank's part, and whether it is the first.
+
+    The first is the rank with the lowest number of those that have the same part.
+    """
     (chunk,) = tensor.__create_chunk_list__()
     coordinates = tensor.device_mesh.get_coordinate() or ()
     places = zip(tensor.placements, coordinates, strict=True)
     is_first = not any(place.is_replicate() and position for place, position in places)
-    return tuple(chunk.offsets), is_first
+    return tuple(tensor.shape), tuple(chunk.offsets), is_first
 
 
 def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:

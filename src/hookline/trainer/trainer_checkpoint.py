@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
+from hookline.checkpoint import Checkpoint, find_checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
@@ -33,6 +33,7 @@ from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 from hookline.trainer.position_checks import describe_position
 from hookline.trainer.rank_states import adapt_rank_states
+from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def load_trainer_checkpoint(
         found: the checkpoint.
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
-    checkpoint = load_checkpoint(found)
+    checkpoint = read_checkpoint(trainer, found)
     check_trainer_state(checkpoint)
     weights = dict(trainer.strategy.save(trainer.model))
     lazy: dict[str, Any] = {}  # parameters of a lazy module before its first call

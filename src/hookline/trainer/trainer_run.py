@@ -13,11 +13,11 @@ from typing import Any, Never
 
 from hookline.arguments import check_path
 from hookline.checkpoint import SaveResult
-from hookline.checkpoint.part_writer import SharedSave
+from hookline.checkpoint.part_writer import SharedSave, SharedSaves
 from hookline.dispatch import Summary
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
-from hookline.loop.checkpoint_saving import CheckpointSaving, begin_shared_save
+from hookline.loop.checkpoint_saving import CheckpointSaving, share_saves
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
@@ -54,6 +54,7 @@ class TrainerRun(TrainerBase):
 
     _saving: CheckpointSaving | None = None
     _saved: list[SaveResult]  # what the other processes have not been told yet
+    _shared_saves: SharedSaves | None = None  # of several processes with sharded tensors
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
     _rank_watch: Any = None
     _is_ending = False  # whether the hooks of several processes are called for on_train_end
@@ -252,17 +253,22 @@ class TrainerRun(TrainerBase):
         if not self.strategy.is_main:
             if shared is not None:
                 self._saving.save(folders, shared=shared)
-            self._share_saved()  # waits until rank 0 has saved
+            if wait:
+                self._share_saved()  # waits until rank 0 has saved
             return None
         results = self._saving.save(folders, wait=wait, shared=shared)
         self._rank_states = None
-        if not self.strategy.alone:
+        if wait and not self.strategy.alone:  # otherwise the next agreement says that it has saved
             self._share_saved()
         return next((r.path for r in results if r.requested == folders[0]), None)
 
     def _shared_save(self) -> SharedSave | None:
         """Return what the processes share to save sharded tensors; None if rank 0 has them all."""
-        return begin_shared_save(self.strategy.processes) if self.strategy.is_sharded else None
+        if not self.strategy.is_sharded:
+            return None
+        if self._shared_saves is None:
+            self._shared_saves = share_saves(self.strategy.processes)
+        return self._shared_saves.next()
 
     def _save_between_runs(self, path: Path | None) -> Path | None:
         """Save while no run is active, in all of several processes."""
@@ -277,7 +283,7 @@ class TrainerRun(TrainerBase):
         """Collect the states of all processes for a checkpoint, which rank 0 writes."""
         if not self.strategy.alone:
             self._step_records.report(self._recorder.run)
-            self._rank_states = self.strategy.processes.gather(self._rank_state())
+            self._rank_states = self.strategy.processes.gather_on_main(self._rank_state())
 
     def _requested_paths(self) -> list[Path | str | None]:
         """Return where checkpoints were requested in any process; None for the run's folder."""
@@ -521,8 +527,8 @@ class TrainerRun(TrainerBase):
         summary = self.hooks.summary()
         if self.strategy.alone or self._context.status in ("error", "interrupted"):
             return summary
-        gathered = self.strategy.processes.gather(_without_options(summary))
-        return replace(summary, other_ranks=tuple(gathered[1:]))
+        gathered = self.strategy.processes.gather_on_main(_without_options(summary))
+        return replace(summary, other_ranks=tuple(gathered[1:])) if gathered else summary
 
     def _end_hooks(self, *, agrees: bool) -> None:
         """Fire on_train_end; of several processes that `agree`, all save what a hook of one saves.
@@ -539,7 +545,7 @@ class TrainerRun(TrainerBase):
             if self.strategy.is_main:
                 processes.share([])
             while not self.strategy.is_main and (paths := processes.share(None)):
-                self._save(paths)
+                self._save(paths, wait=True)
                 asked = self._requests.checkpoints
                 self._requests.checkpoints = [path for path in asked if path not in paths]
             (save,) = processes.any(bool(self._requests.checkpoints))

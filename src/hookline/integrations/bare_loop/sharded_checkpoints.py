@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hookline.checkpoint.part_writer import SharedSaves
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.integrations.bare_loop.loop_agreement import is_sharded_loop, meet
 from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
 from hookline.integrations.bare_loop.session_state import rank_state
-from hookline.loop.checkpoint_saving import begin_shared_save
+from hookline.loop.checkpoint_saving import share_saves
 from hookline.loop.event_context import device_of
 from hookline.loop.random_state import random_state
 
@@ -35,6 +36,7 @@ class ShardedCheckpoints(SessionCheckpoints):
         super().__init__(session, settings)
         self._asked: list[Path | None] = []  # by hooks of this process; None: in the run's folder
         self._is_ending = False
+        self._saves: SharedSaves | None = None
 
     def prepare_after_step(self) -> None:
         """Allocate the memory for the first checkpoint after the next step."""
@@ -132,9 +134,9 @@ class ShardedCheckpoints(SessionCheckpoints):
         agreement.records.report(self._session.run)
         random = self._random or random_state(device_of(self._session.model))
         self._rank_states = processes.gather(rank_state(self._session, random))
-        shared = begin_shared_save(processes)
+        self._saves = self._saves or share_saves(processes)
         try:
-            results = self._saving.save(folders, wait=wait, shared=shared)
+            results = self._saving.save(folders, wait=wait, shared=self._saves.next())
         finally:
             self._extra, self._random, self._rank_states = {}, None, None
         if wait:
