@@ -58,13 +58,18 @@ class StepRecords:
         self, run: Any, processes: OneProcess, own_values: Mapping[str, float], at: tuple[int, int]
     ) -> None:
         kept, self._values = self._values, []
-        own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
-        own |= {name: (value, 1.0) for name, value in own_values.items()}
+        own: dict[Any, tuple[float, float]] = {}
+        for step, epoch, name, value in kept:
+            attempt = 0  # a step that was skipped has the number of the step before
+            while (step, attempt, epoch, name) in own:
+                attempt += 1
+            own[step, attempt, epoch, name] = (float(value), 1.0)
+        step, epoch = at
+        own |= {(step, 0, epoch, name): (value, 1.0) for name, value in own_values.items()}
         sums = processes.sum_numbers(own)
         if run is None:
             return
-        for i, (step, epoch, name, _) in enumerate(kept):
-            total, weight = sums.pop(str(i))
+        for key in sorted(sums, key=lambda key: key[:2]):  # a process need not have all names
+            step, _, epoch, name = key
+            total, weight = sums[key]
             run.log(step, epoch, name, total / weight)
-        for name in sorted(sums):
-            run.log(*at, name, sums[name][0])

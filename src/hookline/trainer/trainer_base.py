@@ -26,6 +26,7 @@ from hookline.loop.model_watch import ModelWatch
 from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
+from hookline.loop.weight_sharing import share_buffers
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.tensors.sharded import shard_like
@@ -42,6 +43,7 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
+from hookline.trainer.rank_checks import require_all_processes
 from hookline.trainer.sharded_loader import share_loaders
 from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
@@ -225,6 +227,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
         The model's mode, the random states and the batch in the context do not change.
         """
+        require_all_processes(self, "trainer.validate()")
         stream = self.val_data
         if loaders is not None:
             stream = Stream(self._share(loaders, "val"), what="val")
@@ -241,6 +244,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         train_batch = context.batch, context.batch_idx
         train_loader = context.dataloader_idx, context.dataloader_name
         means = Means()
+        if not self.strategy.alone:
+            share_buffers(self.model)  # those of rank 0, which checkpoints have
         context.evaluating = True
         with evaluation(self.model, self.device):
             if fire.on_validation_start is not None:

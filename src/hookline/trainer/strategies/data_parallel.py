@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hookline.config.trainer_config import DDPConfig
+from hookline.errors import TrainingError
 from hookline.loop.processes import OneProcess
+from hookline.loop.weight_sharing import share_weights
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
 __all__ = ["DataParallel"]
@@ -18,6 +23,7 @@ class DataParallel(SingleProcess):
         device: the device of this process.
         precision: the precision of forward and loss.
         processes: the processes.
+        config: options of `DistributedDataParallel`.
     """
 
     def __init__(
@@ -25,14 +31,36 @@ class DataParallel(SingleProcess):
         device: torch.device,
         precision: Precision,
         processes: OneProcess,
+        config: DDPConfig,
     ) -> None:
         super().__init__(device, precision, processes)
+        self._config = config
         self._wrapper: DistributedDataParallel | None = None
+        self._is_called = False  # whether the loss was computed with the wrapper
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Return the model with rank 0's weights: it may be validated or copied before training."""
+        prepared = super().prepare(model, optimizers)
+        share_weights(model)
+        return prepared
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return what the loop calls instead of the model; the weights of rank 0 are used."""
         devices = None if self.device.type == "cpu" else [self.device]
-        self._wrapper = DistributedDataParallel(model, device_ids=devices)
+        self._wrapper = DistributedDataParallel(
+            model,
+            device_ids=devices,
+            find_unused_parameters=self._config.find_unused_parameters,
+        )
+        self._is_called = False
+        handle: Any = self._wrapper.register_forward_pre_hook(lambda *_: note_call())
+
+        def note_call() -> None:
+            self._is_called = True
+            handle.remove()
+
         return self._wrapper
 
     def unwrap(self) -> None:
@@ -43,3 +71,17 @@ class DataParallel(SingleProcess):
         """Set whether the next backward averages gradients, as `no_sync` of the wrapper does."""
         assert self._wrapper is not None
         self._wrapper.require_backward_grad_sync = sync  # read by forward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward, which averages the gradients of all processes.
+
+        Raises:
+            TrainingError: the loss was not computed with the model that `step_fn` was given.
+        """
+        if not self._is_called and self._wrapper is not None:
+            raise TrainingError(
+                "step_fn(model, batch) has computed the loss without calling `model`, which "
+                "averages the gradients of all processes when it is called: each process would "
+                "train a model of its own. Call `model(…)`, not the model itself or its methods."
+            )
+        super().backward(loss)
