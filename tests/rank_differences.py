@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from distributed_training import RANK, loaders, make
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hookline
 from hookline import ModelCheckpoint, Trainer, TrainerConfig
@@ -78,6 +80,78 @@ def buffers(folder: Path) -> dict[str, Any]:
         path = trainer.save_checkpoint(folder / strategy)
         means = model[1].running_mean
         results[strategy] = {"validated": validated, "means": means.tolist(), "path": str(path)}
+    return results
+
+
+class Seen(hookline.Hook):
+    """Keeps the numbers of the samples that this process trains on, and its validation batches."""
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.batches: list[str] = []
+
+    def on_train_batch_start(self, batch: Any) -> None:
+        self.samples += [int(one) for one in batch[0][:, 0]]
+
+    def on_validation_batch_end(self, dataloader_name: str, batch_idx: int) -> None:
+        self.batches.append(f"{dataloader_name}{batch_idx}")
+
+
+class LateSampler:
+    """Draws random numbers for every batch."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        left = list(range(40))
+        for _ in range(8):
+            random.shuffle(left)
+            yield left[:5]
+            left = left[5:]
+
+
+class Shuffled(IterableDataset[Any]):
+    """Draws a random number for every sample."""
+
+    def __iter__(self) -> Any:
+        left = torch.arange(40.0)
+        while len(left):
+            left = left[torch.randperm(len(left))]
+            yield left[0].repeat(8), torch.zeros(4)
+            left = left[1:]
+
+
+def late_order(folder: Path) -> dict[str, Any]:
+    """Loaders whose order is drawn during the epoch, while dropout draws other random numbers."""
+    data = TensorDataset(torch.arange(40.0).repeat(8, 1).T, torch.zeros(40, 4))
+    sources = {
+        "sampler": DataLoader(data, batch_sampler=LateSampler()),
+        "iterable": DataLoader(Shuffled(), batch_size=5),
+    }
+    results: dict[str, Any] = {}
+    for name, loader in sources.items():
+        trainer, _ = make(None, dropout=0.3, max_epochs=1)
+        trainer.add_hook(seen := Seen())
+        trainer.fit(loader)
+        results[name] = seen.samples
+    return results
+
+
+def few_batches(folder: Path) -> dict[str, Any]:
+    """Validation loaders with fewer batches than processes, and one that rank 0 has nothing of."""
+    results: dict[str, Any] = {}
+    data = loaders()[1].dataset
+    for strategy in ("ddp", "fsdp"):
+        trainer, _ = make(None, max_epochs=1, strategy=strategy)
+        trainer.add_hook(seen := Seen())
+        val = {"a": DataLoader(data, batch_size=11), "b": DataLoader(data, batch_size=33)}
+        trainer.fit(loaders()[0], {**val, "c": DataLoader(data, batch_size=8)})
+        results[strategy] = {"batches": seen.batches}
+        trainer, _ = make(None, max_epochs=1, strategy=strategy, shard_loaders=False)
+        empty = DataLoader(TensorDataset(torch.zeros(0, 8), torch.zeros(0, 4)))
+        trainer.fit(loaders()[0], val["a"] if RANK else empty)
+        results[strategy]["uneven"] = trainer.validate()["val/loss"]
     return results
 
 
@@ -168,5 +242,6 @@ def unused(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     for name in ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called"):
         setattr(shared, name, globals()[name])
-    shared.unused = unused  # type: ignore[attr-defined]
+    for name in ("unused", "late_order", "few_batches"):
+        setattr(shared, name, globals()[name])
     shared.main()

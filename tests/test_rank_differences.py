@@ -15,6 +15,7 @@ from hookline.checkpoint import load_checkpoint
 
 SCRIPT = Path(__file__).with_name("rank_differences.py")
 NAMES = ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called", "unused")
+NAMES += ("late_order", "few_batches")
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +90,17 @@ def test_a_loss_without_a_call_of_the_model_is_an_error(two) -> None:
 def test_parameters_may_be_unused_if_that_is_allowed(two) -> None:
     for rank in two[0]:
         assert rank["unused"] == {"status": "completed", "equal": True}
+
+
+@pytest.mark.parametrize("source", ["sampler", "iterable"])
+def test_an_order_that_is_drawn_late_is_the_same_in_all_ranks(two, source: str) -> None:
+    first, second = (rank["late_order"][source] for rank in two[0])
+    assert sorted(first + second) == list(range(40))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_may_have_no_batch_of_a_validation_loader(two, strategy: str) -> None:
+    first, second = (rank["few_batches"][strategy] for rank in two[0])
+    assert first["batches"] == ["a0", "a1", "b0", "c0", "c1", "c2"]
+    assert second["batches"] == ["a0", "c0", "c1"]
+    assert first["uneven"] == second["uneven"]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hookline.arguments import show_value
 from hookline.errors import LoopError, TrainingError
 from hookline.loop.rank_logging import log_as_rank
+from hookline.loop.torchrun import report_error, report_uncaught_errors
 
 __all__ = [
     "OneProcess",
@@ -91,6 +92,7 @@ class ProcessGroup(OneProcess):
         self.local_rank = local_rank()
         self._started_here = started_here
         log_as_rank(self.rank)
+        report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
@@ -145,10 +147,7 @@ class ProcessGroup(OneProcess):
 
     def report_error(self, error: BaseException) -> None:
         """Tell torchrun which error ends this process. This is not a collective."""
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
+        report_error(error)
 
     def close(self) -> None:
         """End the process group, if it was started here."""

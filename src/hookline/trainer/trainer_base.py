@@ -133,6 +133,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
         self._batch_to_repeat: Any = None
         self._hooks_toggled = False  # whether hooks were toggled since the processes agreed
+        self._is_ending = False  # whether several processes call their hooks for on_train_end
         self._rank_states: list[Any] | None = None  # of all processes, for a checkpoint
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
@@ -170,9 +171,14 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if loaders is not None or val_loaders is not None:
             self.val_data = None
             if val_loaders is not None:
-                self.val_data = Stream(self._share(val_loaders, "val"), what="val")
+                self.val_data = self._val_stream(val_loaders)
         if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
+
+    def _val_stream(self, loaders: Any) -> Stream:
+        """Return the data to validate on; one of several processes may have none of it."""
+        shared = self._share(loaders, "val")
+        return Stream(shared, what="val", may_be_empty=not self.strategy.alone)
 
     def _share(self, loaders: Any, what: str) -> Any:
         """Return the loaders with the share of this process in their batches."""
@@ -230,7 +236,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         require_all_processes(self, "trainer.validate()")
         stream = self.val_data
         if loaders is not None:
-            stream = Stream(self._share(loaders, "val"), what="val")
+            stream = self._val_stream(loaders)
         metrics = self._validate(stream)
         assert metrics is not None  # only a signal would end it, and nothing looks for signals
         return metrics
@@ -293,18 +299,24 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if self.strategy.alone:
             yield from stream.tuples()
             return
-        batches, requests = stream.tuples(), self._requests
+        requests, is_empty = self._requests, True
         self._batch_to_repeat = None
-        while True:
-            loaded = next(batches, None)
-            more, signaled = self.strategy.any_rank(loaded is not None, requests.signal is not None)
-            if signaled and requests.signal is None:
-                requests.receive_signal(signal.SIGTERM)  # which another process has received
-            if not more:
-                return
-            if self.strategy.forward_is_collective:
-                self._keep_batch_to_repeat(loaded)
-            yield loaded
+        for batches in stream.tuples_by_loader():  # all processes begin each loader together
+            while True:
+                loaded = next(batches, None)
+                more, signaled = self.strategy.any_rank(
+                    loaded is not None, requests.signal is not None
+                )
+                if signaled and requests.signal is None:
+                    requests.receive_signal(signal.SIGTERM)  # which another process has received
+                if not more:
+                    break
+                is_empty = False
+                if self.strategy.forward_is_collective:
+                    self._keep_batch_to_repeat(loaded)
+                yield loaded
+        if is_empty:
+            raise TrainingError("The validation loaders gave no batch in any process.")
 
     def _keep_batch_to_repeat(self, loaded: Any) -> None:
         """Keep a batch for when this process has none and others call the model."""
@@ -313,9 +325,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         has_none = loaded is None and self._batch_to_repeat is None
         (missing,) = self.strategy.any_rank(has_none)
         if missing:
-            shared = self.strategy.processes.share(self._batch_to_repeat)
+            kept = self.strategy.processes.gather(self._batch_to_repeat)
             if self._batch_to_repeat is None:
-                self._batch_to_repeat = shared
+                self._batch_to_repeat = next(batch for batch in kept if batch is not None)
 
     def _means_of_all(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
@@ -526,7 +538,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _hooks_changed(self) -> None:
         super()._hooks_changed()
-        self._hooks_toggled = not self.strategy.alone and self._phase is not Phase.IDLE
+        if not self.strategy.alone and (self._phase is not Phase.IDLE or self._is_ending):
+            self._hooks_toggled = True
 
     def _agree_on_hooks(self) -> None:
         """Enable and disable hooks as they were in any process since the last agreement."""

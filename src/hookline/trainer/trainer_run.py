@@ -59,7 +59,6 @@ class TrainerRun(TrainerBase):
     _saved: list[SaveResult]  # what the other processes have not been told yet
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
     _rank_watch: Any = None
-    _is_ending = False  # whether the hooks of several processes are called for on_train_end
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
@@ -494,6 +493,9 @@ class TrainerRun(TrainerBase):
         failed = context.status in ("error", "interrupted")
         if not failed and not self.strategy.alone and phase is not Phase.STARTING:
             self._step_records.report(self._recorder.run)
+            (stopped,) = self.strategy.any_rank(self._requests.stop_reason is not None)
+            if stopped:
+                self._requests.stop("another process asked for it")  # the first reason is kept
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
         if self._requests.checkpoints:
@@ -566,9 +568,11 @@ class TrainerRun(TrainerBase):
                 self._save(paths)
                 asked = self._requests.checkpoints
                 self._requests.checkpoints = [path for path in asked if path not in paths]
-            (save,) = processes.any(bool(self._requests.checkpoints))
+            save, toggled = processes.any(bool(self._requests.checkpoints), self._hooks_toggled)
             if save:
                 self._save(self._requested_paths(), wait=True)
+            if toggled:
+                self._hook_agreement.apply_toggles()
         finally:
             self._is_ending = False
 
