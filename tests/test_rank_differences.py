@@ -11,11 +11,34 @@ from distributed_training import loaders
 from test_ranks import finish, read_lines, results, start
 from torch import nn
 
+import hookline
 from hookline.checkpoint import load_checkpoint
 
 SCRIPT = Path(__file__).with_name("rank_differences.py")
 NAMES = ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called", "unused")
 NAMES += ("late_order", "few_batches")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; expected a whole number of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"RANK": "-1"}, "RANK is '-1'; expected a whole number of 0 or more"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2; expected a RANK from 0 to 1"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
+    ],
+)
+def test_variables_that_torchrun_would_not_set(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    usual = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in (usual | variables).items():
+        monkeypatch.setenv(name, value)
+    model = nn.Linear(2, 2)
+    with pytest.raises(hookline.TrainingError, match=said):
+        hookline.get_trainer("ddp", model, [], torch.optim.SGD(model.parameters()))
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,8 @@ def join_processes(device: torch.device) -> OneProcess:
 def _check_rank() -> None:
     """Raise if the variables of this process cannot be those of one of several processes."""
     rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    _variable("MASTER_PORT", 0)
+    for name in ("LOCAL_RANK", "MASTER_PORT"):
+        _variable(name, 0)
     if rank >= size:
         raise TrainingError(
             f"The environment variables are RANK={rank} and WORLD_SIZE={size}; expected a RANK "
