@@ -220,13 +220,19 @@ def on_main(folder: Path) -> dict[str, Any]:
 
 def not_called(folder: Path) -> dict[str, Any]:
     """A loss that is computed with the model itself, whose gradients nobody would average."""
-    model = nn.Linear(8, 4)
-    trainer = train(model, lambda _, batch: mse_loss(model(batch[0]), batch[1]))
-    try:
-        trainer.fit(loaders()[0])
-    except hookline.TrainingError as error:
-        return {"error": str(error)}
-    return {}
+    errors: dict[str, Any] = {}
+    for strategy in ("ddp", "accelerate"):
+        model = nn.Linear(8, 4)
+
+        def step_fn(_: Any, batch: Any, model: nn.Module = model) -> Any:
+            return mse_loss(model(batch[0]), batch[1])
+
+        trainer = train(model, step_fn, strategy=strategy)
+        try:
+            trainer.fit(loaders()[0])
+        except hookline.TrainingError as error:
+            errors[strategy] = str(error)
+    return errors
 
 
 def unused(folder: Path) -> dict[str, Any]:

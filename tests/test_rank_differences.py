@@ -105,9 +105,10 @@ def test_what_a_hook_of_rank_0_does_never_makes_it_wait(two) -> None:
     assert second["equal"]
 
 
-def test_a_loss_without_a_call_of_the_model_is_an_error(two) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
+def test_a_loss_without_a_call_of_the_model_is_an_error(two, strategy: str) -> None:
     for rank in two[0]:
-        assert "without calling `model`" in rank["not_called"]["error"]
+        assert "without calling `model`" in rank["not_called"][strategy]
 
 
 def test_parameters_may_be_unused_if_that_is_allowed(two) -> None:

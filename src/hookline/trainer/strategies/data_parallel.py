@@ -13,7 +13,40 @@ from hookline.loop.processes import OneProcess
 from hookline.loop.weight_sharing import share_weights
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
-__all__ = ["DataParallel"]
+__all__ = ["CallCheck", "DataParallel"]
+
+
+class CallCheck:
+    """Checks that the loss is computed with the wrapper, whose forward prepares the averaging.
+
+    Args:
+        wrapper: what `step_fn` gets as its model.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._is_called = False
+        self._handle: Any = wrapper.register_forward_pre_hook(self._note_call)
+
+    def _note_call(self, *_: Any) -> None:
+        self._is_called = True
+        self.close()
+
+    def close(self) -> None:
+        """Remove the hook from the wrapper."""
+        self._handle.remove()
+
+    def require_call(self) -> None:
+        """Raise if the wrapper was never called.
+
+        Raises:
+            TrainingError: it was not, so that gradients would not be averaged.
+        """
+        if not self._is_called:
+            raise TrainingError(
+                "step_fn(model, batch) has computed the loss without calling `model`, which "
+                "averages the gradients of all processes when it is called: each process would "
+                "train a model of its own. Call `model(…)`, not the model itself or its methods."
+            )
 
 
 class DataParallel(SingleProcess):
@@ -36,7 +69,7 @@ class DataParallel(SingleProcess):
         super().__init__(device, precision, processes)
         self._config = config
         self._wrapper: DistributedDataParallel | None = None
-        self._is_called = False  # whether the loss was computed with the wrapper
+        self._check: CallCheck | None = None
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -54,18 +87,12 @@ class DataParallel(SingleProcess):
             device_ids=devices,
             find_unused_parameters=self._config.find_unused_parameters,
         )
-        self._is_called = False
-        handle: Any = self._wrapper.register_forward_pre_hook(lambda *_: note_call())
-
-        def note_call() -> None:
-            self._is_called = True
-            handle.remove()
-
+        self._check = CallCheck(self._wrapper)
         return self._wrapper
 
     def unwrap(self) -> None:
         """Forget the wrapper, whose hooks are on the parameters."""
-        self._wrapper = None
+        self._wrapper = self._check = None
 
     def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
         """Set whether the next backward averages gradients, as `no_sync` of the wrapper does."""
@@ -78,10 +105,6 @@ class DataParallel(SingleProcess):
         Raises:
             TrainingError: the loss was not computed with the model that `step_fn` was given.
         """
-        if not self._is_called and self._wrapper is not None:
-            raise TrainingError(
-                "step_fn(model, batch) has computed the loss without calling `model`, which "
-                "averages the gradients of all processes when it is called: each process would "
-                "train a model of its own. Call `model(…)`, not the model itself or its methods."
-            )
+        if self._check is not None:
+            self._check.require_call()
         super().backward(loss)
