@@ -218,6 +218,25 @@ def on_main(folder: Path) -> dict[str, Any]:
     return {"errors": errors, "copies": copies, "lr": lr, "equal": weights_are_equal(trainer)}
 
 
+def late_update(folder: Path) -> dict[str, Any]:
+    """A hook of rank 1 adds an update while training runs."""
+
+    class Adds(hookline.Hook):
+        intervenes = True
+
+        def on_step_end(self, trainer: Trainer, step: int) -> None:
+            if RANK == 1 and step == 3:
+                trainer.add_hook(hookline.Noise())
+
+    trainer, _ = make(None, max_epochs=1)
+    trainer.add_hook(Adds())
+    try:
+        trainer.fit(loaders()[0])
+    except hookline.LoopError as error:
+        return {"error": str(error), "steps": trainer.step}
+    return {}
+
+
 def not_called(folder: Path) -> dict[str, Any]:
     """A loss that is computed with the model itself, whose gradients nobody would average."""
     errors: dict[str, Any] = {}
@@ -248,6 +267,6 @@ def unused(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     for name in ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called"):
         setattr(shared, name, globals()[name])
-    for name in ("unused", "late_order", "few_batches"):
+    for name in ("unused", "late_order", "few_batches", "late_update"):
         setattr(shared, name, globals()[name])
     shared.main()

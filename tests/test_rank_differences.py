@@ -16,7 +16,7 @@ from hookline.checkpoint import load_checkpoint
 
 SCRIPT = Path(__file__).with_name("rank_differences.py")
 NAMES = ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called", "unused")
-NAMES += ("late_order", "few_batches")
+NAMES += ("late_order", "few_batches", "late_update")
 
 
 @pytest.mark.parametrize(
@@ -128,3 +128,9 @@ def test_a_rank_may_have_no_batch_of_a_validation_loader(two, strategy: str) -> 
     assert first["batches"] == ["a0", "a1", "b0", "c0", "c1", "c2"]
     assert second["batches"] == ["a0", "c0", "c1"]
     assert first["uneven"] == second["uneven"]
+
+
+def test_an_update_that_is_added_in_one_rank_is_an_error_in_all(two) -> None:
+    for rank in two[0]:
+        assert rank["late_update"]["steps"] == 3
+        assert "rank 1 ['noise', 'identity']" in rank["late_update"]["error"]
