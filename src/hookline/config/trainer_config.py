@@ -350,6 +350,16 @@ class CheckpointConfig(Config):
     )
 
 
+class DDPConfig(Config):
+    """Options of `strategy="ddp"`, for `torch.nn.parallel.DistributedDataParallel`."""
+
+    find_unused_parameters: bool = Field(
+        default=False,
+        description="parameters need not all be used in every batch, which costs time; without it "
+        "unused parameters are an error",
+    )
+
+
 class FSDPConfig(Config):
     """How `strategy="fsdp"` shards a model, with `torch.distributed.fsdp.fully_shard`."""
 
@@ -383,6 +393,7 @@ class TrainerConfig(Config):
         "(sharded parameters), accelerate (as Hugging Face Accelerate is configured); auto: "
         "accelerate if `accelerate launch` has started them, else ddp, or a single process",
     )
+    ddp: DDPConfig = Field(default_factory=DDPConfig, description="options of ddp")
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="how fsdp shards the model")
     shard_loaders: bool = Field(
         default=True,

@@ -15,8 +15,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from hookline.arguments import show_value
 from hookline.errors import LoopError, TrainingError
 from hookline.loop.rank_logging import log_as_rank
+from hookline.loop.torchrun import report_error, report_uncaught_errors
 
 __all__ = [
     "OneProcess",
@@ -72,11 +74,11 @@ class OneProcess:
         """Call a function in rank 0; return its value, or raise its error, in all processes."""
         return function()
 
-    def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    def sum_numbers(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any]:
         """Return the sums of pairs of numbers by name; a process need not have all names."""
         return dict(numbers)
 
-    def sum_on_main(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
+    def sum_on_main(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any] | None:
         """Return the same sums in rank 0; None in the others."""
         return dict(numbers)
 
@@ -99,6 +101,7 @@ class ProcessGroup(OneProcess):
         self.local_rank = local_rank()
         self._started_here = started_here
         log_as_rank(self.rank)
+        report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         self._sent, self._received = torch.zeros(2, 1, dtype=torch.int64)
 
@@ -163,21 +166,18 @@ class ProcessGroup(OneProcess):
             raise TrainingError(f"Rank 0 has failed: {problem}")
         return cast("T", value)
 
-    def sum_numbers(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
+    def sum_numbers(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any]:
         """Return the sums of pairs of numbers by name; a process need not have all names."""
         return _add_pairs(self.gather(dict(numbers)))
 
-    def sum_on_main(self, numbers: Mapping[str, tuple[float, float]]) -> dict[str, Any] | None:
+    def sum_on_main(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any] | None:
         """Return the same sums in rank 0; None in the others."""
         gathered = self.gather_on_main(dict(numbers))
         return None if gathered is None else _add_pairs(gathered)
 
     def report_error(self, error: BaseException) -> None:
         """Tell torchrun which error ends this process. This is not a collective."""
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
+        report_error(error)
 
     def close(self) -> None:
         """End the process group, if it was started here."""
@@ -185,8 +185,8 @@ class ProcessGroup(OneProcess):
             dist.destroy_process_group()
 
 
-def _add_pairs(several: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, Any]:
-    sums: dict[str, tuple[float, float]] = {}
+def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
+    sums: dict[Any, tuple[float, float]] = {}
     for one in several:
         for name, (total, weight) in one.items():
             before = sums.get(name, (0.0, 0.0))
@@ -196,16 +196,30 @@ def _add_pairs(several: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str
 
 def local_rank() -> int:
     """Return the number of this process on its node."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() else 0
+    return _variable("LOCAL_RANK", 0)
 
 
 def world_size() -> int:
     """Return the number of processes of this job, as torchrun or the process group says."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    size = os.environ.get("WORLD_SIZE", "")
-    return int(size) if size.isdecimal() else 1
+    return _variable("WORLD_SIZE", 1, least=1)
+
+
+def _variable(name: str, default: int, least: int = 0) -> int:
+    """Return the number in a variable that torchrun sets.
+
+    Raises:
+        TrainingError: it is not such a number.
+    """
+    text = os.environ.get(name) or str(default)
+    if text.isdecimal() and int(text) >= least:
+        return int(text)
+    raise TrainingError(
+        f"The environment variable {name} is {show_value(text)}; expected a whole number of "
+        f"{least} or more, as `torchrun` sets it. Start the script with `torchrun "
+        "--nproc_per_node N`, or unset it to train in one process."
+    )
 
 
 def join_processes(device: torch.device) -> OneProcess:
@@ -223,16 +237,29 @@ def join_processes(device: torch.device) -> OneProcess:
                 f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {', '.join(missing)} is not "
                 "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
             )
+        _check_rank()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, **_options_after_restart())
     return ProcessGroup(started_here=started_here)
+
+
+def _check_rank() -> None:
+    """Raise if the variables of this process cannot be those of one of several processes."""
+    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    for name in ("LOCAL_RANK", "MASTER_PORT"):
+        _variable(name, 0)
+    if rank >= size:
+        raise TrainingError(
+            f"The environment variables are RANK={rank} and WORLD_SIZE={size}; expected a RANK "
+            f"from 0 to {size - 1}. Start the script with `torchrun --nproc_per_node N`."
+        )
 
 
 def is_main_process() -> bool:
     """Return whether this is rank 0, also before there is a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
-    return int(os.environ.get("RANK") or 0) == 0  # as torchrun sets it
+    return (os.environ.get("RANK") or "0") == "0"  # as torchrun sets it
 
 
 def share_from_main(value: Any) -> Any:

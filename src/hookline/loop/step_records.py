@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ from hookline.loop.processes import OneProcess
 __all__ = ["StepRecords"]
 
 _EVERY = 50  # steps
-_OWN = "ranks/"  # the names of values of one process alone
 
 
 class StepRecords:
@@ -64,28 +62,18 @@ class StepRecords:
         self, run: Any, processes: OneProcess, own_values: Mapping[str, float], at: tuple[int, int]
     ) -> None:
         kept, self._values = self._values, []
-        keys = _keys(kept)
-        own = {key: (float(value), 1.0) for key, (*_, value) in zip(keys, kept, strict=True)}
-        own |= {name: (value, 1.0) for name, value in own_values.items()}
+        own: dict[Any, tuple[float, float]] = {}
+        for step, epoch, name, value in kept:
+            attempt = 0  # a step that was skipped has the number of the step before
+            while (step, attempt, epoch, name) in own:
+                attempt += 1
+            own[step, attempt, epoch, name] = (float(value), 1.0)
+        step, epoch = at
+        own |= {(step, 0, epoch, name): (value, 1.0) for name, value in own_values.items()}
         sums = processes.sum_on_main(own)
         if run is None or sums is None:
             return
-        for key, (step, epoch, name, _) in zip(keys, kept, strict=True):
+        for key in sorted(sums, key=lambda key: key[:2]):  # a process need not have all names
+            step, _, epoch, name = key
             total, weight = sums[key]
             run.log(step, epoch, name, total / weight)
-        for name in sorted(sums):
-            if name.startswith(_OWN):
-                run.log(*at, name, sums[name][0])
-
-
-def _keys(values: list[tuple[int, int | None, str, Any]]) -> list[str]:
-    """Return the same keys in all processes, also if one of them has values that others lack.
-
-    A step that is skipped has the number of the next one, so values of a step may come twice.
-    """
-    seen: Counter[tuple[int, str]] = Counter()
-    keys: list[str] = []
-    for step, _, name, _ in values:
-        seen[step, name] += 1
-        keys.append(f"{step}:{seen[step, name]}:{name}")
-    return keys

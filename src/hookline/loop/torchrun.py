@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
-__all__ = ["describe_launch", "is_first_failure"]
+__all__ = ["describe_launch", "is_first_failure", "report_error", "report_uncaught_errors"]
 
 _CONNECT = timedelta(seconds=5)
+_reported: list[str] = []  # the files that the first error of this process was written to
 
 
 def describe_launch() -> list[str]:
@@ -29,10 +32,8 @@ def is_first_failure(error: BaseException) -> bool:
     if os.environ.get("WORLD_SIZE", "1") == "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     import torch.distributed
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
+    report_error(error)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -42,3 +43,36 @@ def is_first_failure(error: BaseException) -> bool:
         return bool(store.add("count", 1) == 1)
     except (KeyError, ValueError, RuntimeError):  # there is no such store, or it has ended
         return True
+
+
+def report_error(error: BaseException) -> None:
+    """Tell torchrun which error ends this process: it shows that of the process that failed first.
+
+    Later errors of the process are consequences of the first one.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None or file in _reported:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    _reported.append(file)
+    get_error_handler().record_exception(error)
+
+
+def report_uncaught_errors() -> None:
+    """Tell torchrun also about errors outside of the loop, before the others notice the end."""
+    before = sys.excepthook
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or getattr(before, "reports_errors", False):
+        return
+
+    def report(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        try:
+            raise error.with_traceback(traceback)  # torch reports the exception that is handled
+        except BaseException:
+            report_error(error)
+        before(kind, error, traceback)
+
+    report.reports_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = report

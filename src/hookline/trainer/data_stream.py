@@ -82,6 +82,7 @@ class Stream:
             error; a mapping says what is meant: `{"train": batches}`.
         mixing: how several become one.
         what: the name of a single loader that has none: "train" or "val".
+        may_be_empty: whether a loader may have no batch, as the share of one of several processes.
 
     Raises:
         TypeError: something is not a loader, or lacks a length that the mixing needs.
@@ -89,13 +90,19 @@ class Stream:
     """
 
     def __init__(
-        self, loaders: Iterable[Any], mixing: MixConfig | None = None, *, what: str = "train"
+        self,
+        loaders: Iterable[Any],
+        mixing: MixConfig | None = None,
+        *,
+        what: str = "train",
+        may_be_empty: bool = False,
     ) -> None:
         named = name_loaders(loaders, what)
         self.names = list(named)
         self.loaders = list(named.values())
         self._mixing = mixing or MixConfig()
         self._what = what
+        self._may_be_empty = may_be_empty
         self.start_pass: Callable[[int], Iterator[Any]] = lambda idx: iter(self.loaders[idx])
         self.on_pass_end: Callable[[int, int], None] | None = None  # loader's number, batches
         self.started: set[int] = set()  # iterators that cannot be started again, by id
@@ -132,6 +139,7 @@ class Stream:
     def check_restartable(self, epochs: int) -> None:
         """Raise if a loader is an iterator, which has batches for one epoch only."""
         for name, loader in zip(self.names, self.loaders, strict=True):
+            loader = getattr(loader, "whole_loader", loader)  # of which it is a share
             if isinstance(loader, Iterator):
                 raise ArgumentError(
                     f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), "
@@ -157,10 +165,17 @@ class Stream:
         """Iterate over one epoch as plain tuples with the fields of `LoadedBatch`."""
         return self._in_sequence() if self._order is None else self._mixed(self._order)
 
+    def tuples_by_loader(self) -> Iterator[Iterator[_Tuple]]:
+        """Iterate over one epoch of each loader, one after the other."""
+        return self._passes(range(len(self.names)))
+
     def _check(self) -> None:
         lengths, mixing = self._lengths(), self._mixing
-        for name, length in zip(self.names, lengths, strict=True):
-            if length == 0:
+        for name, loader in zip(self.names, self.loaders, strict=True):
+            whole = getattr(loader, "whole_loader", None)  # of which it is a share
+            if length_of(loader if whole is None else whole) == 0 and (
+                whole is not None or not self._may_be_empty
+            ):
                 raise self._no_batches(name)
         if self._order is None:
             if len(self.names) > 1 and mixing.length == "shortest":
@@ -226,6 +241,8 @@ class Stream:
             self.started.add(id(loader))
         first = next(iterator, _END)
         if first is _END:
+            if self._may_be_empty:
+                return iter(())
             raise self._no_batches(name)
         return chain(map([first].pop, [0]), iterator)  # popped, so that it is freed
 

@@ -238,7 +238,11 @@ class LossCheck:
         if self._on_nan == "skip":
             value = float(loss)  # waits for the device, as documented for this setting
             if not math.isfinite(value):
-                log.warning("The loss is %s; the step is skipped. %s", value, place)
+                log.warning(
+                    "The loss is %s; the step is skipped. %s",
+                    *(value, place),
+                    extra={"own_rank": True},
+                )
                 return f"the loss is {value}"
         elif self._on_nan == "stop":
             if not self._deferred:

@@ -2,7 +2,8 @@
 
 All processes draw the same order, with the random states of rank 0, and each takes every n-th
 batch: together they train on the batches that one process would train on. The last round is filled
-up with batches from the beginning, so that all processes have equally many.
+up with batches from the beginning, so that all processes have equally many. Validation is not
+filled up: a process may have fewer batches, or none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hookline.loop.processes import OneProcess
 from hookline.loop.random_state import (
+    draw_apart,
     generator_state,
     generators_of,
     random_state,
@@ -56,23 +58,38 @@ class SharedSampler:
         return share_length(len(self.sampler), self._processes, fill=self._fill)
 
     def __iter__(self) -> Iterator[Any]:
-        return take_share(self._draw_order(), self._processes, fill=self._fill)
+        samplers = [self.sampler, *_samplers(self.sampler)]
+        draws_late = not all(type(one).__module__.startswith("torch.") for one in samplers)
+        items = draw_alike(self.sampler, self._processes, self._generators, draws_late=draws_late)
+        return take_share(items, self._processes, fill=self._fill)
 
-    def _draw_order(self) -> Iterator[Any]:
-        """Iterate over the sampler with the random states of rank 0."""
-        own = random_state(_CPU)
-        states = own, [generator_state(generator) for generator in self._generators]
-        shared, of_generators = self._processes.share(states)
-        restore_random_state(shared, _CPU)
-        for generator, state in zip(self._generators, of_generators, strict=True):
-            set_generator_state(generator, state)
-        items = iter(self.sampler)
-        first = next(items, _END)  # samplers draw their order here
-        if not self._processes.is_main:
-            restore_random_state(own, _CPU)
-        if first is not _END:
-            yield first
-            yield from items
+
+def draw_alike(
+    source: Iterable[Any], processes: OneProcess, generators: Sequence[Any], *, draws_late: bool
+) -> Iterator[Any]:
+    """Iterate with the random states of rank 0, so that all processes get the same items.
+
+    Args:
+        source: what is iterated over, the same in all processes.
+        processes: the processes.
+        generators: the generators that the source uses.
+        draws_late: whether items after the first may use global random numbers, too. Training uses
+            them in between, and other ones in each process: the items get a sequence of their own.
+    """
+    own = random_state(_CPU)
+    states = own, [generator_state(generator) for generator in generators]
+    shared, of_generators = processes.share(states)
+    restore_random_state(shared, _CPU)
+    for generator, state in zip(generators, of_generators, strict=True):
+        set_generator_state(generator, state)
+    items = iter(source)
+    first = next(items, _END)  # samplers draw their order here
+    after_first = random_state(_CPU) if draws_late else None
+    if not processes.is_main:
+        restore_random_state(own, _CPU)
+    if first is not _END:
+        yield first
+        yield from items if after_first is None else draw_apart(items, after_first)
 
 
 def take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> Iterator[Any]:
@@ -113,7 +130,14 @@ class _SharedBatches:
         return share_length(length, self._processes, fill=self._fill)
 
     def __iter__(self) -> Iterator[Any]:
-        return take_share(iter(self.whole_loader), self._processes, fill=self._fill)
+        loader = self.whole_loader
+        items: Iterator[Any]
+        if isinstance(loader, list | tuple):
+            items = iter(loader)
+        else:
+            late = not getattr(loader, "num_workers", 0)  # workers have seeds of their own
+            items = draw_alike(loader, self._processes, generators_of([loader]), draws_late=late)
+        return take_share(items, self._processes, fill=self._fill)
 
 
 def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:

@@ -342,6 +342,8 @@ class Trainer(TrainerRun):
         context, fire, requests = self._context, self._dispatchers, self._requests
         strategy, schedulers = self.strategy, self._step_schedulers
         multi_rank = not strategy.alone
+        if multi_rank and self._has_optimizer_schedule:  # gradients are those of all ranks
+            (self._drops_gradients,) = strategy.any_rank(self._drops_gradients)
         if schedulers:
             context.keep_lr()  # schedulers change it before hooks read it
         if self._has_optimizer_schedule:  # the gradients of those that are not due accumulate
@@ -610,8 +612,10 @@ class Trainer(TrainerRun):
     def _end_epoch(self, metrics: Metrics) -> None:
         for scheduler in self.schedulers:
             if needs_metric(scheduler):
-                if "val/loss" in metrics:  # not every epoch may be validated
-                    scheduler.step(metrics["val/loss"])
+                # hooks may have changed it in one process; not every epoch may be validated
+                loss = self.strategy.processes.share(metrics.get("val/loss"))
+                if loss is not None:
+                    scheduler.step(loss)
             elif self.config.scheduler_every == "epoch":
                 scheduler.step()
         self._position.end_epoch()

@@ -32,6 +32,7 @@ from hookline.loop.model_watch import ModelWatch
 from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
+from hookline.loop.weight_sharing import share_buffers
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.tensors.sharded import shard_like
@@ -48,6 +49,7 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
+from hookline.trainer.rank_checks import require_all_processes
 from hookline.trainer.sharded_loader import share_loaders
 from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
@@ -137,6 +139,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._settings: dict[str, Any] = {}  # those that a checkpoint is compared with
         self._batch_to_repeat: Any = None
         self._hooks_toggled = False  # whether hooks were toggled since the processes agreed
+        self._is_ending = False  # whether several processes call their hooks for on_train_end
         self._rank_states: list[Any] | None = None  # of all processes, for a checkpoint
         self._sanity_due = False  # whether the validation before training has not ended yet
         self._validation_due = False  # the same for a validation between two steps
@@ -174,9 +177,14 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if loaders is not None or val_loaders is not None:
             self.val_data = None
             if val_loaders is not None:
-                self.val_data = Stream(self._share(val_loaders, "val"), what="val")
+                self.val_data = self._val_stream(val_loaders)
         if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
+
+    def _val_stream(self, loaders: Any) -> Stream:
+        """Return the data to validate on; one of several processes may have none of it."""
+        shared = self._share(loaders, "val")
+        return Stream(shared, what="val", may_be_empty=not self.strategy.alone)
 
     def _share(self, loaders: Any, what: str) -> Any:
         """Return the loaders with the share of this process in their batches."""
@@ -233,9 +241,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
         The model's mode, the random states and the batch in the context do not change.
         """
+        require_all_processes(self, "trainer.validate()")
         stream = self.val_data
         if loaders is not None:
-            stream = Stream(self._share(loaders, "val"), what="val")
+            stream = self._val_stream(loaders)
         metrics = self._validate(stream)
         assert metrics is not None  # only a signal would end it, and nothing looks for signals
         return metrics
@@ -249,6 +258,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         train_batch = context.batch, context.batch_idx
         train_loader = context.dataloader_idx, context.dataloader_name
         means = Means()
+        if not self.strategy.alone:
+            share_buffers(self.model)  # those of rank 0, which checkpoints have
         context.evaluating = True
         with evaluation(self.model, self.device):
             if fire.on_validation_start is not None:
@@ -296,18 +307,24 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if self.strategy.alone:
             yield from stream.tuples()
             return
-        batches, requests = stream.tuples(), self._requests
+        requests, is_empty = self._requests, True
         self._batch_to_repeat = None
-        while True:
-            loaded = next(batches, None)
-            more, signaled = self.strategy.any_rank(loaded is not None, requests.signal is not None)
-            if signaled and requests.signal is None:
-                requests.receive_signal(signal.SIGTERM)  # which another process has received
-            if not more:
-                return
-            if self.strategy.forward_is_collective:
-                self._keep_batch_to_repeat(loaded)
-            yield loaded
+        for batches in stream.tuples_by_loader():  # all processes begin each loader together
+            while True:
+                loaded = next(batches, None)
+                more, signaled = self.strategy.any_rank(
+                    loaded is not None, requests.signal is not None
+                )
+                if signaled and requests.signal is None:
+                    requests.receive_signal(signal.SIGTERM)  # which another process has received
+                if not more:
+                    break
+                is_empty = False
+                if self.strategy.forward_is_collective:
+                    self._keep_batch_to_repeat(loaded)
+                yield loaded
+        if is_empty:
+            raise TrainingError("The validation loaders gave no batch in any process.")
 
     def _keep_batch_to_repeat(self, loaded: Any) -> None:
         """Keep a batch for when this process has none and others call the model."""
@@ -316,9 +333,9 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         has_none = loaded is None and self._batch_to_repeat is None
         (missing,) = self.strategy.any_rank(has_none)
         if missing:
-            shared = self.strategy.processes.share(self._batch_to_repeat)
+            kept = self.strategy.processes.gather(self._batch_to_repeat)
             if self._batch_to_repeat is None:
-                self._batch_to_repeat = shared
+                self._batch_to_repeat = next(batch for batch in kept if batch is not None)
 
     def _means_of_all(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
@@ -529,7 +546,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _hooks_changed(self) -> None:
         super()._hooks_changed()
-        self._hooks_toggled = not self.strategy.alone and self._phase is not Phase.IDLE
+        if not self.strategy.alone and (self._phase is not Phase.IDLE or self._is_ending):
+            self._hooks_toggled = True
 
     def _agree_on_hooks(self) -> None:
         """Enable and disable hooks as they were in any process since the last agreement."""

@@ -21,6 +21,7 @@ from hookline.loop.checkpoint_saving import CheckpointSaving, share_saves
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
+from hookline.loop.weight_sharing import share_buffers
 from hookline.runs.recorder import Recorder
 from hookline.runs.run_elsewhere import RunElsewhere
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
@@ -29,6 +30,7 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forking import load_fork
 from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import make_progress
+from hookline.trainer.rank_checks import check_same_training, require_all_processes
 from hookline.trainer.resumed_settings import compare_settings, describe_settings
 from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.trainer_base import Phase, TrainerBase
@@ -57,7 +59,6 @@ class TrainerRun(TrainerBase):
     _shared_saves: SharedSaves | None = None  # of several processes with sharded tensors
     _prepares_saving = False  # whether memory for checkpoints is allocated after the next step
     _rank_watch: Any = None
-    _is_ending = False  # whether the hooks of several processes are called for on_train_end
 
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, context = self.config, self._context
@@ -85,6 +86,8 @@ class TrainerRun(TrainerBase):
         self._progress = make_progress(config.progress if self.strategy.is_main else "off")
         self._recorder = Recorder(config.runs)
         self._settings = describe_settings(self)
+        if not self.strategy.alone:
+            check_same_training(self)
         restored, parent = self._restore(resume_from, fork_from, strict)
         if self._seeds_samples:
             self._position.per_sample_seed = config.seed or 0
@@ -230,6 +233,7 @@ class TrainerRun(TrainerBase):
         if self._phase is Phase.IN_STEP or (self._is_ending and not self.strategy.is_main):
             self._requests.checkpoint(path)
             return None
+        require_all_processes(self, "trainer.save_checkpoint()", unless=self._is_ending)
         if self._is_ending:
             self.strategy.processes.share([path])  # to the others, which wait in `_end_hooks`
         if self._saving is not None:
@@ -329,7 +333,11 @@ class TrainerRun(TrainerBase):
             context = copy.copy(self._context)  # training may be steps ahead of the checkpoint
             context.step, context.epoch = step, result.info["epoch"]
             context.checkpoint_path = result.path
+            phase = self._phase
+            if not self.strategy.alone:  # a hook of one process may ask for a checkpoint
+                self._phase = Phase.IN_STEP
             self._dispatchers.on_checkpoint_save(context)
+            self._phase = phase
 
     def _share_saved(self) -> None:
         """Report the checkpoints that rank 0 has saved in the other processes, too."""
@@ -441,7 +449,7 @@ class TrainerRun(TrainerBase):
         self._before_validation = {} if state is None else decode_states(state)
 
     def _requeue(self) -> None:
-        if self.status == "preempted" and self.config.checkpoints.requeue:
+        if self.status == "preempted" and self.config.checkpoints.requeue and self.strategy.is_main:
             requeue_slurm_job()
 
     # -- the end ----------------------------------------------------------------------------------
@@ -465,6 +473,15 @@ class TrainerRun(TrainerBase):
         if self._saving is None or self.run is None:
             return
         folder = Path(self.run.checkpoints) / f"crash_{self.step:06d}"
+        if self.strategy.is_sharded and not self.strategy.alone:
+            log.warning(
+                "The state after the exception is not saved (checkpoints.on_crash): this process "
+                "has a part of the model, and the others may not be there any more.",
+                extra={"own_rank": True},
+            )
+            return
+        if not self.strategy.alone:
+            folder = folder.with_name(f"{folder.name}_rank{self.strategy.processes.rank}")
         try:
             self._saving.save([folder], wait=True, emergency=True)
         except Exception:  # the error that ended training matters more
@@ -477,6 +494,9 @@ class TrainerRun(TrainerBase):
         failed = context.status in ("error", "interrupted")
         if not failed and not self.strategy.alone and phase is not Phase.STARTING:
             self._step_records.report(self._recorder.run)
+            (stopped,) = self.strategy.any_rank(self._requests.stop_reason is not None)
+            if stopped:
+                self._requests.stop("another process asked for it")  # the first reason is kept
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
         if self._requests.checkpoints:
@@ -490,6 +510,7 @@ class TrainerRun(TrainerBase):
             self._finish_saving(failed)
             if not failed and not self.strategy.alone and phase is not Phase.STARTING:
                 self._share_saved()
+                share_buffers(self.model)
             self._phase = Phase.IDLE
             self._watch_model()
             if phase is not Phase.STARTING:
@@ -548,9 +569,11 @@ class TrainerRun(TrainerBase):
                 self._save(paths, wait=True)
                 asked = self._requests.checkpoints
                 self._requests.checkpoints = [path for path in asked if path not in paths]
-            (save,) = processes.any(bool(self._requests.checkpoints))
+            save, toggled = processes.any(bool(self._requests.checkpoints), self._hooks_toggled)
             if save:
                 self._save(self._requested_paths(), wait=True)
+            if toggled:
+                self._hook_agreement.apply_toggles()
         finally:
             self._is_ending = False
 

@@ -11,6 +11,7 @@ from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import TrainingError
 from hookline.loop.processes import join_processes
 from hookline.tensors.sharded import whole
+from hookline.trainer.strategies.data_parallel import CallCheck
 from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
 
 __all__ = ["Accelerated"]
@@ -41,6 +42,7 @@ class Accelerated(SingleProcess):
         self._optimizers: dict[int, Any] = {}  # the prepared ones, by the id of those within
         self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
         self._seen_trigger = accelerator.flag_tensor
+        self._check: CallCheck | None = None
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -111,10 +113,15 @@ class Accelerated(SingleProcess):
         """Return the prepared model, which the loop calls."""
         self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
         self.begin_batch(completes_step=True, sync=True)
+        if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
+            self._check = CallCheck(self._model)
         return self._model  # type: ignore[no-any-return]
 
     def unwrap(self) -> None:
         """Leave the Accelerator as if the last batch had completed a step."""
+        if self._check is not None:
+            self._check.close()
+            self._check = None
         self.begin_batch(completes_step=True, sync=True)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -129,8 +136,13 @@ class Accelerated(SingleProcess):
         elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = sync
 
-    # `backward` is not `accelerator.backward`, which would divide the loss by the number of batches
-    # in a step once more, and by the wrong one in the last step of an epoch.
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward, which averages the gradients of all processes."""
+        # Not `accelerator.backward`, which would divide the loss by the number of batches in a
+        # step once more, and by the wrong one in the last step of an epoch.
+        if self._check is not None:
+            self._check.require_call()
+        super().backward(loss)
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None

@@ -57,4 +57,4 @@ def make_strategy(
         return FullySharded(device, config.precision, processes, config.fsdp)
     from hookline.trainer.strategies.data_parallel import DataParallel
 
-    return DataParallel(device, config.precision, processes)
+    return DataParallel(device, config.precision, processes, config.ddp)
