@@ -54,7 +54,7 @@ def describe_incomplete(folder: Path) -> str | None:
     if not isinstance(files, dict) or mark.get("version") != 1:
         return f"{_MARK} is not valid"
     for name, size in files.items():
-        if os.path.isabs(name) or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{_MARK} names a file outside of the checkpoint"
         path = folder / name
         if path.is_symlink() or not path.is_file():

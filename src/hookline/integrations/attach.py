@@ -68,10 +68,11 @@ def attach(
 
     Args:
         target: a Hugging Face `Trainer` (TRL's are subclasses), a Lightning `Trainer`, an Ignite
-            `Engine`, or the model of a bare loop: as the loop calls it (the compiled or wrapped one, if there is one), or
-            several, such as a generator and a discriminator. Hooks get several as one module that
-            contains them in this order.
-        optimizer: the optimizer of a bare loop or an Ignite engine, or several. A step is complete when each of them has stepped.
+            `Engine`, or the model of a bare loop: as the loop calls it (the compiled or wrapped
+            one, if there is one), or several, such as a generator and a discriminator. Hooks get
+            several as one module that contains them in this order.
+        optimizer: the optimizer of a bare loop or an Ignite engine, or several. A step is complete
+            when each of them has stepped.
         hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
             schedules and order.
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
