@@ -95,7 +95,7 @@ class HooklineCallback(TrainerCallback):
         )
         self._trainer: Trainer | None = None
         self._resumes_from: Path | None = None
-        self._forwards_logs = self._epoch_has_ended = False
+        self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
 
     # -- the trainer ------------------------------------------------------------------------------
@@ -236,6 +236,8 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._epoch_has_ended = True
+        if self.session.received_signal is not None:  # the process is about to be killed
+            control.should_evaluate = False
         if not control.should_evaluate:  # else it ends after the validation that comes next
             self._end_epoch()
         self._request_stop(control)
@@ -248,7 +250,8 @@ class HooklineCallback(TrainerCallback):
         """Let the trainer stop, and save before, if hooks or a signal ask for it."""
         if self.session.take_stop():
             control.should_training_stop = True
-            control.should_save |= self.session.received_signal is not None
+            if self.session.received_signal is not None and not self._saves_for_signal:
+                control.should_save = self._saves_for_signal = True
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -80,7 +80,7 @@ class HostSession(Session):
             raise NotSuppliedError(
                 f"Hooks need what {self.host.name} does not provide:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
-                + "\nRemove these hooks, or attach with allow_missing=True: then these methods are "
+                + "\n  Remove these hooks, or attach with allow_missing=True: then these methods are "
                 "not called."
             )
         for problem in problems:
