@@ -211,12 +211,11 @@ class HooklineCallback(TrainerCallback):
             self._resumes_from = _checkpoint_folder(args, state) if state.global_step else None
         trainer, session = self._trainer, self.session
         assert trainer is not None
-        if session._context.known_config is None:
-            session._context.known_config = session.config = args
-            session._supplied.add("config")
+        session.use_config(args)
         optimizer = unwrap_optimizer(trainer.optimizer)
+        model: Any = trainer.model_wrapped
         session.connect(
-            trainer.model_wrapped,
+            model,
             [optimizer],
             schedulers=[] if trainer.lr_scheduler is None else [trainer.lr_scheduler],
             scaler=trainer.accelerator.scaler,
@@ -272,7 +271,10 @@ class HooklineCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.session.is_training and not self._forwards_logs:
+        is_own = (
+            self._forwards_logs or self._validation_depth
+        )  # a validation is recorded as a whole
+        if self.session.is_training and not is_own:
             self.session.record_host_values(logs or {})
 
     def _log_to_trainer(self, values: dict[str, float]) -> None:
