@@ -82,9 +82,9 @@ if TYPE_CHECKING:
     from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping
     from hookline.hooks.optimization.ema import EMA as EMA
     from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
+    from hookline.integrations.attach import attach as attach
     from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
     from hookline.integrations.bare_loop import Session as Session
-    from hookline.integrations.bare_loop import attach as attach
     from hookline.probes.probe_context import probe as probe
     from hookline.probes.taps import tap as tap
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
@@ -148,7 +148,8 @@ _MODULES = {
     "hooks.optimization.early_stopping": ("EarlyStopping",),
     "hooks.optimization.ema": ("EMA",),
     "hooks.optimization.time_limit": ("TimeLimit",),
-    "integrations.bare_loop": ("LoadedCheckpoint", "Session", "attach"),
+    "integrations.attach": ("attach",),
+    "integrations.bare_loop": ("LoadedCheckpoint", "Session"),
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),

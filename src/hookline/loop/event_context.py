@@ -30,9 +30,7 @@ class EventContext:
         self, trainer: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> None:
         self.trainer = trainer
-        self.model = model
-        self.optimizers = optimizers
-        self.optimizer = optimizers[0]
+        self.connect(model, optimizers)
         self.status = "training"
         self.step = 0
         self.step_in_progress = 1
@@ -43,12 +41,19 @@ class EventContext:
         self.checkpoint_path: Any = None
         self.skipped = False
         self.evaluating = False
-        self.named = NamedParameters(model, optimizers)
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.clipped_norm: torch.Tensor | None = None
         self.norm_agreement: NormAgreement | None = None  # where gradients are sharded
         self.agreed_norm: torch.Tensor | None = None
+
+    def connect(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Set what is trained; a host makes its optimizers when training starts."""
+        self.model = model
+        self.optimizers = optimizers
+        if optimizers:
+            self.optimizer = optimizers[0]
+            self.named = NamedParameters(model, optimizers)
 
     @property
     def gradients(self) -> Gradients:

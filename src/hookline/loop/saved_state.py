@@ -18,7 +18,12 @@ from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
 from hookline.printable import message_lines, printable
 
-__all__ = ["check_session_state", "check_trainer_state", "reported_damage"]
+__all__ = [
+    "check_host_state",
+    "check_session_state",
+    "check_trainer_state",
+    "reported_damage",
+]
 
 _MAX_SHOWN = 10
 _STRICT = ConfigDict(strict=True)
@@ -164,6 +169,34 @@ class _SessionState(_LoopState):
     unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     extra: NotRequired[Section]
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
+
+
+@with_config(_STRICT)
+class _HostState(TypedDict):
+    """What is saved of hooks with the checkpoint of another library's trainer."""
+
+    hooks: dict[str, dict[Any, Any]]
+    attributes: NotRequired[Section]
+    disabled: Names
+    means: dict[str, _Mean]
+    step: Count
+    epoch: Count | None
+    tokens_seen: Count | None
+    best_accuracy: float
+    run: NotRequired[_LogPosition | None]
+    logged: NotRequired[dict[str, _Mean]]
+    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
+    batch_idx: Count
+    run_id: str | None
+
+
+def check_host_state(checkpoint: Checkpoint) -> None:
+    """Raise unless the state has the form of what is saved in another library's trainer.
+
+    Raises:
+        CheckpointError: The message lists what is missing or has another type.
+    """
+    _check(_HostState, checkpoint, "hooks in another library's trainer")
 
 
 def check_trainer_state(checkpoint: Checkpoint) -> None:

@@ -19,6 +19,7 @@ from hookline.checkpoint.checkpoint_lookup import (
     scan_checkpoints,
 )
 from hookline.checkpoint.differences import describe_mismatches, fitting_weights
+from hookline.checkpoint.host_folders import find_host_checkpoint
 from hookline.errors import CheckpointError
 from hookline.printable import message_lines
 from hookline.runs.run_lookup import list_run_folders
@@ -107,12 +108,15 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
 
     Args:
         folder: The folder of a run, its folder `checkpoints/`, or a folder of runs: then the
-            newest run that has a checkpoint.
+            newest run that has a checkpoint. Or the `output_dir` of a Hugging Face Trainer with
+            hooks attached: then the newest `checkpoint-<step>` that was written completely.
         verify: Read the files and compare their hashes. False compares only their sizes.
     """
     folder = Path(check_path("The folder", folder, "that of a run or of checkpoints"))
     if not path_exists(folder) or not folder.is_dir():
         return None
+    if (of_host := find_host_checkpoint(folder, verify=verify)) is not None:
+        return of_host
     for place in (folder, *list_run_folders(folder)):
         try:
             return find_checkpoint(place, verify=verify)

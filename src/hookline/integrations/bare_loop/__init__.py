@@ -6,8 +6,8 @@ loop, `step_watch` turns PyTorch's hooks into the events of a step, and `require
 unchanged loop does not provide, with the call on the session that does.
 """
 
-from hookline.integrations.bare_loop.attach import attach
+from hookline.integrations.bare_loop.attach import attach_to_loop
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.session import Session
 
-__all__ = ["LoadedCheckpoint", "Session", "attach"]
+__all__ = ["LoadedCheckpoint", "Session", "attach_to_loop"]

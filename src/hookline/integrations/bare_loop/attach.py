@@ -1,9 +1,9 @@
-"""attach: add hooks to a loop that the user has written."""
+"""Attaching to a bare loop: what `hookline.attach` is given, checked."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,16 +34,37 @@ from hookline.loop.unsupported_models import check_supported
 if TYPE_CHECKING:
     from hookline.runs.run import Run
 
-__all__ = ["attach"]
+__all__ = ["attach_to_loop", "session_options", "unwrap_optimizer"]
 
 
-def attach(
-    model: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    hooks: Iterable[Hook] | HookManager = (),
+def attach_to_loop(
+    model: Any,
+    optimizer: Any,
+    hooks: Any,
     *,
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Session:
+    """Attach hooks to a bare loop; see `hookline.attach`."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentError(
+            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
+        )
+    checked = session_options(hooks, **options)
+    attached = _one_module(model)
+    return Session(
+        attached,
+        _optimizers(optimizer, attached),
+        schedulers=_schedulers(schedulers),
+        scaler=scaler,
+        **checked,
+    )
+
+
+def session_options(
+    hooks: Any,
+    *,
     config: Any = None,
     tokens: Callable[[Any], int] | Literal["auto"] | None = "auto",
     settings: HookSettings | None = None,
@@ -55,56 +76,14 @@ def attach(
     hparams: Mapping[str, Any] | None = None,
     name: str | None = None,
     tags: Iterable[str] = (),
-) -> Session:
-    """Attach hooks to a training loop, which stays unchanged.
-
-        with hookline.attach(model, optimizer, hooks=[Watch()]):
-            …  # the loop, unchanged
-
-    Hooks that need what such a loop does not provide (epochs, batches, validation, checkpoints)
-    raise an error before the first step, with the call on the session that provides it.
-
-    Args:
-        model: the model as the loop calls it (the compiled or wrapped one, if there is one), or
-            several, such as a generator and a discriminator. Hooks get several as one module that
-            contains them in this order.
-        optimizer: the optimizer, or several. A step is complete when each of them has stepped.
-        hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
-            schedules and order.
-        schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
-            loop steps them.
-        scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
-        config: the configuration, for hooks that ask for `config`.
-        tokens: returns the number of tokens in a batch; by default the size of its `input_ids`, or
-            of integer inputs with two or more dimensions; None if batches have no tokens.
-        settings: how failing and costly hooks are treated.
-        loss_divided: whether a loop with gradient accumulation divides its loss by the number of
-            batches in a step. By default, this is read from the loss's graph; a loss that comes out
-            of a compiled function needs it.
-        on_stop: what happens if a hook asks to stop and the loop goes on without reading
-            `session.should_stop`: a warning, or `StopTraining` at the end of a step.
-        stop_grace: how many more steps such a loop may take before `StopTraining`.
-        runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
-            and toggles are recorded, as by the trainer. Or a run that is open for writing:
-            `Run.open(folder, resume=True)` continues one. By default `runs`, if one of the hooks
-            logs values to the run (`GradientMonitor`) or saves checkpoints, else none. None writes
-            no run.
-        checkpoints: how checkpoints are written: `background`, `when_busy` and `on_failure` of
-            `CheckpointConfig`.
-        hparams: hyperparameters of the run.
-        name: a name for the run.
-        tags: tags for the run.
-    """
+) -> dict[str, Any]:
+    """Return checked arguments of a session in any loop."""
     if not isinstance(on_stop, str) or on_stop not in ("warn", "raise"):
         raise ArgumentError(
             f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(on_stop)}.'
         )
     if tokens is not None and not _is_auto(tokens):
         check_function("attach(…, tokens=…)", tokens, "batch")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ArgumentError(
-            f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
-        )
     check_whole_number("attach(…, stop_grace=…)", stop_grace)
     if loss_divided is not None:
         check_flag("attach(…, loss_divided=…)", loss_divided)
@@ -112,25 +91,20 @@ def attach(
         check_instance("attach(…, settings=…)", settings, HookSettings, "HookSettings or None")
     if name is not None:
         check_name("attach(…, name=…)", name)
-    attached = _one_module(model)
-    return Session(
-        attached,
-        _optimizers(optimizer, attached),
-        _hooks(hooks),
-        schedulers=_schedulers(schedulers),
-        scaler=scaler,
-        config=config,
-        tokens=tokens,
-        settings=settings,
-        loss_divided=loss_divided,
-        on_stop=on_stop,
-        stop_grace=stop_grace,
-        runs=_runs(runs),
-        checkpoints=_checkpoint_settings(checkpoints),
-        hparams=checked_hparams(hparams),
-        name=name,
-        tags=listed_strings("attach(…, tags=…)", tags),
-    )
+    return {
+        "hooks": _hooks(hooks),
+        "config": config,
+        "tokens": tokens,
+        "settings": settings,
+        "loss_divided": loss_divided,
+        "on_stop": on_stop,
+        "stop_grace": stop_grace,
+        "runs": _runs(runs),
+        "checkpoints": _checkpoint_settings(checkpoints),
+        "hparams": checked_hparams(hparams),
+        "name": name,
+        "tags": listed_strings("attach(…, tags=…)", tags),
+    }
 
 
 def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
@@ -188,7 +162,7 @@ def _one_module(models: Any) -> Any:
     return models[0] if len(models) == 1 else ModelGroup(models)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper, such as Accelerate's."""
     with suppress(Exception):  # of an object that is not an optimizer, which is refused next
         while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -207,7 +181,7 @@ def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     )
     if is_several:
         given = read_items("attach(model, optimizer=…)", given, "one or several optimizers")
-    optimizers = [_unwrapped(optimizer) for optimizer in (given if is_several else [given])]
+    optimizers = [unwrap_optimizer(optimizer) for optimizer in (given if is_several else [given])]
     for optimizer in optimizers:
         if not hasattr(type(optimizer), "register_step_pre_hook"):
             raise ArgumentError(

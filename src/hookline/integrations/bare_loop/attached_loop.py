@@ -95,6 +95,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.model = model
         self.optimizers = optimizers
         self.schedulers = schedulers
+        self._loss_divided = loss_divided
         self.hparams, self.name = hparams, name
         self.tags = list(tags)
         self.training_description: dict[str, Any] | None = None  # of before a checkpoint was loaded
@@ -125,16 +126,23 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.hooks.raise_on_missing_args = True  # until the first step
         self.hooks.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
         self.hooks.register_hooks(hooks)
+        if optimizers:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Watch the model and the optimizers."""
         callbacks = StepCallbacks(
             begin=self.begin,
             before_forward=self._before_forward,
             after_forward=self._after_forward,
             end_batch=self._end_batch,
-            record_step=None if runs is None else self._record_step,
+            record_step=None if self._runs is None else self._record_step,
             unmet_requirements=self._unmet_requirements,
             requirements_met=self._requirements_met,
         )
-        self._step_watch = StepWatch(self._context, self.hooks, scaler, callbacks, loss_divided)
+        self._step_watch = StepWatch(
+            self._context, self.hooks, self.scaler, callbacks, self._loss_divided
+        )
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
 
@@ -295,7 +303,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
             reason = f": {self._stop.reason}" if self._stop.reason else ""
             self._announce(f"stopped after {self._context.step} steps{reason}")
         if self._context.status in ("completed", "stopped"):
-            for line in pending_requirements(self.hooks, self._supplied):
+            for line in pending_requirements(self.hooks, self._supplied, self._context.calls):
                 log.warning("The loop has ended. %s", line)
 
     # -- the run ----------------------------------------------------------------------------------
@@ -319,6 +327,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
         given = to_jsonable(self._context.known_config)
         return given if isinstance(given, dict) else {} if given is None else {"config": given}
+
+    def _find_resumed_run(self, restored: Path) -> Path | None:
+        """Return the folder of the run that the checkpoint belongs to."""
+        from hookline.runs.run_lookup import find_run_of_checkpoint
+
+        return find_run_of_checkpoint(restored)
 
     def _rewind(self, step: int) -> None:
         """Continue the record behind the checkpoint that was loaded."""
@@ -457,10 +471,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._fire("on_train_batch_end")
 
     def _unmet_requirements(self, *needs: str) -> list[str]:
-        return list(unmet_requirements(self.hooks, self._supplied, needs or CALLS))
+        calls = self._context.calls
+        return list(unmet_requirements(self.hooks, self._supplied, needs or CALLS, calls))
 
     def _requirements_met(self) -> None:
         """Before the first step: from now on, what is missing is a warning."""
         self.hooks.raise_on_missing_args = False
-        for line in pending_requirements(self.hooks, self._supplied):
+        for line in pending_requirements(self.hooks, self._supplied, self._context.calls):
             log.info("%s", line)

@@ -41,7 +41,7 @@ def _provided(argument: str, known: str, part: str | None = None) -> property:
     def read(context: BareLoopEventContext) -> Any:
         value = getattr(context, known)
         if value is None:
-            raise not_supplied(argument)
+            raise not_supplied(argument, context.calls)
         return value if part is None else getattr(value, part)
 
     return property(read)
@@ -60,6 +60,8 @@ class BareLoopEventContext(EventContext):
     ) -> None:
         super().__init__(trainer, model, optimizers)
         self.has_run = has_run
+        self.calls = CALLS  # what the loop can do about what it does not provide
+        self.generating = False  # the model generates, which is not a training forward
         # What the loop may not provide is None here, and an error where a hook asks for it.
         self.known_config = config
         self.known_epoch: int | None = None
@@ -85,7 +87,7 @@ class BareLoopEventContext(EventContext):
     @property
     def run(self) -> Any:
         if not self.has_run:
-            raise not_supplied("run")
+            raise not_supplied("run", self.calls)
         return self.trainer.run  # None on ranks other than the first
 
     @property
@@ -163,4 +165,7 @@ class ProbeContext:
     step = property(attrgetter("_context.step"))
     step_in_progress = property(attrgetter("_context.step_in_progress"))
     epoch = property(attrgetter("_context.known_epoch"))
-    evaluating = property(attrgetter("_context.evaluating"))
+
+    @property
+    def evaluating(self) -> bool:
+        return self._context.evaluating or self._context.generating

@@ -52,6 +52,7 @@ class LossTracker:
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
         has_stepped: whether one of several optimizers has stepped, and the step goes on.
+        divisor: the number that each loss was divided by, where a host says so.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LossTracker:
     ) -> None:
         self.wanted = False
         self.has_stepped = False
+        self.divisor: float | None = None
         self._context = context
         self._scaler = scaler
         self._divided = divided
@@ -76,7 +78,7 @@ class LossTracker:
     @property
     def reads_graphs(self) -> bool:
         """Whether it must be found out by which number losses were divided."""
-        return self.wanted and self._divided is not False
+        return self.wanted and self._divided is not False and self.divisor is None
 
     def set_loss(self, loss: torch.Tensor | None) -> None:
         """Set the loss that the loop runs backward on; None after it."""
@@ -167,7 +169,9 @@ class LossTracker:
         count = len(losses)
         if self._divided:
             self._group = max(self._group, count)
-        if self._divided is not None or count < 2 or any(seen.given for seen in losses):
+        if self._divided is not None or self.divisor is not None:
+            return
+        if count < 2 or any(seen.given for seen in losses):
             return
         is_divided = any(_is(seen.divisor, count) for seen in losses)
         if is_divided:
@@ -190,6 +194,8 @@ class LossTracker:
             seen: the loss.
             count: the number of backwards in its step; 0 while the step is in progress.
         """
+        if self.divisor is not None:
+            return self.divisor
         if seen.given or self._divided is False:
             return 1.0
         if self._divided:

@@ -11,7 +11,6 @@ from hookline.loop.means import Means
 from hookline.loop.processes import is_main_process
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
-from hookline.runs.run_lookup import find_run_of_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +46,7 @@ class SessionRecorder(Recorder):
             device=device_of(session.model),
             # `notify_checkpoint_loaded` may set it
             step=None if is_own and restored is None else session.step,
-            resumed_run=None if restored is None else find_run_of_checkpoint(restored),
+            resumed_run=None if restored is None else session._find_resumed_run(restored),
             restored=restored,
             position=position,
             loop=session,

@@ -56,14 +56,17 @@ _ARGUMENTS = {
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
-def not_supplied(argument: str) -> NotSuppliedError:
+def not_supplied(argument: str, calls: Mapping[str, str] = CALLS) -> NotSuppliedError:
     """Return the error for an argument that this loop has not provided."""
-    call = CALLS[_ARGUMENTS[argument]]
+    call = calls[_ARGUMENTS[argument]]
     return NotSuppliedError(f"This loop has not provided '{argument}'. {call}")
 
 
 def unmet_requirements(
-    hooks: HookManager, supplied: set[str], needs: Iterable[str] = CALLS
+    hooks: HookManager,
+    supplied: set[str],
+    needs: Iterable[str] = CALLS,
+    calls: Mapping[str, str] = CALLS,
 ) -> Iterator[str]:
     """Yield a line for everything that hooks need and the loop has not provided.
 
@@ -71,9 +74,10 @@ def unmet_requirements(
         hooks: the hooks.
         supplied: the keys of `CALLS` for what the loop provides.
         needs: the keys of `CALLS` to look at; by default all.
+        calls: what to do about each need, where it is not a call of the loop.
     """
     looked_at = set(needs) - supplied
-    yield from _waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
+    yield from _waiting(hooks, looked_at - _MAY_COME_LATER, "needs", calls)
     for event, _ in _listening(hooks):
         if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
             continue  # its arguments come with it
@@ -81,7 +85,7 @@ def unmet_requirements(
         for argument, asking in hooks.required_arguments(event).items():
             need = _ARGUMENTS.get(argument)
             if need in looked_at - known:
-                yield f"{', '.join(asking)} asks for '{argument}'. {CALLS[need]}"
+                yield f"{', '.join(asking)} asks for '{argument}'. {calls[need]}"
 
 
 def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
@@ -92,12 +96,16 @@ def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
     return needs | ({_EVENTS[event]} if event in _EVENTS else set())
 
 
-def pending_requirements(hooks: HookManager, supplied: set[str]) -> Iterator[str]:
+def pending_requirements(
+    hooks: HookManager, supplied: set[str], calls: Mapping[str, str] = CALLS
+) -> Iterator[str]:
     """Yield a line for everything that may still come: validation and checkpoints."""
-    yield from _waiting(hooks, _MAY_COME_LATER - supplied, "waits for")
+    yield from _waiting(hooks, _MAY_COME_LATER - supplied, "waits for", calls)
 
 
-def _waiting(hooks: HookManager, needs: set[str], verb: str) -> Iterator[str]:
+def _waiting(
+    hooks: HookManager, needs: set[str], verb: str, calls: Mapping[str, str]
+) -> Iterator[str]:
     """Yield a line for each of these needs that hooks have events for."""
     by_need: dict[str, list[tuple[str, list[str]]]] = {}
     for event, listeners in _listening(hooks):
@@ -105,7 +113,7 @@ def _waiting(hooks: HookManager, needs: set[str], verb: str) -> Iterator[str]:
             by_need.setdefault(need, []).append((event, listeners))
     for need, events in by_need.items():
         labels = ", ".join(label for _, listeners in events for label in listeners)
-        yield f"{labels} {verb} {' and '.join(event for event, _ in events)}. {CALLS[need]}"
+        yield f"{labels} {verb} {' and '.join(event for event, _ in events)}. {calls[need]}"
 
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:

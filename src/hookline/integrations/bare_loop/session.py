@@ -30,7 +30,6 @@ from hookline.errors import ArgumentError, HooklineError, LoopError
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
-from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.evaluation import samples_in
 from hookline.loop.means import Means
 
@@ -77,16 +76,12 @@ class Session(AttachedLoop):
         self.begin()
         self._supplied.add("batches")
         trains = self._validation is None
-        kind = "train" if trains else "validation"
         if self._stop.is_active and trains:
             return
         if trains:
             self._reach_boundary()
         for i, batch in enumerate(batches):
-            self._context.known_batch = Batch(batch, i, idx, name or ("train" if trains else "val"))
-            self._step_watch.losses.batch_begins()
-            tokens = self._count_tokens(batch)
-            self._fire(f"on_{kind}_batch_start")
+            tokens = self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
             self._end_batch(tokens)
             if self._stop.is_active and trains:
@@ -94,6 +89,14 @@ class Session(AttachedLoop):
             if trains:
                 self._reach_boundary()
         self._context.known_batch = None
+
+    def _begin_batch(self, batch: Batch) -> int | None:
+        """Begin a batch, of training or validation; return its number of tokens, if known."""
+        self._context.known_batch = batch
+        self._step_watch.losses.batch_begins()
+        tokens = self._count_tokens(batch.batch)
+        self._fire(f"on_{'train' if self._validation is None else 'validation'}_batch_start")
+        return tokens
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
@@ -105,13 +108,19 @@ class Session(AttachedLoop):
         self._supplied.add("epoch")
         before = self._context.known_epoch
         epoch = number if number is not None else 0 if before is None else before + 1
+        self._begin_epoch(epoch)
+        yield epoch
+        self._end_epoch()
+
+    def _begin_epoch(self, epoch: int) -> None:
         self._context.known_epoch = epoch
         if self._resumed_epoch != epoch:  # else it was interrupted, and has means already
             self._context.means = Means()
             self._validated = {}
         self._resumed_epoch, self._epoch_is_over = None, False
         self._fire("on_epoch_start")
-        yield epoch
+
+    def _end_epoch(self) -> None:
         self._epoch_is_over = True
         own, agreement = self._context.means, self._agreement
         means = own.means() if agreement is None else agreement.epoch_means(own, self.run)
@@ -119,7 +128,7 @@ class Session(AttachedLoop):
         self._fire("on_epoch_end")
         self._agree()
         if self._recorder is not None:
-            self._recorder.epoch(self._context.step, epoch, means)
+            self._recorder.epoch(self._context.step, self._context.known_epoch, means)
 
     @contextmanager
     def validation(self) -> Generator[None]:
@@ -136,27 +145,38 @@ class Session(AttachedLoop):
         self._reach_boundary()
         self._supplied.add("validation")
         training_batch, self._context.known_batch = self._context.known_batch, None
-        self._validation = means = Means()
-        self._context.evaluating = True
+        means = self._begin_validation()
         agreement = self._agreement
         together = agreement if agreement is not None and agreement.begin_validation() else None
         try:
             self._fire("on_validation_start")
             yield
             found = means.means() if together is None else together.validation_means(means)
-            self._context.metrics = metrics = Metrics(found)
-            self._fire("on_validation_end")
-            self._validated = dict.copy(metrics)
-            if self._recorder is not None:
-                self._recorder.metrics(self._context.step, self._context.known_epoch, metrics)
-            if "val/accuracy" in metrics:
-                self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+            self._end_validation(found)
         finally:
-            self._validation = None
-            self._context.evaluating = False
+            self._leave_validation()
             self._context.known_batch = training_batch
         if together is not None:
             self._agree()
+
+    def _begin_validation(self) -> Means:
+        self._validation = means = Means()
+        self._context.evaluating = True
+        return means
+
+    def _end_validation(self, values: Mapping[str, Any]) -> None:
+        """Give hooks the metrics of a validation, and record them."""
+        self._context.metrics = metrics = Metrics(values)
+        self._fire("on_validation_end")
+        self._validated = dict.copy(metrics)
+        if self._recorder is not None:
+            self._recorder.metrics(self._context.step, self._context.known_epoch, metrics)
+        if "val/accuracy" in metrics:
+            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+
+    def _leave_validation(self) -> None:
+        self._validation = None
+        self._context.evaluating = False
 
     def backward(self, loss: torch.Tensor, *, accumulate: int = 1, **options: Any) -> None:
         """Run backward, and give hooks the loss.
@@ -354,7 +374,9 @@ class Session(AttachedLoop):
                 self._recorder.value(context.step, context.known_epoch, name, value, kind)
             elif self.run is None and not context.has_run and not self._warned_no_run:
                 self._warned_no_run = True
-                log.warning("'%s' and what is logged like it is not kept. %s", name, CALLS["run"])
+                log.warning(
+                    "'%s' and what is logged like it is not kept. %s", name, context.calls["run"]
+                )
             return
         if not _is_number(value):
             raise ArgumentError(

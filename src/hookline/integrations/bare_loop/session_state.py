@@ -32,7 +32,14 @@ from hookline.loop.state_differences import (
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
-__all__ = ["collect_session", "rank_state", "read_for_session", "restore_session"]
+__all__ = [
+    "collect_progress",
+    "collect_session",
+    "rank_state",
+    "read_for_session",
+    "restore_progress",
+    "restore_session",
+]
 
 
 def collect_session(
@@ -49,9 +56,7 @@ def collect_session(
         extra: the loop's own values.
         rank_states: what `rank_state` returned in all processes, if all of them save together.
     """
-    context, scaler = session._context, session.scaler
-    run, recorder, agreement = session.run, session._recorder, session._agreement
-    epoch, is_over = context.known_epoch, session._epoch_is_over
+    context, scaler, run = session._context, session.scaler, session.run
     state = {
         "classes": {
             "optimizers": [type(optimizer).__name__ for optimizer in session.optimizers],
@@ -60,16 +65,8 @@ def collect_session(
         "optimizers": [optimizer.state_dict() for optimizer in session.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in session.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "hooks": session.hooks.state_dict(),
-        "attributes": session._attribute_states(),
-        "disabled": [info.name for info in session.hooks.describe() if info.status == "disabled"],
+        **collect_progress(session),
         **rank_state(session, random),
-        "step": context.step,
-        "epoch": epoch + 1 if epoch is not None and is_over else epoch,
-        "best_accuracy": session.best_accuracy,
-        "run": None if recorder is None else recorder.position(),
-        "logged": {} if recorder is None else recorder.unwritten_values(),
-        "unreported": [] if agreement is None else agreement.records.own_values(),
         "extra": dict(extra),
     }
     if rank_states is not None:
@@ -84,6 +81,23 @@ def collect_session(
     sync = [] if run is None else [run.metrics_file]
     model = unwrapped(session.model).state_dict()
     return {"model": model, "state": state, "info": info, "sync": sync}
+
+
+def collect_progress(session: AttachedLoop) -> dict[str, Any]:
+    """Return what a checkpoint has of the hooks, the counters and the run."""
+    context, recorder, agreement = session._context, session._recorder, session._agreement
+    epoch, is_over = context.known_epoch, session._epoch_is_over
+    return {
+        "hooks": session.hooks.state_dict(),
+        "attributes": session._attribute_states(),
+        "disabled": [info.name for info in session.hooks.describe() if info.status == "disabled"],
+        "step": context.step,
+        "epoch": epoch + 1 if epoch is not None and is_over else epoch,
+        "best_accuracy": session.best_accuracy,
+        "run": None if recorder is None else recorder.position(),
+        "logged": {} if recorder is None else recorder.unwritten_values(),
+        "unreported": [] if agreement is None else agreement.records.own_values(),
+    }
 
 
 def rank_state(session: AttachedLoop, random: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,13 +201,28 @@ def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedChec
 
 
 def _restore_state(session: AttachedLoop, path: Path, state: Mapping[str, Any]) -> LoadedCheckpoint:
-    context = session._context
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
         load_optimizer(optimizer, saved)
     for scheduler, saved in zip(session.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if session.scaler is not None and state["scaler"] is not None:
         session.scaler.load_state_dict(state["scaler"])
+    restore_progress(session, state)
+    loaded = LoadedCheckpoint(
+        path,
+        state["step"],
+        state["epoch"],
+        state.get("extra", {}),
+        state.get("random"),
+        device_of(session.model),
+    )
+    loaded.restore_random_state()
+    return loaded
+
+
+def restore_progress(session: AttachedLoop, state: Mapping[str, Any]) -> None:
+    """Restore the hooks and the counters."""
+    context = session._context
     session.hooks.load_state_dict(state["hooks"])
     session._load_attribute_states(state.get("attributes", {}))
     for name in state["disabled"]:
@@ -207,13 +236,3 @@ def _restore_state(session: AttachedLoop, path: Path, state: Mapping[str, Any]) 
     context.means.load_state_dict(state["means"])
     session._resumed_epoch = state["epoch"]
     session.best_accuracy = state["best_accuracy"]
-    loaded = LoadedCheckpoint(
-        path,
-        state["step"],
-        state["epoch"],
-        state.get("extra", {}),
-        state.get("random"),
-        device_of(session.model),
-    )
-    loaded.restore_random_state()
-    return loaded

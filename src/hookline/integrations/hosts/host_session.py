@@ -1,0 +1,296 @@
+"""HostSession: hooks in a loop that belongs to another library's trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from hookline.context import LazyFloat
+from hookline.dispatch import HookManager
+from hookline.errors import LoopError, NotSuppliedError
+from hookline.files.plain_names import is_plain_name
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session_state import restore_progress
+from hookline.integrations.hosts.generation import watch_generation
+from hookline.integrations.hosts.host_events import Host
+from hookline.integrations.hosts.host_metrics import with_common_names
+from hookline.loop.control_requests import ControlRequests
+from hookline.loop.means import Means
+from hookline.loop.signals import SignalWatch
+from hookline.runs.run_lookup import find_run_of_checkpoint
+
+__all__ = ["HostSession"]
+
+log = logging.getLogger("hookline")
+
+
+class HostSession(Session):
+    """A session in a host's loop; the host's callbacks call the methods below.
+
+    The model and the optimizers are given by `connect`, when the host has made them.
+
+    Args:
+        host: what the host gives to hooks.
+        hooks: hooks to register, as for `attach`.
+        allow_missing: only warn about hooks that need what the host does not give.
+        watch_generation: let probes see the forwards of `model.generate`, too.
+        log_to_host: gets, after each step, the numbers that hooks have logged in it.
+        options: as for `attach`.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        hooks: Iterable[Hook] | HookManager,
+        *,
+        allow_missing: bool = False,
+        watch_generation: bool = False,
+        log_to_host: Callable[[dict[str, float]], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(None, [], hooks, schedulers=[], scaler=None, **options)  # type: ignore[arg-type]
+        self.host = host
+        self._allow_missing, self._watch_generation = allow_missing, watch_generation
+        self._log_to_host = log_to_host
+        self._for_host: dict[str, Any] = {}
+        self._is_connected = False
+        self._batch_idx = 0
+        self._requests = ControlRequests()
+        self._cleanup = ExitStack()
+        self._supplied |= host.supplied
+        self._context.calls = {**self._context.calls, **host.calls}
+        self._refuse_missing()
+
+    def _refuse_missing(self) -> None:
+        """Raise for hooks that need events which the host does not give; or warn."""
+        problems = [
+            f"{', '.join(listeners)} needs {event}: {why}"
+            for event, why in self.host.missing.items()
+            if (listeners := self.hooks.listeners(event, needed=True))
+        ]
+        if problems and not self._allow_missing:
+            raise NotSuppliedError(
+                f"Hooks need what {self.host.name} does not provide:",
+                *(f"  - {problem}" for problem in problems),
+                "Remove them, or attach with allow_missing=True: they are not called then.",
+            )
+        for problem in problems:
+            log.warning("%s does not provide everything: %s", self.host.name, problem)
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the host trains with these hooks."""
+        return self.started and not self._ended
+
+    def __enter__(self) -> Self:
+        return self  # the host starts training
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_connected:
+            super().__exit__(kind, error, traceback)
+
+    def begin(self) -> None:
+        """Start training (`on_train_start`), when the host has started it."""
+        if self._is_connected:
+            super().begin()
+
+    def connect(
+        self,
+        model: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        schedulers: Iterable[Any] = (),
+        scaler: torch.amp.GradScaler | None = None,
+        signals: Iterable[str] = (),
+    ) -> None:
+        """Watch what the host trains; call `begin` when everything is restored."""
+        if self._is_connected:
+            raise LoopError(
+                f"{self.host.name} has started a second training, and a session belongs to one. "
+                "Attach again before each: `hookline.attach(trainer, …)`."
+            )
+        self.model, self.optimizers = model, optimizers
+        self.schedulers, self.scaler = list(schedulers), scaler
+        self._context.connect(model, optimizers)
+        self._connect()
+        self._is_connected = True
+        if self._allow_missing:  # of arguments, too
+            self.hooks.raise_on_missing_args = self._step_watch.checks.is_first_step = False
+        if not self._watch_generation:
+            self._cleanup.callback(watch_generation(_unwrap(model), self._set_generating))
+        self._cleanup.enter_context(SignalWatch(self._requests, signals))
+
+    def use_config(self, config: Any) -> None:
+        """Give hooks the host's configuration, unless the user has given one."""
+        if self._context.known_config is None:
+            self._context.known_config = self.config = config
+            self._supplied = self._supplied | {"config"}
+
+    def _set_generating(self, generating: bool) -> None:
+        self._context.generating = generating
+
+    def detach(self) -> None:
+        """End training (`on_train_end`) and remove all hooks from the host's objects."""
+        self._cleanup.close()
+        if self._is_connected:
+            super().detach()
+        self._ended = True
+
+    def stop(self, reason: str = "") -> None:
+        """Ask the host to end training after the step in progress; the first reason is kept."""
+        if not self._is_connected:
+            raise LoopError(f"{self.host.name} has not started training, so nothing can stop.")
+        super().stop(reason)
+
+    @property
+    def received_signal(self) -> str | None:
+        """The name of the signal that asked the process to end, such as `SIGTERM`."""
+        received = self._requests.signal
+        return None if received is None else received.name
+
+    def take_stop(self) -> bool:
+        """Return whether the host should end training now: a hook or a signal asks for it."""
+        if (name := self.received_signal) is not None and self._context.status == "training":
+            self.stop(name)
+            self._context.status = "interrupted" if name == "SIGINT" else "preempted"
+        return self.should_stop
+
+    # -- epochs, batches, steps -------------------------------------------------------------------
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch, counted from 0."""
+        if self._resumed_epoch != epoch:
+            self._batch_idx = 0
+        self._reach_boundary()
+        self._begin_epoch(epoch)
+
+    def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """End the epoch; `metrics` are the host's own."""
+        self._validated |= with_common_names(metrics or {})
+        self._end_epoch()
+
+    def start_batch(
+        self, batch: Any, *, divisor: float, loader_idx: int = 0, loader_name: str = "train"
+    ) -> None:
+        """Begin a training batch, whose loss the host divides by this number."""
+        self._step_watch.losses.divisor = divisor
+        self._reach_boundary()
+        self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
+        self._batch_idx += 1
+
+    def end_batch(self) -> None:
+        """End a batch that completes no step; the others end with the step."""
+        self._end_batch()
+        self._context.known_batch = None
+
+    def end_step(self) -> None:
+        """Give the host's logger what hooks have logged; the host has counted its step."""
+        if self._for_host and self._log_to_host is not None:
+            values, self._for_host = self._for_host, {}
+            self._log_to_host({name: float(value) for name, value in values.items()})
+
+    def log(self, name: str, value: Any, kind: Any = "scalar") -> None:
+        """Give hooks, the run and the host's logger a number; see `Session.log`."""
+        super().log(name, value, kind)
+        if kind == "scalar" and self._log_to_host is not None:
+            is_tensor = isinstance(value, torch.Tensor)
+            self._for_host[name] = LazyFloat(value.detach().clone()) if is_tensor else value
+
+    def record_host_values(self, values: Mapping[str, Any]) -> None:
+        """Record what the host has logged, under its own names."""
+        if self._recorder is not None:
+            own = {name: value for name, value in values.items() if _is_number(value)}
+            self._recorder.metrics(self._context.step, self._context.known_epoch, own)
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def start_validation(self) -> None:
+        """Begin a validation."""
+        self._reach_boundary()
+        self._context.known_batch = None
+        self._begin_validation()
+        self._fire("on_validation_start")
+
+    def start_validation_batch(self, batch: Any, idx: int, loader_idx: int = 0) -> None:
+        """Begin a batch of a validation."""
+        self._begin_batch(Batch(batch, idx, loader_idx, "val"))
+
+    def end_validation_batch(self, loss: Any = None) -> None:
+        """End a batch of a validation."""
+        batch = self._context.known_batch
+        if batch is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            batch.logged["loss"] = LazyFloat(loss.detach())
+        elif batch is not None and isinstance(loss, int | float):
+            batch.logged["loss"] = loss
+        self._end_batch()
+        self._context.known_batch = None
+
+    def end_validation(self, metrics: Mapping[str, Any]) -> None:
+        """End a validation with the host's metrics, which hooks get as `val/<name>`, too."""
+        own = self._validation or Means()
+        self._end_validation({**own.means(), **with_common_names(metrics)})
+        self.leave_validation()
+
+    def leave_validation(self) -> None:
+        """Leave a validation, also one that has failed."""
+        self._leave_validation()
+        self._context.known_batch = None
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
+        """Continue from a checkpoint of the host, before `begin`.
+
+        Args:
+            path: the host's checkpoint.
+            state: what `host_state.collect` returned when it was saved; None if it has none.
+            step: completed steps, as the host counts them.
+        """
+        if state is None:
+            log.warning(
+                "%s was saved without this session: hooks start anew, at step %d.", path, step
+            )
+            self._context.step, self._context.step_in_progress = step, step + 1
+            state = {}
+        else:
+            restore_progress(self, state)
+            self._batch_idx = int(state.get("batch_idx", 0))
+        self._restored = path, state
+
+    def _find_resumed_run(self, restored: Path) -> Path | None:
+        run_id = (self._restored or (None, {}))[1].get("run_id")
+        if isinstance(self._runs, str) and is_plain_name(run_id):
+            folder = Path(self._runs) / run_id
+            return folder if (folder / "manifest.json").is_file() else None
+        return find_run_of_checkpoint(restored)
+
+
+def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of wrappers, which has the method `generate`."""
+    while not hasattr(model, "generate"):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+    return model
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)

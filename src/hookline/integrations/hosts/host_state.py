@@ -1,0 +1,67 @@
+"""What is saved of hooks with a host's checkpoints, and which of these checkpoints are complete.
+
+A host that writes a checkpoint straight into its final folder leaves an incomplete one when it is
+killed. So a complete one gets a file that lists its files, written after all of them are on the
+disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hookline.checkpoint import load_checkpoint, save_checkpoint
+from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
+from hookline.errors import CheckpointError
+from hookline.integrations.bare_loop.session_state import collect_progress, rank_state
+from hookline.loop.processes import is_main_process
+from hookline.loop.saved_state import check_host_state, reported_damage
+
+if TYPE_CHECKING:
+    from hookline.integrations.hosts.host_session import HostSession
+
+__all__ = ["collect", "load", "save"]
+
+log = logging.getLogger("hookline")
+
+
+def collect(session: HostSession) -> dict[str, Any]:
+    """Return what a host's checkpoint has of the session."""
+    run = session.run
+    return {
+        **collect_progress(session),
+        **rank_state(session, {}),
+        "batch_idx": session._batch_idx,
+        "run_id": None if run is None else run.id,
+    }
+
+
+def save(session: HostSession, folder: Path) -> None:
+    """Save the hooks' state in a host's checkpoint, and mark it as complete; on the first rank.
+
+    A failure is logged: the host's checkpoint itself is there.
+    """
+    if not is_main_process():
+        return
+    try:
+        state = collect(session)
+        info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
+        unmark(folder)  # the host may have written this checkpoint again
+        save_checkpoint(folder / HOOKS_FOLDER, model={}, state=state, info=info)
+        if session.run is not None:
+            session.run.flush(durable=True)
+        mark_complete(folder)
+    except (CheckpointError, OSError) as error:
+        log.warning("The state of the hooks was not saved with %s: %s", folder, error)
+
+
+def load(session: HostSession, folder: Path) -> dict[str, Any] | None:
+    """Return what was saved of the hooks in a host's checkpoint; None if nothing was."""
+    if not os.path.lexists(folder / HOOKS_FOLDER):
+        return None
+    checkpoint = load_checkpoint(folder / HOOKS_FOLDER)
+    with reported_damage(checkpoint):
+        check_host_state(checkpoint)
+        return checkpoint.state

@@ -1,0 +1,320 @@
+"""Hooks in a Hugging Face `Trainer`, TRL's trainers included.
+
+    session = hookline.attach(trainer, hooks=[Watch()])
+    trainer.train()
+
+A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
+four of the trainer's public methods are wrapped on this object while it is attached: `train`,
+`training_step`, `evaluate` and `prediction_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hookline.dispatch import HookManager
+from hookline.errors import ArgumentError, LoopError
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.attach import session_options, unwrap_optimizer
+from hookline.integrations.hosts import host_state
+from hookline.integrations.hosts.host_events import Host
+from hookline.integrations.hosts.host_session import HostSession
+
+__all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+
+HOST = Host(
+    name="a Hugging Face Trainer",
+    places={
+        "on_train_start": "`TrainerCallback.on_train_begin`",
+        "on_epoch_start": "`TrainerCallback.on_epoch_begin`",
+        "on_train_batch_start": "before `Trainer.training_step`",
+        "on_train_batch_end": "`TrainerCallback.on_substep_end`, or when the optimizer has stepped",
+        "on_validation_start": "before `Trainer.evaluate`",
+        "on_validation_batch_start": "before `Trainer.prediction_step`",
+        "on_validation_batch_end": "after `Trainer.prediction_step`",
+        "on_validation_end": "after `Trainer.evaluate`",
+        "on_epoch_end": "`TrainerCallback.on_epoch_end`",
+        "on_checkpoint_save": "`TrainerCallback.on_save`, when the files are on the disk",
+        "on_checkpoint_load": "`TrainerCallback.on_train_begin` of a resumed training",
+        "on_exception": "`Trainer.train` raises",
+        "on_train_end": "`TrainerCallback.on_train_end`",
+    },
+    missing={
+        "on_before_backward": "its loss goes from `compute_loss` into backward, where no callback "
+        "sees it. `on_after_forward` and `on_after_backward` are there."
+    },
+    supplied=frozenset({"epoch", "batches", "validation", "checkpoint", "resumed"}),
+    calls={
+        "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
+        "validation": "It evaluates only with TrainingArguments(eval_strategy=…) and an "
+        "eval_dataset.",
+        "checkpoint": "It saves only with TrainingArguments(save_strategy=…).",
+        "resumed": "It loads a checkpoint in train(resume_from_checkpoint=…).",
+        "clip": "It clips only with TrainingArguments(max_grad_norm=…) above 0.",
+        "backward": "The loss is read from backward.",
+    },
+)
+
+
+class HooklineCallback(TrainerCallback):
+    """Hooks as a callback: `Trainer(…, callbacks=[HooklineCallback([Watch()], runs="runs")])`.
+
+    Args:
+        hooks: as for `hookline.attach`.
+        allow_missing: only warn about hooks that need what the trainer does not give.
+        watch_generation: let probes see the forwards of `model.generate`, too.
+        options: as for `hookline.attach`: `runs`, `name`, `settings` …
+
+    Attributes:
+        session: the session, as `hookline.attach(trainer, …)` returns it.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Hook] | HookManager = (),
+        *,
+        allow_missing: bool = False,
+        watch_generation: bool = False,
+        **options: Any,
+    ) -> None:
+        self.session = HostSession(
+            HOST,
+            allow_missing=allow_missing,
+            watch_generation=watch_generation,
+            log_to_host=self._log_to_trainer,
+            **session_options(hooks, **options),
+        )
+        self._trainer: Trainer | None = None
+        self._resumes_from: Path | None = None
+        self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
+        self._validation_depth = self._validation_batches = 0
+
+    # -- the trainer ------------------------------------------------------------------------------
+
+    def bind(self, trainer: Trainer) -> None:
+        """Wrap the trainer's methods that callbacks do not show."""
+        if trainer.args.auto_find_batch_size:
+            raise LoopError(
+                "TrainingArguments(auto_find_batch_size=True) starts training several times, and a "
+                "session belongs to one. Choose the batch size, and attach again."
+            )
+        self._trainer = trainer
+        wrappers: dict[str, Callable[..., Any]] = {
+            "train": self._train,
+            "training_step": self._training_step,
+            "evaluate": self._evaluate,
+            "prediction_step": self._prediction_step,
+        }
+        for name, wrapper in wrappers.items():
+            original = getattr(trainer, name)
+            vars(trainer)[name] = functools.partial(wrapper, original)
+
+    def _unbind(self) -> None:
+        """Put the trainer's own methods back."""
+        for name in ("train", "training_step", "evaluate", "prediction_step"):
+            wrapper = vars(self._trainer).get(name)
+            if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
+                del vars(self._trainer)[name]
+
+    def _find_trainer(self) -> Trainer:
+        """Return the trainer that calls this callback: it is not among a callback's arguments."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
+                return caller
+            frame = frame.f_back
+        raise LoopError("HooklineCallback is called by something else than a transformers.Trainer.")
+
+    # -- wrapped methods --------------------------------------------------------------------------
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("resume_from_checkpoint")
+        assert self._trainer is not None
+        if given is True:
+            given = get_last_checkpoint(self._trainer.args.output_dir)  # type: ignore[no-untyped-call]
+        self._resumes_from = Path(given) if isinstance(given, str | os.PathLike) else None
+        try:
+            with self.session:
+                result = train(*args, **kwargs)
+        finally:
+            self._unbind()
+        if self.session.received_signal == "SIGINT":
+            raise KeyboardInterrupt
+        return result
+
+    def _training_step(
+        self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        trainer = self._trainer
+        if not self.session.is_training or trainer is None:
+            return training_step(model, inputs, *args, **kwargs)
+        divisor = trainer.current_gradient_accumulation_steps
+        self.session.start_batch(inputs, divisor=divisor)
+        return training_step(model, inputs, *args, **kwargs)
+
+    def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.session.is_training or self._validation_depth:
+            return evaluate(*args, **kwargs)  # of several data sets, or outside of training
+        self._validation_depth, self._validation_batches = 1, 0
+        self.session.start_validation()
+        try:
+            metrics = evaluate(*args, **kwargs)
+            self.session.end_validation(metrics)
+        finally:
+            self._validation_depth = 0
+            self.session.leave_validation()
+        if self._epoch_has_ended:
+            self._end_epoch()
+        assert self._trainer is not None
+        self._request_stop(self._trainer.control)
+        return metrics
+
+    def _prediction_step(
+        self,
+        prediction_step: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._validation_depth:
+            return prediction_step(model, inputs, *args, **kwargs)
+        self.session.start_validation_batch(inputs, self._validation_batches)
+        self._validation_batches += 1
+        outputs = prediction_step(model, inputs, *args, **kwargs)
+        self.session.end_validation_batch(outputs[0])
+        return outputs
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer is None:
+            self.bind(self._find_trainer())
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer is None:  # the callback was added after the trainer was made
+            self.bind(self._find_trainer())
+            self._resumes_from = _checkpoint_folder(args, state) if state.global_step else None
+        trainer, session = self._trainer, self.session
+        assert trainer is not None
+        session.use_config(args)
+        optimizer = unwrap_optimizer(trainer.optimizer)
+        model: Any = trainer.model_wrapped
+        session.connect(
+            model,
+            [optimizer],
+            schedulers=[] if trainer.lr_scheduler is None else [trainer.lr_scheduler],
+            scaler=trainer.accelerator.scaler,
+            signals=("SIGTERM", "SIGUSR1"),
+        )
+        if self._resumes_from is not None and state.global_step:
+            saved = host_state.load(session, self._resumes_from)
+            session.restore(self._resumes_from, saved, step=state.global_step)
+        session.begin()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.session.start_epoch(int((state.epoch or 0) + 1e-6))
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._epoch_has_ended = True
+        if self.session.received_signal is not None:  # the process is about to be killed
+            control.should_evaluate = False
+        if not control.should_evaluate:  # else it ends after the validation that comes next
+            self._end_epoch()
+        self._request_stop(control)
+
+    def _end_epoch(self) -> None:
+        self._epoch_has_ended = False
+        self.session.end_epoch()
+
+    def _request_stop(self, control: TrainerControl) -> None:
+        """Let the trainer stop, and save before, if hooks or a signal ask for it."""
+        if self.session.take_stop():
+            control.should_training_stop = True
+            if self.session.received_signal is not None and not self._saves_for_signal:
+                control.should_save = self._saves_for_signal = True
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.session.end_batch()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.session.end_step()
+        self._request_stop(control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        is_own = (
+            self._forwards_logs or self._validation_depth
+        )  # a validation is recorded as a whole
+        if self.session.is_training and not is_own:
+            self.session.record_host_values(logs or {})
+
+    def _log_to_trainer(self, values: dict[str, float]) -> None:
+        """Give values to the trainer's loggers, without its own history and averages."""
+        trainer = self._trainer
+        assert trainer is not None
+        control = trainer.control
+        is_due, self._forwards_logs = control.should_log, True
+        try:
+            trainer.callback_handler.on_log(trainer.args, trainer.state, control, values)
+        finally:
+            control.should_log, self._forwards_logs = is_due, False
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.session.is_training:
+            return
+        trainer = self._trainer
+        assert trainer is not None
+        folder = _checkpoint_folder(args, state)
+        trainer.accelerator.wait_for_everyone()  # every rank writes its random states
+        host_state.save(self.session, folder)
+        self.session.notify_checkpoint_saved(str(folder))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.session.detach()
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
+def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
+    """Attach hooks to a Hugging Face trainer; see `hookline.attach`."""
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"Expected a transformers.Trainer, not a {type(trainer).__name__}.")
+    callback = HooklineCallback(hooks, **options)
+    callback.bind(trainer)
+    trainer.add_callback(callback)
+    return callback.session
