@@ -27,6 +27,7 @@ from hookline.masking import mask_secrets
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import canonical_json, to_jsonable
+from hookline.runs.manifest import read_run_manifest
 from hookline.runs.recorder import describe_loop
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
@@ -104,6 +105,8 @@ def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
         return fetch_checkpoint(given, into)
     checkpoint = find_checkpoint(Path(given), verify=True)
     folder = find_run_of_checkpoint(checkpoint)
+    if folder is not None and runs is not None:
+        read_run_manifest(folder)  # raises before anything is loaded, if it cannot be continued
     if folder is not None and checkpoint.resolve() != Path(given).resolve():
         check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
     return checkpoint
