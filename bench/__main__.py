@@ -20,6 +20,7 @@ import hookline
 from bench import (
     checkpoints,
     dispatch,
+    hosts,
     imports,
     monitors,
     probe_monitor,
@@ -45,6 +46,7 @@ PARTS = {
     "resume": resume.run,
     "several_processes": several_processes.run,
     "sharded_saves": sharded_saves.run,
+    "hosts": hosts.run,
     "imports": imports.run,
 }
 PEERS = (

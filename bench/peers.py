@@ -11,13 +11,14 @@ import importlib.util
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.nn.functional import mse_loss
 
+import hookline
 from bench.data import Batches
 from bench.harness import Candidate, block
 
@@ -149,9 +150,25 @@ def loops(*, hooks: int, steps: int, warmup: int) -> dict[str, Candidate]:
     }
 
 
-def _timed(train: Callable[[Batches, int], None], hooks: int, steps: int, warmup: int) -> float:
+def hosts(make_hooks: Callable[[], list[Any]], *, steps: int, warmup: int) -> dict[str, Candidate]:
+    """Return candidates that train in each host with hooks attached by Hookline."""
+    makers = {"Ignite": _ignite, "Lightning": _lightning, "Hugging Face": _hugging_face}
+    return {
+        name: partial(_timed, train, 0, steps, warmup, make_hooks)
+        for name, train in makers.items()
+        if _installed(name)
+    }
+
+
+def _timed(
+    train: Callable[..., None],
+    hooks: int,
+    steps: int,
+    warmup: int,
+    make_hooks: Callable[[], list[Any]] = list,
+) -> float:
     batches = Batches(steps, warmup, ("x", "labels") if train is _hugging_face else None)
-    train(batches, hooks)
+    train(batches, hooks, make_hooks())
     return batches.seconds_per_step
 
 
@@ -161,7 +178,7 @@ def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def _ignite(batches: Batches, hooks: int) -> None:
+def _ignite(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
     from ignite.engine import Engine, Events
 
     model, optimizer = _model()
@@ -177,6 +194,8 @@ def _ignite(batches: Batches, hooks: int) -> None:
     for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
         for _ in range(hooks):
             engine.add_event_handler(event, _ignite_handler())
+    if attached:
+        hookline.attach(engine, model=model, optimizer=optimizer, hooks=attached)
     engine.run(batches, max_epochs=1)
 
 
@@ -187,8 +206,10 @@ def _ignite_handler() -> Callable[[Any], None]:
     return handler
 
 
-def _lightning(batches: Batches, hooks: int) -> None:
+def _lightning(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
     trainer = _lightning_trainer(callbacks=[_lightning_callback(True) for _ in range(hooks)])
+    if attached:
+        hookline.attach(trainer, hooks=attached)
     trainer.fit(_lightning_module(), train_dataloaders=batches)
 
 
@@ -241,7 +262,7 @@ def _lightning_callback(listening: bool) -> Any:
     return _lightning_callbacks()[listening]()
 
 
-def _hugging_face(batches: Batches, hooks: int) -> None:
+def _hugging_face(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     model, optimizer = _model()
@@ -277,6 +298,8 @@ def _hugging_face(batches: Batches, hooks: int) -> None:
             callbacks=[_hugging_face_callback(True) for _ in range(hooks)],
         )
         trainer.remove_callback(PrinterCallback)
+        if attached:
+            hookline.attach(trainer, hooks=attached)
         trainer.train()
 
 
