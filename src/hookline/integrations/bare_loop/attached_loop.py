@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,9 +18,11 @@ from hookline.arguments import as_reason
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
+from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
+from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
 from hookline.integrations.bare_loop.loop_agreement import LoopAgreement, trains_together
 from hookline.integrations.bare_loop.requirements import (
@@ -37,8 +40,6 @@ from hookline.loop.training_loop import TrainingLoop
 from hookline.printable import printable_message
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hookline.config.trainer_config import CheckpointConfig
     from hookline.integrations.bare_loop.recorded_session import SessionRecorder
     from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
@@ -59,6 +60,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
     """A loop that hooks are attached to; `Session` adds the calls that the loop may make."""
 
     _context: BareLoopEventContext
+    _batch_idx = 0  # of the next batch, where a host counts them
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         hparams: dict[str, Any],
         name: str | None,
         tags: Iterable[str],
+        watch_generation: bool = False,
     ) -> None:
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
@@ -109,6 +112,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._tokens_fn = count_tokens if isinstance(tokens, str) else own_count
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
+        self._watches_generation = watch_generation
+        self._generation: GenerationWatch | None = None
         self._validation: Means | None = None
         self._validated: dict[str, Any] = {}
         self._resumed_epoch: int | None = None  # that was in progress when a checkpoint was saved
@@ -141,6 +146,9 @@ class AttachedLoop(TrainingLoop[HookManager]):
         )
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
+        if not self._watches_generation:
+            self._generation = GenerationWatch(self.model, self._context.set_generating)
+            self._generation.start()
 
     # -- stopping ---------------------------------------------------------------------------------
 
@@ -196,6 +204,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self.begin()
         except BaseException as error:
             self._step_watch.detach()  # `__exit__` is not called
+            if self._generation is not None:
+                self._generation.stop()
             self._close_recorder("error", error)
             raise
         return self
@@ -276,6 +286,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         finally:
             self._sync_probes()
             self._step_watch.detach()
+            if self._generation is not None:
+                self._generation.stop()
             self.hooks.run_ended()
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -313,6 +325,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
         """Return the folder of the run that the checkpoint belongs to."""
         from hookline.runs.run_lookup import find_run_of_checkpoint
 
+        run_id = (self._restored or (None, {}))[1].get("run_id")
+        if isinstance(self._runs, str) and is_plain_name(run_id):
+            folder = Path(self._runs) / run_id
+            return folder if (folder / "manifest.json").is_file() else None
         return find_run_of_checkpoint(restored)
 
     def _rewind(self, step: int) -> None:
@@ -395,8 +411,13 @@ class AttachedLoop(TrainingLoop[HookManager]):
             raise
 
     def _before_forward(self) -> None:
-        self.begin()
-        super()._before_forward()
+        if not self._context.generating:
+            self.begin()
+            super()._before_forward()
+
+    def _after_forward(self, outputs: Any) -> None:
+        if not self._context.generating:
+            super()._after_forward(outputs)
 
     def _request_skip(self, idx: int, reason: str) -> None:
         # The optimizer's gradients are removed just before its step, which then changes nothing.

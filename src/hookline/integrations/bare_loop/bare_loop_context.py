@@ -74,6 +74,10 @@ class BareLoopEventContext(EventContext):
         self.metrics = Metrics()
         self.norms: dict[int, torch.Tensor] = {}  # before clipping, by optimizer
 
+    def set_generating(self, generating: bool) -> None:
+        """Note whether the model generates."""
+        self.generating = generating
+
     # -- what the loop may not provide -----------------------------------------------------------
 
     epoch = _provided("epoch", "known_epoch")
