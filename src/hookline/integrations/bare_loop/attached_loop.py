@@ -146,9 +146,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
         )
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
-        if not self._watches_generation:
-            self._generation = GenerationWatch(self.model, self._context.set_generating)
-            self._generation.start()
+        self._generation = GenerationWatch(self.model, self._set_generating)
+        self._generation.start()
+
+    def _set_generating(self, generating: bool) -> None:
+        self._context.generating = generating
+        self._context.shows_generation = generating and self._watches_generation
 
     # -- stopping ---------------------------------------------------------------------------------
 

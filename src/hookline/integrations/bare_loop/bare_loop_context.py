@@ -74,10 +74,6 @@ class BareLoopEventContext(EventContext):
         self.metrics = Metrics()
         self.norms: dict[int, torch.Tensor] = {}  # before clipping, by optimizer
 
-    def set_generating(self, generating: bool) -> None:
-        """Note whether the model generates."""
-        self.generating = generating
-
     # -- what the loop may not provide -----------------------------------------------------------
 
     epoch = _provided("epoch", "known_epoch")
@@ -170,6 +166,9 @@ class ProbeContext:
     step_in_progress = property(attrgetter("_context.step_in_progress"))
     epoch = property(attrgetter("_context.known_epoch"))
 
+    shows_generation = property(attrgetter("_context.shows_generation"))
+
     @property
     def evaluating(self) -> bool:
-        return self._context.evaluating or self._context.generating
+        context = self._context
+        return context.evaluating or (context.generating and not context.shows_generation)
