@@ -456,7 +456,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._supplied.add("tokens")
         return tokens
 
-    def _end_batch(self, tokens: int | None = None) -> None:
+    def _end_batch(self) -> None:
         """End the batch in progress, if there is one."""
         batch = self._context.known_batch
         if batch is None or batch.ended:
@@ -468,12 +468,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._context.why_no_loss = f". {CALLS['log']}"
             self._fire("on_validation_batch_end")
             return
-        if tokens is None:
-            tokens = self._count_tokens(batch.batch)
-        if tokens is not None:
-            self._context.known_tokens = (self._context.known_tokens or 0) + tokens
+        if batch.tokens is not None:
+            self._context.known_tokens = (self._context.known_tokens or 0) + batch.tokens
         if self.hooks.dispatchers.on_train_batch_end is not None:
-            loss = self._step_watch.batch_loss()
+            watch = self._step_watch
+            loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
             self._context.metrics = Metrics(known | batch.logged)
             self._fire("on_train_batch_end")

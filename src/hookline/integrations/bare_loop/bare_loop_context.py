@@ -31,6 +31,7 @@ class Batch:
     index: int
     loader_idx: int
     loader_name: str
+    tokens: int | None = None
     logged: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
 

@@ -78,22 +78,22 @@ class Session(AttachedLoop):
         if trains:
             self._reach_boundary()
         for i, batch in enumerate(batches):
-            tokens = self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
+            self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
-            self._end_batch(tokens)
+            self._end_batch()
             if self._stop.is_active and trains:
                 break
             if trains:
                 self._reach_boundary()
         self._context.known_batch = None
 
-    def _begin_batch(self, batch: Batch) -> int | None:
-        """Begin a batch, of training or validation; return its number of tokens, if known."""
+    def _begin_batch(self, batch: Batch) -> None:
+        """Begin a batch, of training or validation."""
         self._context.known_batch = batch
         self._step_watch.losses.batch_begins()
-        tokens = self._count_tokens(batch.batch)
-        self._fire(f"on_{'train' if self._validation is None else 'validation'}_batch_start")
-        return tokens
+        batch.tokens = self._count_tokens(batch.batch)
+        trains = self._validation is None
+        self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
