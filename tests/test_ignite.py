@@ -422,10 +422,11 @@ def test_an_update_a_probe_and_a_toggle():
     training = Training()
     told = recorder(on_train_batch_start=("batch_idx",))
     session = training.attach(told, Toggle())
-    monitor = hookline.probes.Monitor("second")
-    session.add_hook(monitor)
+    capture = hookline.probes.Capture("second")
+    session.add_hook(capture)
     session.add_hook(_double, kind="update")
     training.run(1)
+    assert len(capture.states()) == 4  # not those of the validation
     assert [row["batch_idx"] for row in told_in(told, "on_train_batch_start")] == [0, 2]
     assert not same(weights(training.model), weights(Training().run(1).model))
 
