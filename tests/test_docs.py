@@ -172,7 +172,6 @@ TRUE_LIMITS = {
         "Hookline has no `test` and `predict`",
         "Hookline has no DeepSpeed",
         "Hookline has no custom events",
-        "You cannot run Hookline hooks inside a Lightning, Hugging Face or Ignite",
     ],
 }
 # About the order of things in a step, and about other formats.

@@ -28,6 +28,7 @@ _HOSTS = {  # by module and name of the class, so that nothing is imported to fi
     ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
     ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
     ("ignite.engine.engine", "Engine"): "ignite",
+    ("accelerate.accelerator", "Accelerator"): "accelerate",
 }
 
 
@@ -50,6 +51,7 @@ def attach(
     name: str | None = None,
     tags: Iterable[str] = (),
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    evaluator: Any = None,
     allow_missing: bool = False,
     watch_generation: bool = False,
 ) -> Session:
@@ -62,22 +64,25 @@ def attach(
         trainer.train()
 
         hookline.attach(engine, model=model, optimizer=optimizer, hooks=[Watch()])  # of Ignite
+        hookline.attach(accelerator, model=model, optimizer=optimizer, hooks=[Watch()])
 
     Hooks that need what such a loop does not provide (epochs, batches, validation, checkpoints)
     raise an error before the first step, with the call on the session that provides it.
 
     Args:
         target: a Hugging Face `Trainer` (TRL's are subclasses), a Lightning `Trainer`, an Ignite
-            `Engine`, or the model of a bare loop: as the loop calls it (the compiled or wrapped
-            one, if there is one), or several, such as a generator and a discriminator. Hooks get
-            several as one module that contains them in this order.
+            `Engine`, the `Accelerator` of a loop, which hooks get as `trainer.accelerator`, or the
+            model of a bare loop: as the loop calls it (the compiled or wrapped one, if there is
+            one), or several, such as a generator and a discriminator. Hooks get several as one
+            module that contains them in this order.
         optimizer: the optimizer of a bare loop or an Ignite engine, or several. A step is complete
             when each of them has stepped.
         hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
             schedules and order.
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
             loop steps them.
-        scaler: the GradScaler, if the loop uses one; needed to see skipped steps.
+        scaler: the GradScaler, if the loop uses one; needed to see skipped steps. That of a
+            prepared optimizer of Accelerate is found.
         config: the configuration, for hooks that ask for `config`.
         tokens: returns the number of tokens in a batch; by default the size of its `input_ids`, or
             of integer inputs with two or more dimensions; None if batches have no tokens.
@@ -99,10 +104,10 @@ def attach(
         name: a name for the run.
         tags: tags for the run.
         model: the model that an Ignite engine trains; or, as a keyword, that of a bare loop.
+        evaluator: the Ignite engine that validates the model.
         allow_missing: in another library's trainer, only warn about hooks that need an event which
             it does not give.
-        watch_generation: in another library's trainer, let probes see the forwards of
-            `model.generate`, too.
+        watch_generation: let probes see the forwards of `model.generate`, too.
     """
     common: dict[str, Any] = {
         "config": config,
@@ -114,30 +119,36 @@ def attach(
         "name": name,
         "tags": tags,
     }
-    of_loop = {
+    of_parts: dict[str, Any] = {
         "schedulers": schedulers,
         "scaler": scaler,
         "loss_divided": loss_divided,
-        "on_stop": on_stop,
-        "stop_grace": stop_grace,
     }
-    of_host = {"allow_missing": allow_missing, "watch_generation": watch_generation}
-    for option, value in of_host.items():
-        check_flag(f"attach(…, {option}=…)", value)
+    of_loop: dict[str, Any] = {"on_stop": on_stop, "stop_grace": stop_grace}
+    check_flag("attach(…, allow_missing=…)", allow_missing)
+    check_flag("attach(…, watch_generation=…)", watch_generation)
+    common["watch_generation"] = watch_generation
     host = _find_host(target)
-    if host is None:
-        _refuse(of_host, {"allow_missing": False, "watch_generation": False}, "a bare loop")
-        target = _one_model(target, model)
-        return attach_to_loop(target, optimizer, hooks, **of_loop, **common)
-    defaults = {"schedulers": (), "scaler": None, "loss_divided": None}
-    _refuse(of_loop, {**defaults, "on_stop": "warn", "stop_grace": 10}, f"a trainer of {host}")
-    given = {"model": model, "optimizer": optimizer}
-    if host != "ignite":  # whose engine knows neither
-        _refuse(given, {"model": None, "optimizer": None}, f"a trainer of {host}")
-        given = {}
+    if host is None or host == "accelerate":
+        of_host = {"allow_missing": allow_missing, "evaluator": evaluator}
+        _refuse(of_host, {"allow_missing": False, "evaluator": None}, "a bare loop")
+        given = _loop_model(target, model, is_accelerator=host == "accelerate")
+        if host == "accelerate":
+            of_parts["scaler"] = scaler or target.scaler
+        session = attach_to_loop(given, optimizer, hooks, **of_parts, **of_loop, **common)
+        if host == "accelerate":
+            session.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
+        return session
+    _refuse(of_loop, {"on_stop": "warn", "stop_grace": 10}, f"a trainer of {host}")
+    parts = {"model": model, "optimizer": optimizer, "evaluator": evaluator, **of_parts}
+    if host != "ignite":  # whose engine knows none of them
+        defaults = {**dict.fromkeys(parts), "schedulers": ()}
+        _refuse(parts, defaults, f"a trainer of {host}")
+        parts = {}
     integration = import_module(f"hookline.integrations.{host}")
-    session: Session = integration.attach_to_trainer(target, hooks, **given, **of_host, **common)
-    return session
+    common["allow_missing"] = allow_missing
+    attached: Session = integration.attach_to_trainer(target, hooks, **parts, **common)
+    return attached
 
 
 def _find_host(target: Any) -> str | None:
@@ -148,10 +159,18 @@ def _find_host(target: Any) -> str | None:
     return None
 
 
-def _one_model(target: Any, model: Any) -> Any:
+def _loop_model(target: Any, model: Any, *, is_accelerator: bool) -> Any:
+    """Return the model of a bare loop, given in one of two ways."""
+    if is_accelerator:
+        if model is None:
+            raise ArgumentError(
+                "attach(accelerator, …) needs what the Accelerator has prepared: "
+                "attach(accelerator, model=model, optimizer=optimizer, hooks=[…])."
+            )
+        return model
     if target is not None and model is not None:
         raise ArgumentError(
-            f"attach(…, model=…) is for an Ignite engine; the first argument is "
+            f"attach(…, model=…) is for an Ignite engine or an Accelerator; the first argument is "
             f"{describe_value(target)}. Give the model once."
         )
     return model if target is None else target

@@ -41,6 +41,7 @@ class EventContext:
         self.checkpoint_path: Any = None
         self.skipped = False
         self.evaluating = False
+        self.shows_generation = False  # the model generates, and probes see it
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.clipped_norm: torch.Tensor | None = None

@@ -34,7 +34,7 @@ from hookline.loop.unsupported_models import check_supported
 if TYPE_CHECKING:
     from hookline.runs.run import Run
 
-__all__ = ["attach_to_loop", "session_options", "unwrap_optimizer"]
+__all__ = ["attach_to_loop", "loop_parts", "session_options", "unwrap_optimizer"]
 
 
 def attach_to_loop(
@@ -44,22 +44,44 @@ def attach_to_loop(
     *,
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
+    watch_generation: bool = False,
     **options: Any,
 ) -> Session:
     """Attach hooks to a bare loop; see `hookline.attach`."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+    checked = session_options(hooks, **options)
+    parts = loop_parts(model, optimizer, schedulers, scaler)
+    return Session(**parts, watch_generation=watch_generation, **checked)
+
+
+def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict[str, Any]:
+    """Return the checked `model`, `optimizers`, `schedulers` and `scaler` of a loop.
+
+    An optimizer that Accelerate has prepared brings its scaler with it.
+    """
+    if scaler is None:
+        scaler = _prepared_scaler(optimizer)
+    elif not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
         )
-    checked = session_options(hooks, **options)
     attached = _one_module(model)
-    return Session(
-        attached,
-        _optimizers(optimizer, attached),
-        schedulers=_schedulers(schedulers),
-        scaler=scaler,
-        **checked,
-    )
+    return {
+        "model": attached,
+        "optimizers": _optimizers(optimizer, attached),
+        "schedulers": _schedulers(schedulers),
+        "scaler": scaler,
+    }
+
+
+def _prepared_scaler(given: Any) -> torch.amp.GradScaler | None:
+    """Return the scaler through which optimizers that Accelerate has prepared step."""
+    for optimizer in given if isinstance(given, list | tuple) else [given]:
+        is_prepared = any(
+            kind.__module__ == "accelerate.optimizer" for kind in type(optimizer).__mro__
+        )
+        if is_prepared and isinstance(optimizer.scaler, torch.amp.GradScaler):
+            return optimizer.scaler
+    return None
 
 
 def session_options(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,9 +18,11 @@ from hookline.arguments import as_reason
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
+from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
+from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
 from hookline.integrations.bare_loop.loop_agreement import (
     LoopAgreement,
@@ -41,8 +44,6 @@ from hookline.loop.training_loop import TrainingLoop
 from hookline.printable import printable_message
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hookline.config.trainer_config import CheckpointConfig
     from hookline.integrations.bare_loop.recorded_session import SessionRecorder
     from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
@@ -63,6 +64,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
     """A loop that hooks are attached to; `Session` adds the calls that the loop may make."""
 
     _context: BareLoopEventContext
+    _batch_idx = 0  # of the next batch, where a host counts them
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         hparams: dict[str, Any],
         name: str | None,
         tags: Iterable[str],
+        watch_generation: bool = False,
     ) -> None:
         if isinstance(hooks, HookManager):
             given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
@@ -113,6 +116,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._tokens_fn = count_tokens if isinstance(tokens, str) else own_count
         given = {"config": config, "run": runs}
         self._supplied = {name for name, value in given.items() if value is not None}
+        self._watches_generation = watch_generation
+        self._generation: GenerationWatch | None = None
         self._validation: Means | None = None
         self._validated: dict[str, Any] = {}
         self._resumed_epoch: int | None = None  # that was in progress when a checkpoint was saved
@@ -145,6 +150,12 @@ class AttachedLoop(TrainingLoop[HookManager]):
         )
         self.hooks.on_change = self._hooks_changed
         self._sync_probes()
+        self._generation = GenerationWatch(self.model, self._set_generating)
+        self._generation.start()
+
+    def _set_generating(self, generating: bool) -> None:
+        self._context.generating = generating
+        self._context.shows_generation = generating and self._watches_generation
 
     # -- stopping ---------------------------------------------------------------------------------
 
@@ -206,6 +217,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self.begin()
         except BaseException as error:
             self._step_watch.detach()  # `__exit__` is not called
+            if self._generation is not None:
+                self._generation.stop()
             self._close_recorder("error", error)
             raise
         return self
@@ -295,6 +308,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         finally:
             self._sync_probes()
             self._step_watch.detach()
+            if self._generation is not None:
+                self._generation.stop()
             self.hooks.run_ended()
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -332,6 +347,10 @@ class AttachedLoop(TrainingLoop[HookManager]):
         """Return the folder of the run that the checkpoint belongs to."""
         from hookline.runs.run_lookup import find_run_of_checkpoint
 
+        run_id = (self._restored or (None, {}))[1].get("run_id")
+        if isinstance(self._runs, str) and is_plain_name(run_id):
+            folder = Path(self._runs) / run_id
+            return folder if (folder / "manifest.json").is_file() else None
         return find_run_of_checkpoint(restored)
 
     def _rewind(self, step: int) -> None:
@@ -411,8 +430,13 @@ class AttachedLoop(TrainingLoop[HookManager]):
             raise
 
     def _before_forward(self) -> None:
-        self.begin()
-        super()._before_forward()
+        if not self._context.generating:
+            self.begin()
+            super()._before_forward()
+
+    def _after_forward(self, outputs: Any) -> None:
+        if not self._context.generating:
+            super()._after_forward(outputs)
 
     def _request_skip(self, idx: int, reason: str) -> None:
         # The optimizer's gradients are removed just before its step, which then changes nothing.
@@ -448,7 +472,7 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._supplied.add("tokens")
         return tokens
 
-    def _end_batch(self, tokens: int | None = None) -> None:
+    def _end_batch(self) -> None:
         """End the batch in progress, if there is one."""
         batch = self._context.known_batch
         if batch is None or batch.ended:
@@ -460,12 +484,11 @@ class AttachedLoop(TrainingLoop[HookManager]):
             self._context.why_no_loss = f". {CALLS['log']}"
             self._fire("on_validation_batch_end")
             return
-        if tokens is None:
-            tokens = self._count_tokens(batch.batch)
-        if tokens is not None:
-            self._context.known_tokens = (self._context.known_tokens or 0) + tokens
+        if batch.tokens is not None:
+            self._context.known_tokens = (self._context.known_tokens or 0) + batch.tokens
         if self.hooks.dispatchers.on_train_batch_end is not None:
-            loss = self._step_watch.batch_loss()
+            watch = self._step_watch
+            loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
             self._context.metrics = Metrics(known | batch.logged)
             self._fire("on_train_batch_end")

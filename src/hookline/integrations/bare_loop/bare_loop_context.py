@@ -31,6 +31,7 @@ class Batch:
     index: int
     loader_idx: int
     loader_name: str
+    tokens: int | None = None
     logged: dict[str, Any] = field(default_factory=dict)
     ended: bool = False
 
@@ -166,6 +167,9 @@ class ProbeContext:
     step_in_progress = property(attrgetter("_context.step_in_progress"))
     epoch = property(attrgetter("_context.known_epoch"))
 
+    shows_generation = property(attrgetter("_context.shows_generation"))
+
     @property
     def evaluating(self) -> bool:
-        return self._context.evaluating or self._context.generating
+        context = self._context
+        return context.evaluating or (context.generating and not context.shows_generation)

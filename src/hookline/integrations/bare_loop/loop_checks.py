@@ -39,6 +39,7 @@ class LoopChecks:
 
     Attributes:
         is_first_step: whether no step has ended since the session was attached.
+        allow_missing: whether hooks do without what the loop does not provide.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LoopChecks:
         self._hooks = hooks
         self._scaler = scaler
         self.is_first_step = True
+        self.allow_missing = False
         self._warned: set[str] = set()
 
     def warn_once(self, key: str, message: str) -> None:
@@ -61,7 +63,7 @@ class LoopChecks:
 
     def raise_or_warn(self, problems: list[str]) -> None:
         """Raise for what hooks need and do not get in the first step; later, warn."""
-        if problems and self.is_first_step:
+        if problems and self.is_first_step and not self.allow_missing:
             problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             lines = (f"  - {problem}" for problem in problems)
             raise NotSuppliedError("Hooks need what this loop does not provide:", *lines)

@@ -81,22 +81,22 @@ class Session(AttachedLoop):
         if trains:
             self._reach_boundary()
         for i, batch in enumerate(batches):
-            tokens = self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
+            self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
-            self._end_batch(tokens)
+            self._end_batch()
             if self._stop.is_active and trains:
                 break
             if trains:
                 self._reach_boundary()
         self._context.known_batch = None
 
-    def _begin_batch(self, batch: Batch) -> int | None:
-        """Begin a batch, of training or validation; return its number of tokens, if known."""
+    def _begin_batch(self, batch: Batch) -> None:
+        """Begin a batch, of training or validation."""
         self._context.known_batch = batch
         self._step_watch.losses.batch_begins()
-        tokens = self._count_tokens(batch.batch)
-        self._fire(f"on_{'train' if self._validation is None else 'validation'}_batch_start")
-        return tokens
+        batch.tokens = self._count_tokens(batch.batch)
+        trains = self._validation is None
+        self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
@@ -310,6 +310,44 @@ class Session(AttachedLoop):
         path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
         check_flag("load_checkpoint(…, strict=…)", strict)
         return self._make_checkpoints().load(path, strict=strict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of hooks, updates and counters, for a checkpoint of the loop's own.
+
+            torch.save({"model": model.state_dict(), "hooks": session.state_dict()}, path)
+
+        It has strings and tensors only, so that `torch.load(…, weights_only=True)` reads it.
+        """
+        from hookline.integrations.bare_loop.state_dicts import pack_state  # most loops save none
+
+        return pack_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, and continue its run; before training starts.
+
+        `on_checkpoint_load` is fired when training starts.
+        """
+        from hookline.integrations.bare_loop.state_dicts import unpack_state
+
+        path = self._find_loaded_path()
+        self._restore_state(path, unpack_state(state_dict, path))
+        self._supplied.add("resumed")
+
+    def _find_loaded_path(self) -> Path:
+        """Return the path of the checkpoint that the loop has read, if it can be known."""
+        return Path("<state_dict>")
+
+    def _restore_state(self, path: Path, state: Mapping[str, Any]) -> None:
+        from hookline.integrations.bare_loop.session_state import restore_progress
+
+        if self.started:
+            raise LoopError(
+                "session.load_state_dict() continues a training, but this one has started. Load "
+                "before that: `session = attach(…)`, `session.load_state_dict(…)`, and then "
+                "`with session:`."
+            )
+        restore_progress(self, state)
+        self._restored = path, state
 
     def notify_checkpoint_saved(self, path: Any) -> None:
         """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own."""

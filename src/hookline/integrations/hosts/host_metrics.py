@@ -10,7 +10,7 @@ import torch
 
 from hookline.arguments import is_number
 
-__all__ = ["with_common_names"]
+__all__ = ["of_phase", "with_common_names"]
 
 _PHASES = {"eval": "val", "val": "val", "valid": "val", "validation": "val", "train": "train"}
 _NAME = re.compile(rf"({'|'.join(_PHASES)})[_/](.+)")
@@ -32,4 +32,18 @@ def with_common_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if (match := _NAME.fullmatch(name)) is not None:
             found.setdefault(f"{_PHASES[match[1]]}/{match[2]}", value)
         found[name] = value
+    return found
+
+
+def of_phase(metrics: Mapping[str, Any], phase: str) -> dict[str, Any]:
+    """Return a host's metrics, those whose names have no phase also under `<phase>/<name>`.
+
+    >>> of_phase({"loss": 0.5, "val_loss": 0.7}, "train")
+    {'loss': 0.5, 'train/loss': 0.5, 'val_loss': 0.7}
+    """
+    found: dict[str, Any] = {}
+    for name, value in metrics.items():
+        found[name] = value
+        if isinstance(name, str) and _NAME.fullmatch(name) is None:
+            found[f"{phase}/{name}"] = value
     return found

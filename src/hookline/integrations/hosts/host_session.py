@@ -14,18 +14,15 @@ import torch
 from hookline.context import LazyFloat
 from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
-from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import Batch
 from hookline.integrations.bare_loop.session import Session
 from hookline.integrations.bare_loop.session_state import restore_progress
-from hookline.integrations.hosts.generation import watch_generation
 from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import with_common_names
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
 from hookline.loop.signals import SignalWatch
-from hookline.runs.run_lookup import find_run_of_checkpoint
 
 __all__ = ["HostSession"]
 
@@ -56,12 +53,21 @@ class HostSession(Session):
         log_to_host: Callable[[dict[str, float]], None] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(None, [], hooks, schedulers=[], scaler=None, **options)  # type: ignore[arg-type]
+        super().__init__(  # the model comes later
+            None,  # type: ignore[arg-type]
+            [],
+            hooks,
+            schedulers=[],
+            scaler=None,
+            watch_generation=watch_generation,
+            **options,
+        )
         self.host = host
-        self._allow_missing, self._watch_generation = allow_missing, watch_generation
+        self._allow_missing = allow_missing
         self._log_to_host = log_to_host
         self._for_host: dict[str, Any] = {}
         self._is_connected = False
+        self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
         self._batch_idx = 0
         self._requests = ControlRequests()
         self._cleanup = ExitStack()
@@ -116,9 +122,12 @@ class HostSession(Session):
         *,
         schedulers: Iterable[Any] = (),
         scaler: torch.amp.GradScaler | None = None,
-        signals: Iterable[str] = (),
+        signals: Iterable[str] | None = (),
     ) -> None:
-        """Watch what the host trains; call `begin` when everything is restored."""
+        """Watch what the host trains; call `begin` when everything is restored.
+
+        Besides SIGINT, these signals ask the host to stop; with None, signals are left alone.
+        """
         if self._is_connected:
             raise LoopError(
                 f"{self.host.name} has started a second training, and a session belongs to one. "
@@ -129,20 +138,17 @@ class HostSession(Session):
         self._context.connect(model, optimizers)
         self._connect()
         self._is_connected = True
-        if self._allow_missing:  # of arguments, too
-            self.hooks.raise_on_missing_args = self._step_watch.checks.is_first_step = False
-        if not self._watch_generation:
-            self._cleanup.callback(watch_generation(_unwrap(model), self._set_generating))
-        self._cleanup.enter_context(SignalWatch(self._requests, signals))
+        if self._allow_missing:
+            self._step_watch.checks.allow_missing = True
+            self.hooks.raise_on_missing_args = False
+        if signals is not None:
+            self._cleanup.enter_context(SignalWatch(self._requests, signals))
 
     def use_config(self, config: Any) -> None:
         """Give hooks the host's configuration, unless the user has given one."""
         if self._context.known_config is None:
             self._context.known_config = self.config = config
             self._supplied = self._supplied | {"config"}
-
-    def _set_generating(self, generating: bool) -> None:
-        self._context.generating = generating
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from the host's objects."""
@@ -185,9 +191,17 @@ class HostSession(Session):
         self._end_epoch()
 
     def start_batch(
-        self, batch: Any, *, divisor: float, loader_idx: int = 0, loader_name: str = "train"
+        self,
+        batch: Any,
+        *,
+        divisor: float | None = None,
+        loader_idx: int = 0,
+        loader_name: str = "train",
     ) -> None:
-        """Begin a training batch, whose loss the host divides by this number."""
+        """Begin a training batch, whose loss the host divides by this number.
+
+        With None, this is found out from the loss, as in a bare loop.
+        """
         self._step_watch.losses.divisor = divisor
         self._reach_boundary()
         self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
@@ -272,22 +286,18 @@ class HostSession(Session):
             self._batch_idx = int(state.get("batch_idx", 0))
         self._restored = path, state
 
-    def _find_resumed_run(self, restored: Path) -> Path | None:
-        run_id = (self._restored or (None, {}))[1].get("run_id")
-        if isinstance(self._runs, str) and is_plain_name(run_id):
-            folder = Path(self._runs) / run_id
-            return folder if (folder / "manifest.json").is_file() else None
-        return find_run_of_checkpoint(restored)
+    def _restore_state(self, path: Path, state: Mapping[str, Any]) -> None:
+        if self.started:
+            raise LoopError(
+                f"{self.host.name} trains already. Load the state of its hooks before it starts."
+            )
+        self._loaded = path, state  # the model comes with `connect`
 
-
-def _unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside of wrappers, which has the method `generate`."""
-    while not hasattr(model, "generate"):
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
-    return model
+    def _restore_loaded(self) -> None:
+        """Restore what `load_state_dict` was given, when the model is known."""
+        if self._loaded is not None:
+            path, state = self._loaded
+            self.restore(path, state, step=state["step"])
 
 
 def _is_number(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hookline.checkpoint import load_checkpoint, save_checkpoint
 from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
 from hookline.errors import CheckpointError
-from hookline.integrations.bare_loop.session_state import collect_progress, rank_state
+from hookline.integrations.bare_loop.state_dicts import collect_state
 from hookline.loop.processes import is_main_process
 from hookline.loop.saved_state import check_host_state, reported_damage
 
@@ -29,13 +29,7 @@ log = logging.getLogger("hookline")
 
 def collect(session: HostSession) -> dict[str, Any]:
     """Return what a host's checkpoint has of the session."""
-    run = session.run
-    return {
-        **collect_progress(session),
-        **rank_state(session, {}),
-        "batch_idx": session._batch_idx,
-        "run_id": None if run is None else run.id,
-    }
+    return collect_state(session)
 
 
 def save(session: HostSession, folder: Path) -> None:

@@ -1,0 +1,368 @@
+"""Hooks in an Ignite `Engine`.
+
+    session = hookline.attach(
+        trainer, model=model, optimizer=optimizer, evaluator=evaluator, hooks=[Watch()]
+    )
+    trainer.run(loader, max_epochs=3)
+
+Handlers of the engines say where training is. They are added when `run` is called, so that they
+come after the user's own: a validation in a handler of EPOCH_COMPLETED is over when `on_epoch_end`
+is fired. The method `run` is wrapped on the engine while it is attached: a handler for
+EXCEPTION_RAISED would keep the exception from being raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from ignite.engine import Engine, Events, RemovableEventHandle
+from ignite.handlers.checkpoint import Checkpoint, CheckpointEvents
+
+from hookline.arguments import describe_value
+from hookline.checkpoint.atomic_files import sync
+from hookline.errors import ArgumentError
+from hookline.integrations.bare_loop.attach import loop_parts, session_options
+from hookline.integrations.hosts.host_events import Host
+from hookline.integrations.hosts.host_metrics import of_phase
+from hookline.integrations.hosts.host_session import HostSession
+from hookline.loop.signals import SignalWatch
+
+__all__ = ["HOST", "EngineSession", "attach_to_trainer"]
+
+log = logging.getLogger("hookline")
+
+HOST = Host(
+    name="an Ignite engine",
+    places={
+        "on_train_start": "`Events.STARTED` of the trainer",
+        "on_epoch_start": "`Events.EPOCH_STARTED` of the trainer",
+        "on_train_batch_start": "`Events.ITERATION_STARTED` of the trainer",
+        "on_before_backward": "`session.backward(loss)`, which the process function has to call",
+        "on_train_batch_end": "the optimizer has stepped, or `Events.ITERATION_COMPLETED`",
+        "on_validation_start": "`Events.STARTED` of the evaluator",
+        "on_validation_batch_start": "`Events.ITERATION_STARTED` of the evaluator",
+        "on_validation_batch_end": "`Events.ITERATION_COMPLETED` of the evaluator",
+        "on_validation_end": "`Events.COMPLETED` of the evaluator",
+        "on_epoch_end": "`Events.EPOCH_COMPLETED` of the trainer, after other handlers",
+        "on_checkpoint_save": "`CheckpointEvents.SAVED_CHECKPOINT`, by Ignite's `Checkpoint`",
+        "on_checkpoint_load": "`Events.STARTED`, if the session was among the objects of "
+        "`Checkpoint.load_objects`",
+        "on_exception": "`Engine.run` raises, or `Events.EXCEPTION_RAISED`",
+        "on_train_end": "`Engine.run` returns",
+    },
+    missing={},
+    supplied=frozenset({"epoch", "batches", "validation"}),
+    calls={
+        "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
+        "validation": "Give the engine that validates: `attach(…, evaluator=evaluator)`.",
+        "checkpoint": "It saves only with a handler, `ignite.handlers.Checkpoint`.",
+        "resumed": "Load the session with the other objects: "
+        "`Checkpoint.load_objects({…, 'hooks': session}, path)`.",
+        "backward": "Let the session run backward: `session.backward(loss)` instead of "
+        "`loss.backward()` in the process function.",
+    },
+)
+
+_VALIDATION = (
+    "on_validation_start",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+)
+
+
+class EngineSession(HostSession):
+    """The session of an Ignite engine.
+
+    Args:
+        engine: the engine that trains.
+        evaluator: the engine that validates.
+        parts: `model`, `optimizers`, `schedulers` and `scaler`.
+        options: as for `HostSession`.
+    """
+
+    def __init__(
+        self, engine: Engine, evaluator: Engine | None, parts: Mapping[str, Any], **options: Any
+    ) -> None:
+        host = HOST
+        if evaluator is None:
+            missing = dict.fromkeys(_VALIDATION, HOST.calls["validation"])
+            host = replace(HOST, missing=missing, supplied=HOST.supplied - {"validation"})
+        super().__init__(host, **options)
+        self._engine, self._evaluator, self._parts = engine, evaluator, parts
+        self._handles: list[RemovableEventHandle] = []
+        self._own_names: set[str] = set()  # of what was put into the engine's metrics
+        self._epoch_is_open = self._is_interrupted = False
+        self._validation_batches = 0
+        self._handled_exception: BaseException | None = None
+        self._wrapped_run = functools.partial(self._run, engine.run)
+        vars(engine)["run"] = self._wrapped_run
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do what `Engine.run` does, with hooks."""
+        if not self._handles:
+            self._listen(self._engine, Events.STARTED, self._started)
+        self._is_interrupted = False
+        try:
+            with SignalWatch(self._requests, ("SIGTERM", "SIGUSR1")):
+                result = run(*args, **kwargs)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        if not self._is_interrupted:  # else the next `run` continues
+            self._leave(self._handled_exception)
+            if self.received_signal == "SIGINT":
+                raise KeyboardInterrupt
+        return result
+
+    def _leave(self, error: BaseException | None) -> None:
+        try:
+            self.__exit__(None if error is None else type(error), error, None)
+        finally:
+            self.detach()
+
+    def detach(self) -> None:
+        """End training (`on_train_end`), and remove all handlers from the engines."""
+        engine = self._engine
+        try:
+            super().detach()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            if vars(engine).get("run") is self._wrapped_run:
+                del vars(engine)["run"]
+
+    def _listen(self, engine: Engine, event: Any, handler: Callable[[], None]) -> None:
+        self._handles.append(engine.add_event_handler(event, handler))
+
+    def _started(self) -> None:
+        """Begin training, and listen to everything else, after the user's own handlers."""
+        engine = self._engine
+        self._listen(engine, Events.EPOCH_STARTED, self._start_engine_epoch)
+        self._listen(engine, Events.ITERATION_STARTED, self._start_iteration)
+        self._listen(engine, Events.ITERATION_COMPLETED, self._end_iteration)
+        self._listen(engine, Events.EPOCH_COMPLETED, self._complete_epoch)
+        self._listen(engine, Events.TERMINATE, self._terminated)
+        self._listen(engine, Events.INTERRUPT, self._interrupted)
+        any_handler: Any = _Any()
+        if engine.has_event_handler(any_handler, Events.EXCEPTION_RAISED):
+            handle = engine.add_event_handler(Events.EXCEPTION_RAISED, self._exception_raised)
+            self._handles.append(handle)
+        self._listen_to_checkpoints(engine)
+        if (evaluator := self._evaluator) is not None:
+            self._listen(evaluator, Events.STARTED, self._start_evaluation)
+            self._listen(evaluator, Events.ITERATION_STARTED, self._start_evaluation_batch)
+            self._listen(evaluator, Events.ITERATION_COMPLETED, self._end_evaluation_batch)
+            self._listen(evaluator, Events.COMPLETED, self._end_evaluation)
+            self._listen_to_checkpoints(evaluator)
+        self.connect(**self._parts, signals=None)
+        self._restore_loaded()
+        if self._loaded is None and engine.state.iteration:
+            log.warning(
+                "The engine continues at iteration %d, but the state of its hooks was not loaded: "
+                "they start anew, at step 0. %s",
+                engine.state.iteration,
+                HOST.calls["resumed"],
+            )
+        self.begin()
+        self._request_stop()
+
+    def _listen_to_checkpoints(self, engine: Engine) -> None:
+        if not engine.has_registered_events(CheckpointEvents.SAVED_CHECKPOINT):
+            engine.register_events(*CheckpointEvents)
+        self._listen(engine, CheckpointEvents.SAVED_CHECKPOINT, self._checkpoint_saved)
+
+    def _terminated(self) -> None:
+        if not self._stop.is_active:
+            self.stop("the engine was terminated")
+
+    def _interrupted(self) -> None:
+        self._is_interrupted = True
+
+    def _exception_raised(self, error: BaseException) -> None:
+        """Note an exception that handlers of the user keep from being raised."""
+        self._handled_exception = error
+
+    def _request_stop(self) -> None:
+        if self.take_stop():
+            self._engine.terminate()
+
+    # -- epochs and batches -----------------------------------------------------------------------
+
+    def _start_engine_epoch(self) -> None:
+        self._close_epoch()  # `terminate_epoch` may leave out EPOCH_COMPLETED
+        self.start_epoch(self._engine.state.epoch - 1)
+        self._epoch_is_open = True
+
+    def _start_iteration(self) -> None:
+        if self._validation is not None:  # it has failed, and the user's code has gone on
+            self.leave_validation()
+        self.start_batch(self._engine.state.batch)
+
+    def _end_iteration(self) -> None:
+        self.end_batch()
+        if self._requests.pending or self._stop.reason is not None:
+            self._request_stop()
+
+    def _complete_epoch(self) -> None:
+        self._close_epoch()
+        self._request_stop()
+
+    def _close_epoch(self) -> None:
+        """End the epoch, unless that was done when a checkpoint was saved."""
+        if not self._epoch_is_open:
+            return
+        self._epoch_is_open = False
+        own = {
+            name: value
+            for name, value in self._engine.state.metrics.items()
+            if name not in self._own_names
+        }
+        self.record_host_values(own)
+        metrics = of_phase(own, "train")
+        if "train/loss" in self._context.means.means():
+            metrics.pop("train/loss", None)  # that of backward has precedence
+        self.end_epoch(metrics)
+
+    def _catch_up(self) -> None:
+        """Fire what the engines have reached: another handler of the same event is called first."""
+        evaluator, last = self._evaluator, self._engine.last_event_name
+        if evaluator is not None and self._validation is not None:
+            if evaluator.last_event_name != Events.COMPLETED:
+                return
+            self._end_evaluation()
+        if last in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+            self.end_batch()
+        if last == Events.EPOCH_COMPLETED:
+            self._close_epoch()
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, kind: Any = "scalar") -> None:
+        """Give hooks, the run and `engine.state.metrics` a number; see `Session.log`."""
+        super().log(name, value, kind)
+        metrics = self._engine.state.metrics
+        if kind == "scalar" and (name in self._own_names or name not in metrics):
+            is_tensor = isinstance(value, torch.Tensor)
+            metrics[name] = value.detach().clone() if is_tensor else float(value)
+            self._own_names.add(name)
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def _start_evaluation(self) -> None:
+        if self._validation is not None:
+            self.leave_validation()
+        if self._engine.last_event_name in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
+            self.end_batch()
+        self._validation_batches = 0
+        self.start_validation()
+
+    def _start_evaluation_batch(self) -> None:
+        assert self._evaluator is not None
+        self.start_validation_batch(self._evaluator.state.batch, self._validation_batches)
+        self._validation_batches += 1
+
+    def _end_evaluation_batch(self) -> None:
+        assert self._evaluator is not None
+        output = self._evaluator.state.output
+        self.end_validation_batch(output.get("loss") if isinstance(output, Mapping) else output)
+
+    def _end_evaluation(self) -> None:
+        if self._validation is None:  # ended when a checkpoint was saved
+            return
+        assert self._evaluator is not None
+        self.end_validation(of_phase(self._evaluator.state.metrics, "val"))
+        self._request_stop()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of hooks, updates and counters, for Ignite's `Checkpoint`.
+
+        Within a handler of EPOCH_COMPLETED, `on_epoch_end` is fired before, so that a resumed
+        training continues with the next epoch.
+        """
+        if self.is_training:
+            self._catch_up()
+        return super().state_dict()
+
+    def _find_loaded_path(self) -> Path:
+        frame = _find_frame(Checkpoint.load_objects)
+        given = None if frame is None else frame.f_locals.get("checkpoint")
+        return Path(given) if isinstance(given, str | Path) else super()._find_loaded_path()
+
+    def _checkpoint_saved(self) -> None:
+        """Tell hooks about a file that Ignite's `Checkpoint` has written, once it is durable."""
+        frame = _find_frame(Checkpoint.__call__)
+        if frame is None or not self.is_training:
+            return
+        handler, name = frame.f_locals["self"], frame.f_locals["filename"]
+        folder = getattr(handler.save_handler, "dirname", None)
+        path = Path(name) if folder is None else Path(folder) / name
+        with suppress(OSError):  # on another rank, or another machine
+            sync(path)
+            sync(path.parent)
+        self.notify_checkpoint_saved(str(path))
+
+
+class _Any:
+    """Equal to every handler: whether an engine has any cannot be asked otherwise."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _find_frame(function: Any) -> FrameType | None:
+    """Return the frame of a function that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def attach_to_trainer(
+    engine: Any,
+    hooks: Any,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    evaluator: Any = None,
+    schedulers: Any = (),
+    scaler: Any = None,
+    allow_missing: bool = False,
+    watch_generation: bool = False,
+    **options: Any,
+) -> EngineSession:
+    """Attach hooks to an Ignite engine; see `hookline.attach`."""
+    if model is None or optimizer is None:
+        raise ArgumentError(
+            "An Ignite engine knows neither the model nor the optimizer. Give both: "
+            "attach(engine, model=model, optimizer=optimizer, hooks=[…])."
+        )
+    if evaluator is not None and (not isinstance(evaluator, Engine) or evaluator is engine):
+        what = "the engine that trains" if evaluator is engine else describe_value(evaluator)
+        raise ArgumentError(
+            f"attach(…, evaluator=…) takes the Ignite engine that validates, not {what}."
+        )
+    return EngineSession(
+        engine,
+        evaluator,
+        loop_parts(model, optimizer, schedulers, scaler),
+        allow_missing=allow_missing,
+        watch_generation=watch_generation,
+        **session_options(hooks, **options),
+    )
