@@ -237,9 +237,13 @@ def in_ignite(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
     trainer, evaluator = Engine(train), Engine(evaluate)
     Loss(F.mse_loss).attach(evaluator, "loss")
     session = hookline.attach(
-        trainer, model=model, optimizer=optimizer, hooks=hooks, runs=folder / "runs"
+        trainer,
+        model=model,
+        optimizer=optimizer,
+        evaluator=evaluator,
+        hooks=hooks,
+        runs=folder / "runs",
     )
-    session.add_evaluator(evaluator)
     trainer.add_event_handler(
         Events.EPOCH_COMPLETED, lambda _: evaluator.run(make_loader(2, seed=2))
     )
