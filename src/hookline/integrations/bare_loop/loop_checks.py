@@ -28,10 +28,14 @@ log = logging.getLogger("hookline")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
-def is_compiled_in_place(model: torch.nn.Module) -> bool:
-    """Return whether `model.compile()` was called."""
-    models = model if isinstance(model, ModelGroup) else [model]
-    return any(getattr(each, "_compiled_call_impl", None) is not None for each in models)
+def is_compiled_in_place(context: BareLoopEventContext) -> bool:
+    """Return whether `model.compile()` was called, on the model or on what is called instead."""
+    model = context.model
+    models = list(model) if isinstance(model, ModelGroup) else [model]
+    return any(
+        getattr(each, "_compiled_call_impl", None) is not None
+        for each in (*models, *context.called.parts)
+    )
 
 
 class LoopChecks:
@@ -77,7 +81,7 @@ class LoopChecks:
 
     def check_compiled(self) -> None:
         """Raise for a model that was compiled in place."""
-        if is_compiled_in_place(self._context.model):
+        if is_compiled_in_place(self._context):
             raise LoopError(
                 "This model was compiled in place (model.compile()), so hooks on its call would "
                 "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "

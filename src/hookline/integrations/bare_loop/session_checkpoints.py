@@ -100,7 +100,7 @@ class SessionCheckpoints:
         self._refuse_sharded()
         if not is_main_process():
             return
-        if is_compiled_in_place(self._session.model):
+        if is_compiled_in_place(self._session._context):
             raise LoopError(
                 "This model was compiled in place (model.compile()), so the moment between two "
                 "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "

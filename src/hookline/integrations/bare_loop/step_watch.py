@@ -46,10 +46,13 @@ class StepWatch:
     Attributes:
         model: watches the model.
         checks: finds what hooks would see wrong.
+        needs: what the enabled hooks need to be seen.
         end_probes: called at the end of each step, where the model has probes.
         at_boundary: called before a step's first optimizer, where checkpoints are saved.
         after_step: called when a step has ended.
         has_new_gradients: whether backward has run since the last step.
+        ends_with_batch: whether a step ends with its batch, when not all optimizers have stepped
+            and others have stepped several times.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class StepWatch:
         self._unchecked = True
         self._verified = self._takes_short_path = False
         self._has_started = self._in_scaler_step = self._closure_evaluated = False
-        self.has_new_gradients = False
+        self.has_new_gradients = self.ends_with_batch = False
         self._calls_before_step = 0
         self.model = ModelWatch(
             context.model,
@@ -90,6 +93,7 @@ class StepWatch:
             callbacks.after_forward,
             self._gradient_arrives,
             self._backward_ends,
+            context.called,
         )
         self._indirect = IndirectBackwards(
             self.model, self.optimizers, self.losses, self._backward_begins, self._backward_ends
@@ -126,7 +130,7 @@ class StepWatch:
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more."""
         fire = self.dispatchers
-        self._needs = needs = HookNeeds.of(
+        self.needs = needs = HookNeeds.of(
             self.hooks, has_run=self.callbacks.record_step is not None
         )
         if needs.calls:
@@ -135,7 +139,7 @@ class StepWatch:
         self._clips.wants_norm = needs.grad_norm
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        compiled = is_compiled_in_place(self.context.model)
+        compiled = is_compiled_in_place(self.context)
         self.model.watch(
             calls=(needs.calls or starts) and not compiled, backward=needs.backward and not compiled
         )
@@ -193,12 +197,12 @@ class StepWatch:
     def batch_loss(self) -> LazyFloat | None:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
-        if loss is None and self._needs.asks_for_loss and not self._verified:
+        if loss is None and self.needs.asks_for_loss and not self._verified:
             self.checks.raise_or_warn([*self.callbacks.unmet_requirements(), *self._unknown_loss()])
         return loss
 
     def _unknown_loss(self) -> list[str]:
-        who = ", ".join(self._needs.asks_for_loss)
+        who = ", ".join(self.needs.asks_for_loss)
         return [f"{who} asks for 'loss'{self.context.why_no_loss}"] if who else []
 
     # -- gradients --------------------------------------------------------------------------------
@@ -223,6 +227,8 @@ class StepWatch:
 
     def _prepare_clip(self, i: int, function: str) -> bool:
         """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
+        if i in self._stepped and self.ends_with_batch:
+            self._start_again(i)
         has_stepped = i in self._stepped or self._closure_evaluated
         if has_stepped or (self.model.backwards_seen and not self.has_new_gradients):
             return False
@@ -291,7 +297,9 @@ class StepWatch:
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.callbacks.begin()
         i = self._index[id(optimizer)]
-        if i in self._stepped:
+        if i in self._stepped and self.ends_with_batch:
+            self._start_again(i)
+        elif i in self._stepped:
             self.checks.report_second_step(i)
             self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
@@ -359,8 +367,19 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
+    def _start_again(self, i: int) -> None:
+        """Let an optimizer have another turn in the step in progress."""
+        del self._stepped[i]
+        self._new_gradients(i)
+
+    def end_open_step(self) -> None:
+        """End a step in which some of the optimizers have not stepped."""
+        if self._stepped:
+            self._end_all_turns()
+
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
+        self._closure_evaluated = False
         self.losses.has_stepped = True
         if len(self._stepped) == len(self.optimizers):
             self._end_all_turns()
@@ -436,7 +455,7 @@ class StepWatch:
 
     def _unseen(self) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
-        problems = self.checks.unseen_calls(self.model, self._needs.asks_for_loss)
+        problems = self.checks.unseen_calls(self.model, self.needs.asks_for_loss)
         self.losses.set_step_loss()
         if self.model.backwards_seen and self.context.known_loss is None:
             problems += self._unknown_loss()

@@ -24,6 +24,7 @@ from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import with_common_names
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
+from hookline.loop.model_watch import CalledModules
 from hookline.loop.signals import SignalWatch
 from hookline.runs.run_lookup import find_run_of_checkpoint
 
@@ -43,6 +44,8 @@ class HostSession(Session):
         allow_missing: only warn about hooks that need what the host does not give.
         watch_generation: let probes see the forwards of `model.generate`, too.
         log_to_host: gets, after each step, the numbers that hooks have logged in it.
+        batch_metrics: returns what the host has logged in the training batch that ends, for hooks
+            that ask for its metrics.
         options: as for `attach`.
     """
 
@@ -54,12 +57,13 @@ class HostSession(Session):
         allow_missing: bool = False,
         watch_generation: bool = False,
         log_to_host: Callable[[dict[str, float]], None] | None = None,
+        batch_metrics: Callable[[], Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(None, [], hooks, schedulers=[], scaler=None, **options)  # type: ignore[arg-type]
         self.host = host
         self._allow_missing, self._watch_generation = allow_missing, watch_generation
-        self._log_to_host = log_to_host
+        self._log_to_host, self._batch_metrics = log_to_host, batch_metrics
         self._for_host: dict[str, Any] = {}
         self._is_connected = False
         self._batch_idx = 0
@@ -93,6 +97,11 @@ class HostSession(Session):
         """Whether the host trains with these hooks."""
         return self.started and not self._ended
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether training with these hooks has ended."""
+        return self._ended
+
     def __enter__(self) -> Self:
         return self  # the host starts training
 
@@ -117,9 +126,22 @@ class HostSession(Session):
         *,
         schedulers: Iterable[Any] = (),
         scaler: torch.amp.GradScaler | None = None,
-        signals: Iterable[str] = (),
+        signals: Iterable[str] | None = (),
+        called: CalledModules | None = None,
+        ends_with_batch: bool = False,
     ) -> None:
-        """Watch what the host trains; call `begin` when everything is restored."""
+        """Watch what the host trains; call `begin` when everything is restored.
+
+        Args:
+            model: the model, as hooks get it.
+            optimizers: the optimizers.
+            schedulers: the learning-rate schedulers.
+            scaler: what scales the loss.
+            signals: signals to stop at, apart from SIGINT; None if the host handles all of them.
+            called: what the host calls, where this is not the model itself.
+            ends_with_batch: whether a batch ends a step in which some of the optimizers have not
+                stepped.
+        """
         if self._is_connected:
             raise LoopError(
                 f"{self.host.name} has started a second training, and a session belongs to one. "
@@ -128,11 +150,15 @@ class HostSession(Session):
         self.model, self.optimizers = model, optimizers
         self.schedulers, self.scaler = list(schedulers), scaler
         self._context.connect(model, optimizers)
+        if called is not None:
+            self._context.called = called
         self._connect()
+        self._step_watch.ends_with_batch = ends_with_batch
         self._is_connected = True
         if not self._watch_generation:
             self._cleanup.callback(watch_generation(_unwrap(model), self._set_generating))
-        self._cleanup.enter_context(SignalWatch(self._requests, signals))
+        if signals is not None:
+            self._cleanup.enter_context(SignalWatch(self._requests, signals))
 
     def _set_generating(self, generating: bool) -> None:
         self._context.generating = generating
@@ -149,6 +175,12 @@ class HostSession(Session):
         if not self._is_connected:
             raise LoopError(f"{self.host.name} has not started training, so nothing can stop.")
         super().stop(reason)
+
+    def preempt(self, signal: str) -> None:
+        """End training because of a signal that the host has handled."""
+        self.stop(signal)
+        self._context.status = "preempted"
+        self.detach()
 
     @property
     def received_signal(self) -> str | None:
@@ -174,22 +206,59 @@ class HostSession(Session):
 
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End the epoch; `metrics` are the host's own."""
-        self._validated |= with_common_names(metrics or {})
+        found = with_common_names(metrics or {})
+        found.pop("train/loss", None)  # its mean is that of the losses which backward ran on
+        self._validated |= found
+        self._context.known_batch = None
         self._end_epoch()
 
     def start_batch(
-        self, batch: Any, *, divisor: float, loader_idx: int = 0, loader_name: str = "train"
+        self,
+        batch: Any,
+        *,
+        divisor: float,
+        idx: int | None = None,
+        loader_idx: int = 0,
+        loader_name: str = "train",
     ) -> None:
-        """Begin a training batch, whose loss the host divides by this number."""
+        """Begin a training batch, whose loss the host divides by this number.
+
+        Without `idx`, batches are counted here.
+        """
         self._step_watch.losses.divisor = divisor
+        if idx is not None:
+            self._batch_idx = idx
         self._reach_boundary()
         self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
         self._batch_idx += 1
 
-    def end_batch(self) -> None:
-        """End a batch that completes no step; the others end with the step."""
+    def end_batch(self) -> bool:
+        """End a batch that completes no step; the others end with the step.
+
+        Returns:
+            Whether the host is between two steps now.
+        """
+        if self._step_watch.ends_with_batch:
+            self._step_watch.end_open_step()
+        batch = self._context.known_batch
+        has_stepped = batch is None or batch.ended
         self._end_batch()
         self._context.known_batch = None
+        return has_stepped
+
+    def _end_batch(self, tokens: int | None = None) -> None:
+        batch = self._context.known_batch if self._validation is None else None
+        is_wanted = batch is not None and not batch.ended and self._step_watch.needs.batch_metrics
+        if batch is not None and is_wanted and self._batch_metrics is not None:
+            batch.logged |= self._batch_metrics()
+        super()._end_batch(tokens)
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Fire `on_before_backward` with the loss that will be differentiated."""
+        if self.hooks.dispatchers.on_before_backward is not None:
+            self._context.known_loss = loss
+            self._fire("on_before_backward")
+            self._context.known_loss = None
 
     def end_step(self) -> None:
         """Give the host's logger what hooks have logged; the host has counted its step."""
@@ -245,6 +314,16 @@ class HostSession(Session):
         self._context.known_batch = None
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def notify_saved(self, path: str, *, step: int, epoch: int | None) -> None:
+        """Fire `on_checkpoint_save` for a checkpoint of this step, which may be an earlier one."""
+        context = self._context
+        now = context.step, context.known_epoch
+        context.step, context.known_epoch = step, epoch
+        try:
+            self.notify_checkpoint_saved(path)
+        finally:
+            context.step, context.known_epoch = now
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the host, before `begin`.
