@@ -182,7 +182,7 @@ class LoopChecks:
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
-        return [f"{listeners} needs on_gradient_clip. {CALLS['clip']}"] if listeners else []
+        return [f"{listeners} needs on_gradient_clip. {self._context.calls['clip']}"] if listeners else []
 
     def unseen_calls(self, model: ModelWatch, asks_for_loss: Sequence[str]) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
@@ -199,7 +199,7 @@ class LoopChecks:
         if backward and not model.backwards_seen:
             problems.append(
                 f"{', '.join(backward)} needs backward, but none was seen that gives the "
-                f"optimizer's parameters gradients. {CALLS['backward']}"
+                f"optimizer's parameters gradients. {self._context.calls['backward']}"
             )
         if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
             problems.append(
