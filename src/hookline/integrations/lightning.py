@@ -71,6 +71,9 @@ HOST = Host(
         "checkpoint": "It saves only with a ModelCheckpoint.",
         "resumed": "It loads a checkpoint in `fit(ckpt_path=…)`.",
         "clip": "It clips only with Trainer(gradient_clip_val=…).",
+        "forward": "Call the LightningModule or a child that has parameters, as `self.net(x)`. In a "
+        "LightningModule that is compiled as a whole, calls are not seen: compile the child, "
+        "`self.net = torch.compile(self.net)`.",
         "backward": "The loss is read from backward.",
         "config": "The LightningModule has none: call `self.save_hyperparameters()` in it, or give "
         "one to attach: `attach(…, config=…)`.",

@@ -18,7 +18,6 @@ from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
-from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.model_watch import ModelGroup, ModelWatch
 
 __all__ = ["LoopChecks", "is_compiled_in_place"]
@@ -182,7 +181,11 @@ class LoopChecks:
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
-        return [f"{listeners} needs on_gradient_clip. {self._context.calls['clip']}"] if listeners else []
+        return (
+            [f"{listeners} needs on_gradient_clip. {self._context.calls['clip']}"]
+            if listeners
+            else []
+        )
 
     def unseen_calls(self, model: ModelWatch, asks_for_loss: Sequence[str]) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
@@ -191,9 +194,7 @@ class LoopChecks:
         if forward and not model.calls_seen:
             problems.append(
                 f"{', '.join(forward)} needs calls of the model, but the optimizer steps and the "
-                "attached model was not called. Attach what the loop calls: the compiled or "
-                "wrapped model, not the one inside; and call it as `model(x)`, not "
-                "`model.forward(x)`."
+                f"attached model was not called. {self._context.calls['forward']}"
             )
         backward = [*self._listeners("on_after_backward"), *asks_for_loss]
         if backward and not model.backwards_seen:
