@@ -1,7 +1,7 @@
 """Checkpoints of other libraries: marked when they are complete, found by the mark.
 
-The mark is a file with the names and sizes of all files of the checkpoint. It is written last, when
-they are on the disk.
+The mark is a file with the names, sizes and hashes of all files of the checkpoint. It is written
+last, when they are on the disk.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ import json
 import logging
 import os
 import re
+import shutil
+from io import BufferedIOBase
 from pathlib import Path
+from typing import Any, cast
 
-from hookline.checkpoint.atomic_files import sync, write_atomic
+from hookline.checkpoint.atomic_files import hash_file, hash_stream, sync, write_atomic
+from hookline.checkpoint.checkpoint_lookup import is_checkpoint
 from hookline.checkpoint.checkpoint_manifest import InvalidCheckpointError, read_json
 from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file
+from hookline.printable import printable
 
-__all__ = ["HOOKS_FOLDER", "describe_incomplete", "find_host_checkpoint", "mark_complete"]
+__all__ = ["HOOKS_FOLDER", "describe_incomplete", "find_host_checkpoint", "mark_complete", "unmark"]
 
 log = logging.getLogger("hookline")
 
@@ -29,7 +35,7 @@ _NAME = re.compile(r"checkpoint-(\d{1,18})")
 
 def mark_complete(folder: Path) -> None:
     """Flush the files of a checkpoint to the disk, and mark it as complete."""
-    sizes: dict[str, int] = {}
+    files: dict[str, Any] = {}
     folders: list[Path] = []
     for root, _, names in os.walk(folder):
         folders.append(Path(root))
@@ -37,15 +43,28 @@ def mark_complete(folder: Path) -> None:
             path = Path(root, name)
             if name != _MARK and path.is_file() and not path.is_symlink():
                 sync(path)
-                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+                size = path.stat().st_size
+                files[path.relative_to(folder).as_posix()] = {"size": size, "xxh3": hash_file(path)}
     for each in reversed(folders):
         sync(each)
-    write_atomic(folder / _MARK, json.dumps({"version": 1, "files": sizes}, indent=1))
+    write_atomic(folder / _MARK, json.dumps({"version": 1, "files": files}, indent=1))
     sync(folder.parent)
 
 
-def describe_incomplete(folder: Path) -> str | None:
-    """Return what is missing in a host's checkpoint; None if it is complete."""
+def unmark(folder: Path) -> None:
+    """Remove what `mark_complete` and the hooks have written: the host saves this one again."""
+    (folder / _MARK).unlink(missing_ok=True)
+    if is_checkpoint(folder / HOOKS_FOLDER):
+        shutil.rmtree(folder / HOOKS_FOLDER)
+
+
+def describe_incomplete(folder: Path, *, verify: bool = True) -> str | None:
+    """Return what is missing or damaged in a host's checkpoint; None if it is complete.
+
+    Args:
+        folder: the checkpoint.
+        verify: read the files and compare their hashes, not only their sizes.
+    """
     try:
         mark = read_json(folder / _MARK, file_limits.manifest_bytes)
     except InvalidCheckpointError as error:
@@ -53,18 +72,30 @@ def describe_incomplete(folder: Path) -> str | None:
     files = mark.get("files") if isinstance(mark, dict) else None
     if not isinstance(files, dict) or mark.get("version") != 1:
         return f"{_MARK} is not valid"
-    for name, size in files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            return f"{_MARK} names a file outside of the checkpoint"
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+    for name, expected in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or not isinstance(expected, dict):
+            return f"{_MARK} is not valid"
+        if (problem := _describe_file(folder / name, expected, verify=verify)) is not None:
+            return f"{printable(name)} {problem}"
     return None
 
 
-def find_host_checkpoint(folder: Path) -> Path | None:
+def _describe_file(path: Path, expected: dict[str, Any], *, verify: bool) -> str | None:
+    try:
+        with open_regular_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.get("size"):
+                return f"has {size} bytes instead of {printable(expected.get('size'), 20)}"
+            if verify and hash_stream(cast(BufferedIOBase, file)) != expected.get("xxh3"):
+                return "is damaged: its hash is another"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
     """Return the newest complete `checkpoint-<step>` of Hugging Face in a folder; None without one.
 
     Incomplete ones are skipped with a warning.
@@ -75,7 +106,7 @@ def find_host_checkpoint(folder: Path) -> Path | None:
         if match is not None and path.is_dir() and not path.is_symlink():
             found[int(match[1])] = path
     for step in sorted(found, reverse=True):
-        problem = describe_incomplete(found[step])
+        problem = describe_incomplete(found[step], verify=verify)
         if problem is None:
             return found[step]
         log.warning("The checkpoint %s is skipped: %s.", found[step], problem)

@@ -71,7 +71,7 @@ HOST = Host(
         "checkpoint": "It saves only with a ModelCheckpoint.",
         "resumed": "It loads a checkpoint in `fit(ckpt_path=…)`.",
         "clip": "It clips only with Trainer(gradient_clip_val=…).",
-        "forward": "Call the LightningModule or a child that has parameters, as `self.net(x)`. In a "
+        "forward": "Call the LightningModule or a child with parameters, as `self.net(x)`. In a "
         "LightningModule that is compiled as a whole, calls are not seen: compile the child, "
         "`self.net = torch.compile(self.net)`.",
         "backward": "The loss is read from backward.",
@@ -152,9 +152,8 @@ class HooklineCallback(_Callback):
                 "This LightningModule has no optimizer, so no step can be seen. Return one from "
                 "`configure_optimizers`, or train without hooks."
             )
-        if session._context.known_config is None and pl_module.hparams:
-            session._context.known_config = session.config = pl_module.hparams
-            session._supplied.add("config")
+        if pl_module.hparams:
+            session.use_config(pl_module.hparams)
         outer = trainer.model
         session.connect(
             pl_module,

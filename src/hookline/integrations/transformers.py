@@ -95,7 +95,7 @@ class HooklineCallback(TrainerCallback):
         )
         self._trainer: Trainer | None = None
         self._resumes_from: Path | None = None
-        self._forwards_logs = self._epoch_has_ended = False
+        self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
 
     # -- the trainer ------------------------------------------------------------------------------
@@ -211,12 +211,11 @@ class HooklineCallback(TrainerCallback):
             self._resumes_from = _checkpoint_folder(args, state) if state.global_step else None
         trainer, session = self._trainer, self.session
         assert trainer is not None
-        if session._context.known_config is None:
-            session._context.known_config = session.config = args
-            session._supplied.add("config")
+        session.use_config(args)
         optimizer = unwrap_optimizer(trainer.optimizer)
+        model: Any = trainer.model_wrapped
         session.connect(
-            trainer.model_wrapped,
+            model,
             [optimizer],
             schedulers=[] if trainer.lr_scheduler is None else [trainer.lr_scheduler],
             scaler=trainer.accelerator.scaler,
@@ -236,6 +235,8 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._epoch_has_ended = True
+        if self.session.received_signal is not None:  # the process is about to be killed
+            control.should_evaluate = False
         if not control.should_evaluate:  # else it ends after the validation that comes next
             self._end_epoch()
         self._request_stop(control)
@@ -248,7 +249,8 @@ class HooklineCallback(TrainerCallback):
         """Let the trainer stop, and save before, if hooks or a signal ask for it."""
         if self.session.take_stop():
             control.should_training_stop = True
-            control.should_save |= self.session.received_signal is not None
+            if self.session.received_signal is not None and not self._saves_for_signal:
+                control.should_save = self._saves_for_signal = True
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -269,7 +271,10 @@ class HooklineCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.session.is_training and not self._forwards_logs:
+        is_own = (
+            self._forwards_logs or self._validation_depth
+        )  # a validation is recorded as a whole
+        if self.session.is_training and not is_own:
             self.session.record_host_values(logs or {})
 
     def _log_to_trainer(self, values: dict[str, float]) -> None:

@@ -117,7 +117,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
     folder = Path(check_path("The folder", folder, "that of a run or of checkpoints"))
     if not folder.is_dir():
         return None
-    if (of_host := find_host_checkpoint(folder)) is not None:
+    if (of_host := find_host_checkpoint(folder, verify=verify)) is not None:
         return of_host
     for place in (folder, *list_run_folders(folder)):
         try:

@@ -15,6 +15,7 @@ nothing here stops a run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -32,6 +33,7 @@ from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.integrations.bare_loop.step_skips import StepSkips
 from hookline.loop.model_watch import ModelCallback, ModelWatch
 
@@ -302,10 +304,9 @@ class StepWatch:
         elif i in self._stepped:
             self.checks.report_second_step(i)
             self._end_all_turns()
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is not None:
+        if find_closure(args, kwargs) is not None:
             self.checks.check_closure(optimizer)
-            return self._with_closure(i, closure, args, kwargs)
+            return notify_first_call(args, kwargs, partial(self._closure_ends, i))
         self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
@@ -319,22 +320,11 @@ class StepWatch:
         if self.skips:
             self.skips.apply(i, self.optimizers[i])
 
-    def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
-        """Wrap the closure: gradients exist after it has run, not before the step."""
-        evaluated = False
-
-        def evaluate() -> Any:
-            nonlocal evaluated
-            result = closure()
-            if not evaluated:
-                evaluated = self._closure_evaluated = True
-                self.losses.keep_first()
-                self._start_turn(i)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluate}
-        return (args[0], evaluate, *args[2:]), kwargs
+    def _closure_ends(self, i: int) -> None:
+        """Start the turn: gradients exist after the closure has run, not before the step."""
+        self._closure_evaluated = True
+        self.losses.keep_first()
+        self._start_turn(i)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._takes_short_path and (not self.skips or self.skips.reason(0) is None):

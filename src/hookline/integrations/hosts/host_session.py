@@ -84,7 +84,7 @@ class HostSession(Session):
             raise NotSuppliedError(
                 f"Hooks need what {self.host.name} does not provide:\n"
                 + "\n".join(f"  - {problem}" for problem in problems)
-                + "\nRemove these hooks, or attach with allow_missing=True: then these methods are "
+                + "\n  Remove them, or attach with allow_missing=True: then these methods are "
                 "not called."
             )
         for problem in problems:
@@ -155,10 +155,18 @@ class HostSession(Session):
         self._connect()
         self._step_watch.ends_with_batch = ends_with_batch
         self._is_connected = True
+        if self._allow_missing:  # of arguments, too
+            self.hooks.raise_on_missing_args = self._step_watch.checks.is_first_step = False
         if not self._watch_generation:
             self._cleanup.callback(watch_generation(_unwrap(model), self._set_generating))
         if signals is not None:
             self._cleanup.enter_context(SignalWatch(self._requests, signals))
+
+    def use_config(self, config: Any) -> None:
+        """Give hooks the host's configuration, unless the user has given one."""
+        if self._context.known_config is None:
+            self._context.known_config = self.config = config
+            self._supplied = self._supplied | {"config"}
 
     def _set_generating(self, generating: bool) -> None:
         self._context.generating = generating

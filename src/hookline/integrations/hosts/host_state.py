@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete
+from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
 from hookline.integrations.bare_loop.session_state import collect_progress
@@ -49,8 +49,7 @@ def save(session: HostSession, folder: Path) -> None:
     try:
         state = collect(session)
         info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
-        if os.path.lexists(folder / HOOKS_FOLDER):  # the host has written this checkpoint again
-            raise CheckpointError(f"{folder / HOOKS_FOLDER} is there already.")
+        unmark(folder)  # the host may have written this checkpoint again
         save_checkpoint(folder / HOOKS_FOLDER, model={}, state=state, info=info)
         if session.run is not None:
             session.run.flush(durable=True)

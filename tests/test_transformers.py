@@ -1,0 +1,539 @@
+"""Hooks in a real Hugging Face Trainer, and in TRL's trainers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import hookline
+from hookline.errors import ArgumentError, LoopError, NotSuppliedError
+from hookline.events import EVENTS
+from hookline.integrations.transformers import HOST, HooklineCallback
+
+VOCABULARY = 50
+
+
+def make_data(n: int = 16) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.randint(0, VOCABULARY, (n, 8), generator=generator)
+    return [{"input_ids": ids, "labels": ids.clone()} for ids in sequences]
+
+
+def make_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    sizes = {"n_positions": 32, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes, **ids))
+
+
+def make_trainer(folder: Path, model: nn.Module | None = None, **options: Any) -> Trainer:
+    """Return a trainer of 8 steps with two batches each, in two epochs."""
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "bf16": True,
+        "max_grad_norm": 1.0,
+        "learning_rate": 1e-2,
+    }
+    callbacks = options.pop("callbacks", None)
+    args = TrainingArguments(
+        str(folder),
+        **{**defaults, **options},
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return Trainer(
+        model or make_model(),
+        args,
+        train_dataset=make_data(),
+        eval_dataset=make_data(4),
+        callbacks=callbacks,
+    )
+
+
+def weights_of(trainer: Trainer) -> list[torch.Tensor]:
+    return [value.clone() for value in trainer.model.state_dict().values()]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def records(session: Any, name: str) -> list[tuple[int, Any]]:
+    lines = (session.run.path / "metrics.jsonl").read_text().splitlines()
+    found = (json.loads(line) for line in lines)
+    return [(record["step"], record["value"]) for record in found if record["name"] == name]
+
+
+class Watch(hookline.Hook):
+    """Notes events, with some of their arguments."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.gradients: list[float] = []
+
+    def on_train_start(self):
+        self.events.append("train")
+
+    def on_epoch_start(self, epoch):
+        self.events.append(f"epoch {epoch}")
+
+    def on_train_batch_start(self, batch, batch_idx):
+        assert batch["input_ids"].shape == (2, 8)
+        self.events.append(f"batch {batch_idx}")
+
+    def on_train_batch_end(self, batch_idx, loss):
+        self.events.append(f"end {batch_idx}")
+
+    def on_gradients_ready(self, model):
+        self.gradients.append(float(norm_of(model)))
+
+    def on_gradient_clip(self, grad_norm):
+        self.norms.append(grad_norm)
+
+    def on_step_end(self, step, loss, tokens_seen, model):
+        assert float(norm_of(model)) <= 1.001
+        self.losses.append(loss)
+        self.events.append(f"step {step}, {tokens_seen} tokens")
+
+    def on_validation_start(self):
+        self.events.append("validation")
+
+    def on_validation_batch_end(self, batch_idx, loss):
+        self.events.append(f"validated {batch_idx}")
+
+    def on_validation_end(self, metrics):
+        assert metrics["val/loss"] == metrics["eval_loss"]
+        self.events.append("validation ends")
+
+    def on_epoch_end(self, epoch, metrics):
+        self.events.append(f"epoch {epoch} ends")
+
+    def on_checkpoint_save(self, checkpoint_path):
+        self.events.append(Path(checkpoint_path).name)
+
+    def on_checkpoint_load(self, checkpoint_path, step):
+        self.events.append(f"loaded {Path(checkpoint_path).name} of step {step}")
+
+    def on_exception(self, exception):
+        self.events.append(type(exception).__name__)
+
+    def on_train_end(self, status):
+        self.events.append(status)
+
+    def state_dict(self):
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state):
+        self.losses = list(state["losses"])
+
+
+def norm_of(model: nn.Module) -> torch.Tensor:
+    return torch.linalg.vector_norm(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A training without Hookline: its weights and log."""
+    trainer = make_trainer(tmp_path_factory.mktemp("plain"), eval_strategy="epoch")
+    trainer.train()
+    return trainer
+
+
+def test_hooks_see_everything_and_change_nothing(tmp_path, plain):
+    trainer, watch = make_trainer(tmp_path / "out", eval_strategy="epoch"), Watch()
+    monitor = hookline.GradientMonitor(log_frequency=2)
+    session = hookline.attach(trainer, hooks=[watch, monitor], runs=tmp_path / "runs")
+    trainer.train()
+    first = [
+        *("train", "epoch 0", "batch 0", "end 0", "batch 1", "end 1", "step 1, 32 tokens"),
+        *("batch 2", "end 2", "batch 3", "end 3", "step 2, 64 tokens"),
+    ]
+    assert watch.events[: len(first)] == first
+    last = ["validation", "validated 0", "validation ends", "epoch 1 ends", "completed"]
+    assert watch.events[-5:] == last
+    assert watch.events.count("epoch 0 ends") == 1
+    assert same(weights_of(trainer), weights_of(plain))
+    own = [entry for entry in plain.state.log_history if "loss" in entry]
+    assert watch.losses == [pytest.approx(entry["loss"], rel=1e-6) for entry in own]
+    assert watch.norms == [pytest.approx(entry["grad_norm"], rel=1e-5) for entry in own]
+    assert watch.gradients == pytest.approx(watch.norms, rel=1e-5)  # before clipping
+    assert max(watch.norms) > 1.0
+    mine = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["loss"] for entry in mine] == [entry["loss"] for entry in own]
+    assert [value for _, value in records(session, "train/loss")] == watch.losses
+    assert records(session, "val/loss") == records(session, "eval_loss") != []
+    assert [step for step, _ in records(session, "gradients/total/norm")] == [2, 4, 6, 8]
+    assert not {"train", "training_step", "evaluate", "prediction_step"} & vars(trainer).keys()
+
+
+class Logged(TrainerCallback):
+    """A logger of Hugging Face: what it is given, with the step."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.values.append((state.global_step, dict(logs or {})))
+
+
+def test_what_a_hook_logs_reaches_the_loggers_at_the_trainers_step(tmp_path):
+    class Log(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("mine/step", step * 10)
+
+    logged = Logged()
+    trainer = make_trainer(tmp_path / "out", callbacks=[logged])
+    session = hookline.attach(trainer, hooks=[Log()], runs=tmp_path / "runs")
+    trainer.train()
+    found = [(step, values["mine/step"]) for step, values in logged.values if "mine/step" in values]
+    assert found == [(step, step * 10.0) for step in range(1, 9)]
+    assert records(session, "mine/step") == found
+    assert len(records(session, "learning_rate")) == 8  # the trainer's own, under its own name
+    assert not any("mine/step" in entry for entry in trainer.state.log_history)
+
+
+def test_a_callback_is_the_same_as_attach(tmp_path, plain):
+    watch = Watch()
+    callback = HooklineCallback([watch], runs=None)
+    trainer = make_trainer(tmp_path / "out", eval_strategy="epoch", callbacks=[callback])
+    trainer.train()
+    assert watch.events[:3] == ["train", "epoch 0", "batch 0"]
+    assert watch.events[-1] == callback.session.status == "completed"
+    assert same(weights_of(trainer), weights_of(plain))
+
+
+def test_a_callback_that_is_added_later_is_the_same(tmp_path, plain):
+    watch = Watch()
+    trainer = make_trainer(tmp_path / "out", eval_strategy="epoch")
+    trainer.add_callback(HooklineCallback([watch], runs=None))
+    trainer.train()
+    assert watch.events[:4] == ["train", "epoch 0", "batch 0", "end 0"]
+    assert same(weights_of(trainer), weights_of(plain))
+
+
+def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):
+    def start(folder, *more):
+        trainer = make_trainer(tmp_path / folder, save_strategy="steps", save_steps=2)
+        watch = Watch()
+        runs = tmp_path / f"runs_{folder}"
+        return trainer, watch, hookline.attach(trainer, hooks=[watch, *more], runs=runs)
+
+    class Fail(hookline.Hook):
+        critical = True
+
+        def on_step_end(self, step):
+            if step == 3:
+                raise RuntimeError("broken")
+
+    whole, whole_watch, whole_session = start("whole")
+    whole.train()
+    failed, watch, first = start("out", Fail())
+    with pytest.raises(hookline.HookFailedError, match="broken"):
+        failed.train()
+    assert watch.events[-2:] == ["HookFailedError", "error"]
+    assert "train" not in vars(failed)
+    last = hookline.get_last_checkpoint(tmp_path / "out")
+    assert last == tmp_path / "out" / "checkpoint-2"
+    resumed, watch, session = start("out")
+    resumed.train(resume_from_checkpoint=str(last))
+    assert watch.events[:4] == ["train", "loaded checkpoint-2 of step 2", "epoch 0", "batch 4"]
+    assert watch.losses == whole_watch.losses  # the hook's state was restored
+    assert session.run.path == first.run.path
+    assert records(session, "train/loss") == records(whole_session, "train/loss")
+    assert same(weights_of(resumed), weights_of(whole))
+
+
+def test_only_complete_checkpoints_are_found(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
+    hookline.attach(trainer, hooks=[Watch()], runs=None)
+    trainer.train()
+    newest = tmp_path / "checkpoint-8"
+    assert hookline.get_last_checkpoint(tmp_path) == newest
+    weights = next(newest.glob("*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert hookline.get_last_checkpoint(tmp_path, verify=False) == newest
+    assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+    assert "model.safetensors is damaged" in caplog.text
+    (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
+    (tmp_path / "checkpoint-4" / "hookline_complete.json").unlink()
+    (tmp_path / "checkpoint-9").mkdir()  # a save that was killed
+    assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_checkpoint_that_is_written_twice_is_complete(tmp_path):
+    class SaveAgain(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_save = True
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            control.should_save = True
+
+    trainer = make_trainer(tmp_path, callbacks=[SaveAgain()])
+    watch = Watch()
+    hookline.attach(trainer, hooks=[watch], runs=None)
+    trainer.train()
+    assert watch.events.count("checkpoint-4") == 2
+    assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-8"
+
+
+def test_a_signal_saves_and_ends_training(tmp_path):
+    class Preempt(hookline.Hook):
+        def on_step_end(self, step):
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer, watch = make_trainer(tmp_path / "out", eval_strategy="epoch"), Watch()
+    session = hookline.attach(trainer, hooks=[watch, Preempt()], runs=tmp_path / "runs")
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert session.status == session.run.manifest["status"] == "preempted"
+    assert watch.events[-1] == "preempted"
+    assert "validation" not in watch.events  # the process is about to be killed
+    assert hookline.get_last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-3"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_early_stopping_stops_the_trainer(tmp_path):
+    stopping = hookline.EarlyStopping(monitor="val/loss", patience=1, min_delta=100.0)
+    trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=1)
+    session = hookline.attach(trainer, hooks=[stopping], runs=None)
+    trainer.train()
+    assert trainer.state.global_step == session.step == 2
+    assert session.status == "stopped"
+
+
+def test_a_stop_within_a_step_ends_after_it(tmp_path):
+    class Stop(hookline.Hook):
+        def on_train_batch_end(self, trainer, batch_idx):
+            if batch_idx == 2:
+                trainer.stop("enough")
+
+    trainer = make_trainer(tmp_path)
+    hookline.attach(trainer, hooks=[Stop()])
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_nan_loss_is_seen_although_the_log_hides_it(tmp_path):
+    class Broken(GPT2LMHeadModel):
+        calls = 0
+
+        def forward(self, input_ids, labels=None, **kwargs):
+            outputs = super().forward(input_ids, labels=labels, **kwargs)
+            Broken.calls += 1
+            if Broken.calls == 3:
+                outputs.loss = outputs.loss * float("nan")
+            return outputs
+
+    torch.manual_seed(0)
+    watch = Watch()
+    watch.on_step_end = lambda step, loss: watch.losses.append(loss)  # type: ignore[method-assign]
+    trainer = make_trainer(tmp_path, Broken(make_model().config), bf16=False)
+    hookline.attach(trainer, hooks=[watch])
+    trainer.train()
+    assert watch.losses[0] == watch.losses[0]
+    assert watch.losses[1] != watch.losses[1]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[1] == logged[1]
+
+
+def test_a_failing_hook_is_isolated_and_a_toggle_works(tmp_path, plain, caplog):
+    class Fails(hookline.Hook):
+        def on_step_end(self):
+            raise ValueError("not today")
+
+    class Toggle(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            if step == 2:
+                trainer.hooks.disable_hook("watch")
+
+    watch = Watch()
+    trainer = make_trainer(tmp_path / "out", eval_strategy="epoch")
+    session = hookline.attach(trainer, hooks=[watch, Fails(), Toggle()], runs=tmp_path / "runs")
+    trainer.train()
+    assert len(watch.losses) == 2
+    failures = {info.name: info.failures for info in session.hooks.describe()}
+    assert failures["fails"] == 3
+    assert "not today" in caplog.text
+    assert same(weights_of(trainer), weights_of(plain))
+
+
+def test_updates_and_probes_work(tmp_path, plain):
+    capture = hookline.probes.Capture("transformer.h.0.mlp")
+    trainer = make_trainer(tmp_path, eval_strategy="epoch")
+    hookline.attach(trainer, hooks=[capture, hookline.ClipNorm(max_norm=0.01)])
+    trainer.train()
+    assert [state.step for state in capture.metadata("transformer.h.0.mlp")][:4] == [0, 0, 1, 1]
+    assert capture.counts.captured == 16  # not those of validations
+    assert not same(weights_of(trainer), weights_of(plain))
+
+
+def test_what_is_missing_is_refused_by_name(tmp_path, caplog):
+    class Before(hookline.Hook):
+        def on_before_backward(self, loss):
+            raise AssertionError
+
+    with pytest.raises(NotSuppliedError, match=r"Before.on_before_backward") as error:
+        hookline.attach(make_trainer(tmp_path), hooks=[Before()])
+    assert "allow_missing=True" in str(error.value)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    hookline.attach(trainer, hooks=[Before()], allow_missing=True)
+    trainer.train()
+    assert "on_before_backward" in caplog.text
+
+
+def test_options_without_effect_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ArgumentError, match="'optimizer'"):
+        hookline.attach(trainer, torch.optim.SGD(trainer.model.parameters()), hooks=[])
+    with pytest.raises(ArgumentError, match="'scaler', 'on_stop'"):
+        hookline.attach(trainer, hooks=[], scaler=torch.amp.GradScaler("cpu"), on_stop="raise")
+    model = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match="'watch_generation'"):
+        hookline.attach(model, torch.optim.SGD(model.parameters()), watch_generation=True)
+    with pytest.raises(LoopError, match="auto_find_batch_size"):
+        hookline.attach(make_trainer(tmp_path, auto_find_batch_size=True), hooks=[])
+
+
+def test_a_second_training_needs_another_session(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    hookline.attach(trainer, hooks=[Watch()])
+    trainer.train()
+    with pytest.raises(LoopError, match="Attach again"):
+        trainer.train()
+
+
+def test_every_event_is_given_or_named_as_missing():
+    assert [event for event, _ in HOST.rows()] == list(EVENTS)
+    assert all(place for event, place in HOST.rows() if event not in HOST.missing)
+    assert set(HOST.places) | set(HOST.missing) <= set(EVENTS)
+
+
+DDP = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_transformers import *
+folder = Path({folder!r})
+watch = Watch()
+saving = {{"save_strategy": "steps", "save_steps": 2}}
+trainer = make_trainer(folder / "out", bf16=False, ddp_backend="gloo", **saving)
+session = hookline.attach(trainer, hooks=[watch], runs=folder / "runs")
+trainer.train()
+rank = trainer.args.process_index
+(folder / f"rank_{{rank}}.json").write_text(json.dumps([watch.losses, watch.norms, watch.events]))
+"""
+
+
+def test_two_ranks_record_the_mean_over_both(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(DDP.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, str(script)], check=True, timeout=300, env=environment)
+    first, second = (json.loads((tmp_path / f"rank_{i}.json").read_text()) for i in range(2))
+    assert first[1] == pytest.approx(second[1], rel=1e-5)  # the norm of averaged gradients
+    assert first[0] != second[0]
+    (run,) = (tmp_path / "runs").iterdir()
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [line["value"] for line in lines if line["name"] == "train/loss"]
+    means = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
+    assert losses == pytest.approx(means, rel=1e-5)
+    assert hookline.get_last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-4"
+
+
+# -- TRL ------------------------------------------------------------------------------------------
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[EOS]", "[UNK]", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **tokens)
+
+
+def make_trl_trainer(kind: str, folder: Path) -> Trainer:
+    import trl
+    from datasets import Dataset
+
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if kind == "sft":
+        data = Dataset.from_dict({"text": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
+        args = trl.SFTConfig(str(folder), gradient_accumulation_steps=2, max_length=16, **options)
+        trainer = trl.SFTTrainer
+        more = {}
+    else:
+        data = Dataset.from_dict({"prompt": [f"w{i} w{i + 1}" for i in range(8)]})
+        args = trl.GRPOConfig(
+            str(folder), num_generations=4, max_completion_length=4, learning_rate=1e-2, **options
+        )
+        trainer = trl.GRPOTrainer
+        more = {"reward_funcs": lambda completions, **_: [float(len(c)) for c in completions]}
+    tokenizer = make_tokenizer()
+    return trainer(make_model(), args=args, train_dataset=data, processing_class=tokenizer, **more)
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_trl_trainers_with_hooks_train_the_same_model(kind, tmp_path):
+    class Steps(hookline.Hook):
+        def __init__(self):
+            self.losses: list[float] = []
+            self.forwards = 0
+
+        def on_after_forward(self, outputs):
+            self.forwards += 1
+
+        def on_step_end(self, loss):
+            self.losses.append(loss)
+
+    own = make_trl_trainer(kind, tmp_path / "plain")
+    own.train()
+    trainer, steps = make_trl_trainer(kind, tmp_path / "hooks"), Steps()
+    capture = hookline.probes.Capture("transformer.h.0.mlp")
+    hookline.attach(trainer, hooks=[steps, capture], runs=None)
+    trainer.train()
+    assert same(weights_of(own), weights_of(trainer))
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert steps.losses == pytest.approx(logged, rel=1e-5, abs=1e-7)
+    batches = 4 if kind == "sft" else 2
+    assert steps.forwards == capture.counts.captured == batches  # without those of `generate`
+
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
