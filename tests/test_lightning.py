@@ -28,8 +28,6 @@ from hookline.events import EVENTS
 from hookline.integrations import lightning_package
 from hookline.integrations.lightning import HOST, HooklineCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice about small trainings
-
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
