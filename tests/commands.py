@@ -1,11 +1,16 @@
-"""Commands in processes of their own, as a user runs them."""
+"""Commands: in processes of their own, as a user runs them, or in this process."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
+
+from hookline.cli.app import main
 
 HOOKLINE = [sys.executable, "-m", "hookline"]
 ENVIRONMENT = {
@@ -43,3 +48,30 @@ def run_hookline(
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
     """Run a Python script that is given as text."""
     return run_command(sys.executable, "-c", script)
+
+
+def call_hookline(*arguments: str | int | Path, cwd: Path | None = None) -> tuple[int, str]:
+    """Run `hookline` in this process; return the exit code and what it prints on both streams.
+
+    Modules that it imports from `cwd` and from beside it are forgotten afterwards.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    folder = (cwd or Path.cwd()).resolve()
+    before = set(sys.modules)
+    code: object = None
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["hookline", *map(str, arguments)]),
+        mock.patch.object(sys, "path", list(sys.path)),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and Path(file).is_relative_to(folder.parent):
+            del sys.modules[name]
+    return code if isinstance(code, int) else int(code is not None), out.getvalue() + err.getvalue()

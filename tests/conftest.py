@@ -6,6 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from hostile_checkpoints import make_template
 from packages import install_package
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -18,3 +20,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that provides hooks, `acme-hooks`."""
     return install_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with good checkpoints, which tests copy and change."""
+    return make_template(tmp_path_factory.mktemp("template"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked `gpu` where there are not enough devices: a skip would fail in CI."""
+    devices = torch.cuda.device_count()
+
+    def needed(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("gpu")
+        return 0 if mark is None else mark.kwargs.get("devices", 1)
+
+    left_out = [item for item in items if needed(item) > devices]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if needed(item) <= devices]

@@ -1,4 +1,4 @@
-"""Run by `torchrun` with two ranks: hooks attached to bare loops under DDP and FSDP2.
+"""Run by `torchrun` with two ranks: hooks attached to bare loops under DDP, FSDP2 and Accelerate.
 
 Gradients of two ranks are averaged, and their norms summed, in another order than in one process,
 in float32: numbers agree to 1e-5. After several steps of SGD the differences have added up: weights
@@ -8,16 +8,17 @@ agree to 1e-5, too.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import check_in_all_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -54,6 +55,10 @@ class Model(nn.Module):
 
 def make(kind: str) -> nn.Module:
     model: nn.Module = Model()
+    if kind == "accelerate":
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True).prepare_model(model)
     if kind == "ddp":
         return DistributedDataParallel(model)
     if kind == "fsdp":
@@ -119,9 +124,27 @@ def closing_session(session: hookline.Session) -> Iterator[None]:
     session.detach()
 
 
-def train(model: nn.Module, hooks: Any, rank: int | None, *, clip: bool, **options: Any) -> Any:
+def make_optimizer(model: nn.Module, kind: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = hookline.attach(model, optimizer, hooks=hooks, settings=DEBUG, **options)
+    if kind == "accelerate":
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=True).prepare_optimizer(optimizer)
+    return optimizer
+
+
+def train(
+    model: nn.Module,
+    hooks: Any,
+    rank: int | None,
+    *,
+    clip: bool,
+    kind: str = "",
+    settings: hookline.HookSettings = DEBUG,
+    **options: Any,
+) -> Any:
+    optimizer = make_optimizer(model, kind)
+    session = hookline.attach(model, optimizer, hooks=hooks, settings=settings, **options)
     # Without `with`, training starts in the first call of the model.
     with session if clip else closing_session(session), session.epoch() if clip else nullcontext():
         for batch in batches(rank):
@@ -142,43 +165,82 @@ def registry(*hooks: tuple[hookline.Hook, dict[str, Any]]) -> hookline.HookManag
     return manager
 
 
+def recorded(runs: Path) -> dict[str, list[float]]:
+    """Return the values of each metric of the only run in a folder."""
+    (run,) = runs.iterdir()
+    values: dict[str, list[float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        values.setdefault(record["name"], []).append(record["value"])
+    return values
+
+
+class Watched:
+    """Hooks that are attached to a loop, and what they have seen."""
+
+    def __init__(self, clip: bool) -> None:
+        self.events, self.norms, self.rare = Events(clip), Norms(), Norms()
+        self.ema = hookline.EMA(decay=0.9, every_n_steps=1)
+        self.capture = hookline.probes.Capture("blocks.*.linear", gradient=True)
+        self.hooks = registry(
+            (self.events, {}),
+            (self.norms, {"ranks": "main"}),
+            (self.rare, {"ranks": "main", "every": 3, "name": "rare"}),
+            (hookline.GradientMonitor(2, log_statistics=True, update_ratio=True), {}),
+            (self.ema, {}),
+            (self.capture, {}),
+            (hookline.probes.Monitor("blocks.*", ["max", "zeros"]), {"every": 2}),
+        )
+
+
 def check_numbers(kind: str, folder: Path, *, clip: bool) -> None:
     rank = dist.get_rank()
-    alone, events_alone, norms_alone = Model(), Events(clip), Norms()
-    train(alone, [events_alone, norms_alone], None, clip=clip)
-    model, events, norms, rare = make(kind), Events(clip), Norms(), Norms()
-    monitor = hookline.GradientMonitor(2, update_ratio=True)
+    alone, seen_alone = Model(), Watched(clip)
+    runs_alone = folder / f"alone_{kind}_{clip}"
+    train(alone, seen_alone.hooks, None, clip=clip, runs=runs_alone)
+    model, seen = make(kind), Watched(clip)
     runs = folder / f"{kind}_{clip}"
-    hooks = registry(
-        (events, {}),
-        (norms, {"ranks": "main"}),
-        (rare, {"ranks": "main", "every": 3, "name": "rare"}),
-        (monitor, {}),
-    )
-    session = train(model, hooks, rank, clip=clip, runs=runs)
-    assert events.seen == events_alone.seen, (events.seen, events_alone.seen)
-    if rank == 0:
-        torch.testing.assert_close(norms.norms, norms_alone.norms, **TOLERANCE)
-        torch.testing.assert_close(rare.norms, norms_alone.norms[2::3], **TOLERANCE)
-    else:
-        assert not norms.norms
-        assert not rare.norms
+    session = train(model, seen.hooks, rank, clip=clip, kind=kind, runs=runs)
+    assert seen.events.seen == seen_alone.events.seen
+    assert len(seen.rare.norms) == (2 if rank == 0 else 0)
+    for a, b in ((seen.norms, seen_alone.norms), (seen.rare, seen_alone.rare)):
+        torch.testing.assert_close(a.norms, b.norms, **TOLERANCE)
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(a.detach()), b.detach(), **TOLERANCE)
-    # Only rank 0 writes; the loss of a step is the mean over both ranks.
+    check_averages(seen.ema, seen_alone.ema)
+    check_captured(seen.capture, seen_alone.capture)
+    # Only rank 0 writes. A step's loss, and what is measured of gradients, is that of both ranks.
     dist.barrier()
-    (run,) = runs.iterdir()
     assert (session.run is not None) == (rank == 0)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["value"] for line in lines if line["name"] == "train/loss"]
-    torch.testing.assert_close(losses, norms_alone.losses, **TOLERANCE)
-    if clip:
-        (mean,) = [line["value"] for line in lines if line["name"] == "train/loss_epoch"]
-        torch.testing.assert_close(mean, sum(losses) / STEPS, **TOLERANCE)
-    totals = [line["value"] for line in lines if line["name"] == "gradients/total/norm"]
-    torch.testing.assert_close(totals, norms_alone.norms[1::2], **TOLERANCE)
-    layers = {line["name"].split("/")[1] for line in lines if line["name"].startswith("gradients/")}
-    assert layers == {"total", *(name for name, _ in alone.named_parameters())}, layers
+    found, expected = recorded(runs), recorded(runs_alone)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    names = {name for name in found if not name.startswith("probes/")}
+    assert {"train/loss", "gradients/total/norm", "gradients/head.bias/norm"} <= names
+    assert any("update_ratio" in name for name in names), names
+    assert any("std" in name for name in names), names
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], **TOLERANCE, msg=name)
+    # A monitor of outputs measures what its rank computes: half of the batch.
+    for name in found.keys() - names:
+        if name.endswith("/max"):
+            assert all(a <= b + 1e-5 for a, b in zip(found[name], expected[name], strict=True))
+
+
+def check_averages(ema: hookline.EMA, alone: hookline.EMA) -> None:
+    averages, expected = (one.state_dict()["averages"] for one in (ema, alone))
+    assert averages.keys() == expected.keys()  # names without the wrappers' prefixes
+    for name, average in averages.items():
+        torch.testing.assert_close(whole(average), expected[name], **TOLERANCE)
+
+
+def check_captured(capture: Any, alone: Any) -> None:
+    """Each rank captures plain tensors of its half of the batch."""
+    rank = dist.get_rank()
+    assert list(capture) == list(alone) == ["blocks.0.linear", "blocks.1.linear"]
+    for name in capture:
+        found, expected = capture[name].output, alone[name].output
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, expected[rank * 4 : rank * 4 + 4], **TOLERANCE)
 
 
 def check_decisions(kind: str) -> None:
@@ -245,6 +307,38 @@ def check_names() -> None:
             hookline.probe(model, nn.Conv2d)
 
 
+def check_failing_hook(kind: str) -> None:
+    """A hook that fails on one rank does not stop the others, nor training."""
+    rank = dist.get_rank()
+
+    class Fails(hookline.Hook):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def on_step_end(self, grad_norm: float, step: int) -> None:
+            self.calls += 1
+            if rank == 1:
+                raise ValueError(step)
+
+    class Critical(hookline.Hook):
+        critical = True
+
+        def on_step_end(self, step: int) -> None:
+            pass
+
+    fails = Fails()
+    session = train(
+        make(kind), [fails, Critical()], rank, clip=True, settings=hookline.HookSettings()
+    )
+    assert session.step == STEPS
+    assert session.status == "completed"
+    # After three failures it is disabled, in both processes.
+    assert fails.calls == 3
+    steps = [None, None]
+    dist.all_gather_object(steps, session.step)
+    assert steps == [STEPS, STEPS]
+
+
 @contextmanager
 def short_limit() -> Iterator[None]:
     limit, loop_agreement._SECONDS = loop_agreement._SECONDS, 2.0
@@ -271,21 +365,14 @@ def check_errors() -> None:
         pass
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    folder = Path(sys.argv[1])
-    for kind in ("ddp", "fsdp"):
-        for clip in (False, True):
-            check_numbers(kind, folder, clip=clip)
-        check_decisions(kind)
-    check_names()
-    check_errors()
-    print(f"rank {dist.get_rank()} fine", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
-
-
 if __name__ == "__main__":
-    main()
+    folder = Path(sys.argv[1])
+    kinds = ("ddp", "fsdp")
+    check_in_all_ranks(
+        *(partial(check_numbers, kind, folder, clip=c) for kind in kinds for c in (False, True)),
+        *(partial(check_decisions, kind) for kind in kinds),
+        *(partial(check_failing_hook, kind) for kind in kinds),
+        check_names,
+        check_errors,
+        partial(check_numbers, "accelerate", folder, clip=True),
+    )

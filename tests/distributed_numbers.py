@@ -8,14 +8,13 @@ the tolerance is 1e-5. Values that no sum is taken of (maxima, counts, weights) 
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_checks import check_in_all_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -275,8 +274,7 @@ def check_limited_hook(mesh: DeviceMesh) -> None:
     assert all("'reader'" in error and "ranks='main'" in error for error in errors)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def check_all() -> None:
     flat = init_device_mesh("cpu", (4,))
     hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for mesh in (flat, hsdp):
@@ -293,12 +291,7 @@ def main() -> None:
             check(mesh)
     check_time_limit(flat)
     check_limited_hook(flat)
-    print(f"rank {dist.get_rank()} fine", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 
 
 if __name__ == "__main__":
-    main()
+    check_in_all_ranks(check_all)

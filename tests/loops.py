@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from rank_checks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -183,16 +181,4 @@ def run_on_two_ranks(script: str, folder: Path) -> str:
     """Run a script under torchrun; return what both ranks printed."""
     path = folder / "script.py"
     path.write_text(script)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"),
-            *("--standalone", str(path)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_ranks(path)

@@ -15,63 +15,14 @@ from hostile_checkpoints import (
     change_state,
     copy_folder,
     hostile,
-    make_template,
     read_everything,
     reseal,
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from odd_trees import ODD, TAGGED, paths_in, put
 
 from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
-
-ODD: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 70), 1 << 70)
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["../x", "$", "t0", "0x7ff8", "model.safetensors", "float", "tensor"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.text(max_size=4) | st.sampled_from(["$", "v", "dtype", "shape", "size", "step"]),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=6,
-)
-KINDS = st.sampled_from(
-    (
-        *("int", "float", "complex", "str", "bytes", "tuple", "Size", "set", "frozenset", "dict"),
-        *("OrderedDict", "Counter", "dtype", "device", "tensor", "numpy", "ndarray", "x"),
-    )
-)
-TAGGED = st.fixed_dictionaries(
-    {"$": KINDS, "v": ODD},
-    optional={"dtype": ODD | st.sampled_from(["<i8", "|O"]), "shape": ODD},
-)
-
-
-def paths_in(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the places of all values in a tree."""
-    items: Any = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    return [at, *(place for key, inner in items for place in paths_in(inner, (*at, key)))]
-
-
-def put(tree: Any, place: tuple[Any, ...], value: Any) -> Any:
-    """Replace the value at a place; return the tree."""
-    if not place:
-        return value
-    inner = tree
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return tree
 
 
 def only_checkpoint_errors(root: Path) -> None:
@@ -80,11 +31,6 @@ def only_checkpoint_errors(root: Path) -> None:
     assert (
         root / "run" / "checkpoints" / "step_1" in scan_checkpoints(hostile(root).parent).complete
     )
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_template(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ from torch import nn
 
 from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
-from hookline.checkpoint.pruning import KeepRules, choose_kept
+from hookline.checkpoint.keep_rules import KeepRules
+from hookline.checkpoint.pruning import choose_kept
 from hookline.cli.app import main
 from hookline.runs import Run
 from hookline.runs.checkpoint_reader import SavedCheckpoint
@@ -283,7 +284,8 @@ def test_rules_about_what_is_kept() -> None:
     some = [one(10 * i, metrics={"x": score}) for i, score in enumerate(scores, 1)]
 
     def kept(*found: SavedCheckpoint, **rules: Any) -> list[int | None]:
-        reasons = choose_kept(found, KeepRules(**rules))
+        metric = rules.pop("metric", None)
+        reasons = choose_kept(found, KeepRules(**rules), metric)
         return [c.step for c, why in zip(found, reasons, strict=True) if why]
 
     assert kept(*some, last=2) == [50, 60]
@@ -295,6 +297,8 @@ def test_rules_about_what_is_kept() -> None:
     marked = [one(1, is_best=True), one(2, is_last=True), one(3), one(4), one(6, is_emergency=True)]
     assert kept(*marked, last=1) == [1, 2, 4, 6]
     assert kept(one(None), one(7), every=1) == [7]
+    late = [one(step) for step in (30, 130, 160, 250, 340, 360)]
+    assert kept(*late, every=100) == [130, 250, 340, 360]  # as training keeps them
     assert kept(one(5, is_emergency=True), last=1) == [5]
 
 

@@ -20,7 +20,6 @@ from hostile_checkpoints import (
     change_state,
     copy_folder,
     hostile,
-    make_template,
     read_everything,
     reseal,
     save,
@@ -42,11 +41,6 @@ from hookline.runs.checkpoint_reader import get_last_checkpoint
 
 SECRET_SIZE = len(SECRET)
 needs_links = pytest.mark.skipif(os.name == "nt", reason="links and FIFOs of POSIX")
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_template(tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import call_hookline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from warm_processes import WarmParent
 
 from hookline import HooklineError
-from hookline.cli.app import main
-from hookline.config_files import building, dry_run, load_training
-
-WARM = (building, dry_run)  # imported here, so that no process needs to
+from hookline.config_files import load_training
 
 PROJECT = """
 import subprocess
@@ -49,17 +46,18 @@ VALID: dict[str, Any] = {
 MARKING = "from pathlib import Path\nPath({!r}).touch()\n"
 
 
-def run_cli(folder: str, *arguments: str) -> None:
-    """Run `hookline` in a folder."""
-    os.chdir(folder)
-    sys.argv = ["hookline", *arguments]
-    main()
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """End a command that hangs, with a traceback of where."""
 
+    def hang(*_: Any) -> None:
+        raise AssertionError("It hangs.")
 
-@pytest.fixture(scope="module")
-def parent() -> Iterator[WarmParent]:
-    with WarmParent() as started:
-        yield started
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 class Stranger:
@@ -106,17 +104,14 @@ def attack(message: str) -> Callable[[Attack], Attack]:
     return register
 
 
-def check(parent: WarmParent, folder: Path, *arguments: str) -> tuple[int, str]:
+def check(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run `hookline check`; return the exit code and what it printed."""
-    log = folder.parent / "log.txt"
-    process = parent.start(run_cli, folder, "check", *arguments, log=log)
-    code = process.wait(60)
-    return code, process.output
+    return call_hookline("check", *arguments, cwd=folder)
 
 
-def test_the_file_that_is_changed_here_is_valid(parent: WarmParent, tmp_path: Path) -> None:
+def test_the_file_that_is_changed_here_is_valid(tmp_path: Path) -> None:
     stranger = Stranger(tmp_path)
-    code, output = check(parent, stranger.project, *stranger.config())
+    code, output = check(stranger.project, *stranger.config())
     assert (code, output.split()[-1]) == (0, "OK"), output
 
 
@@ -617,12 +612,10 @@ def override_of_trust(stranger: Stranger) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_hostile_file_is_answered_with_one_message(
-    parent: WarmParent, tmp_path: Path, name: str
-) -> None:
+def test_a_hostile_file_is_answered_with_one_message(tmp_path: Path, name: str) -> None:
     stranger = Stranger(tmp_path)
     attack_file, message = ATTACKS[name]
-    code, output = check(parent, stranger.project, *attack_file(stranger))
+    code, output = check(stranger.project, *attack_file(stranger))
     assert code in (1, 2), output[-3000:]
     assert len(output) < 10_000
     assert "Traceback" not in output
@@ -636,10 +629,10 @@ def test_a_hostile_file_is_answered_with_one_message(
 # -- anything -------------------------------------------------------------------------------------
 
 
-def test_a_package_is_trusted_on_the_command_line(parent: WarmParent, tmp_path: Path) -> None:
+def test_a_package_is_trusted_on_the_command_line(tmp_path: Path) -> None:
     stranger = Stranger(tmp_path)
     arguments = stranger.config(loss_fn={"class_path": "math.dist"})
-    code, output = check(parent, stranger.project, *arguments, "--trust", "math")
+    code, output = check(stranger.project, *arguments, "--trust", "math")
     assert (code, "With a batch of data.train" in output) == (1, True), output  # it was called
 
 

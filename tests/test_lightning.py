@@ -114,9 +114,9 @@ def recorder(*events: str) -> Any:
 
     def method(event: str) -> Any:
         def note(self: Any, **kwargs: Any) -> None:
-            plain = {k: float(v) if k in NUMBERS else v for k, v in kwargs.items()}
             if event == "on_before_backward":
-                plain["loss"] = kwargs["loss"].item()
+                kwargs["loss"] = kwargs["loss"].detach()
+            plain = {k: float(v) if k in NUMBERS else v for k, v in kwargs.items()}
             if event in GRADIENTS:
                 gradients = [p.grad for p in kwargs["model"].parameters()]
                 plain["gradients"] = [g.clone() for g in gradients if g is not None]
@@ -475,6 +475,7 @@ class Counter(hookline.Hook):
         self.counts, self.total = state["counts"], state["total"]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torchdata's loader
 @pytest.mark.parametrize("every", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}])
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 18, "max_epochs": -1}])
 def test_a_resumed_fit_continues_hooks_and_the_run(tmp_path, every, limit) -> None:

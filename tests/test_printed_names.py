@@ -7,8 +7,9 @@ import html.parser
 import io
 import json
 import logging
+import pickle
 import re
-import sys
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from commands import call_hookline
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -27,12 +29,17 @@ import hookline
 from hookline.checkpoint import save_checkpoint
 from hookline.checkpoint.differences import describe_mismatches
 from hookline.cli import text_output
-from hookline.cli.app import main
 from hookline.cli.checkpoint_tables import format_list, format_pruning
 from hookline.dispatch import HookManager
-from hookline.errors import HookFailedError, HooklineError, listed, nearest
+from hookline.errors import ConfigError, HookFailedError, HooklineError, listed, nearest
 from hookline.hooks.metric_lookup import log_or_print, require_metric
-from hookline.printable import escape_controls, printable, printable_lines, printable_message
+from hookline.printable import (
+    escape_controls,
+    message_lines,
+    printable,
+    printable_lines,
+    printable_message,
+)
 from hookline.probes import DebugProbe
 from hookline.probes.flow import gradient_flow
 from hookline.runs import Run, open_run
@@ -48,6 +55,7 @@ NAMES = {
     "clear": "\x1b[2J\x1b[H",
     "overwrite": f"loss\r{FAKE}",
     "line": f"loss\n{FAKE}",
+    "indented line": f"loss\n  {FAKE}\n\t{FAKE}\r\n    {FAKE}",
     "other line": f"loss\u2028{FAKE}\x85{FAKE}\x0b{FAKE}\x0c",
     "backspace": "bad\b\b\bgood",
     "bidi": "user\u202egnp.exe\u2066\u2069",
@@ -68,7 +76,11 @@ MIXED = {
         NAMES[key]
         for key in ("colour", "link", "clear", "overwrite", "backspace", "bidi", "zero width", "c1")
     ),
-    "lines": NAMES["clipboard"] + NAMES["nul"] + NAMES["line"] + NAMES["other line"],
+    "lines": NAMES["clipboard"]
+    + NAMES["nul"]
+    + NAMES["line"]
+    + NAMES["indented line"]
+    + NAMES["other line"],
     "html": NAMES["html"] + NAMES["attribute"],
     "wide": NAMES["accents"][:20] + NAMES["wide"],
     **{key: NAMES[key] for key in ("surrogate", "markup", "long")},
@@ -110,17 +122,7 @@ class Tags(html.parser.HTMLParser):
 
 def hook_line(*words: str | Path, cwd: Path | None = None) -> str:
     """Return what a command prints on both streams."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.chdir(cwd or Path.cwd()),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", ["hookline", *map(str, words)]),
-        mock.patch.object(sys, "path", list(sys.path)),
-        pytest.raises(SystemExit),
-    ):
-        main()
-    return out.getvalue() + err.getvalue()
+    return call_hookline(*words, cwd=cwd)[1]
 
 
 @contextlib.contextmanager
@@ -234,7 +236,8 @@ def test_names_are_clean_and_markup_is_literal_on_a_terminal(
     monkeypatch.setattr(text_output, "terminal_width", lambda: 80)
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = OWN.sub("", hook_line(*COMMANDS[command](folder), cwd=folder.root))
-    assert_clean(text)
+    assert f"\n{FAKE}" not in text
+    assert_clean(re.sub(r"\n {2,}", " ", text))  # the parts of a long line are indented
     if "[red]" in folder.name:
         assert folder.name in text
 
@@ -333,7 +336,7 @@ def test_exceptions_of_programs_are_clean(key: str, options: list[str], tmp_path
     (tmp_path / "train.py").write_text(program)
     text = hook_line(*options, "train", "train.py:make", cwd=tmp_path)
     assert "RuntimeError" in text
-    if key != "lines":  # the lines of an exception are kept
+    if key != "lines" or not options:  # a traceback has the lines of the exception
         assert_clean(text)
     with mock.patch("hookline.runs.run_reader.open_run", side_effect=RuntimeError(MIXED[key])):
         text = hook_line(*options, "runs", "show", "x", cwd=tmp_path)
@@ -371,10 +374,7 @@ def test_failing_hooks_are_reported_clean(key: str) -> None:
     assert "DISABLED" in log.getvalue()
     if key not in ("lines", "long"):  # a traceback has the whole text of the exception
         assert_clean(log.getvalue())
-    table, _, last_error = str(summary).partition("last error")
-    assert_clean(table)
-    if key != "lines":  # the lines of an exception are kept
-        assert_clean(last_error)
+    assert_clean(str(summary))
 
 
 def errors(name: str) -> Iterator[Callable[[], object]]:
@@ -477,6 +477,74 @@ def test_reports_are_clean(key: str) -> None:
     assert_clean(str(Report((check,), (f"{name} was not checked",))))
 
 
+# -- names that try to be lines -------------------------------------------------------------------
+
+BREAKS = st.sampled_from(
+    ["\n", "\n  ", "\n\t", "\r", "\r\n ", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028"]
+)
+SPACES = st.sampled_from(["", " ", "  - ", "    ", "hookline: ", "damaged: ", "\t"])
+LINES = st.lists(
+    st.builds(
+        lambda before, line_break, indent: f"{before}{line_break}{indent}{FAKE}",
+        st.text(st.sampled_from("ab:.,='[]{}%"), max_size=3),
+        BREAKS,
+        SPACES,
+    ),
+    min_size=1,
+    max_size=3,
+).map("".join)
+
+
+def assert_no_line(text: str) -> None:
+    """Check that every line in which the name is begins with something else."""
+    for line in text.splitlines():
+        start, found, _ = line.partition(FAKE)
+        assert not found or re.search(r"\w.*\\[nrtxu]|  \| ", start), line
+
+
+@settings(max_examples=40, deadline=None)
+@given(LINES)
+def test_no_name_makes_a_line_of_an_error_or_log_record(name: str) -> None:
+    for call in errors(f"x{name}"):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one is not the question
+            call()
+        with logged() as log:
+            logger = logging.getLogger("hookline")
+            logger.warning("It failed: %s", error.value)
+            logger.warning(f"It failed: {name}")
+            logger.warning("It failed: %s", f"after {name}")
+        assert_no_line(log.getvalue())
+        if isinstance(error.value, HooklineError):
+            assert_no_line(str(error.value))
+            assert_no_line(str(HooklineError(f"It failed: {error.value}")))
+            assert_no_line(str(message_lines("Problems:", error.value, f"at {name}")))
+    assert_no_line(f"x{format_table(('a', 'b'), [(f'x{name}', f'x{name}')])}")
+    assert_no_line(str(HookFailedError(f"x{name}")))
+
+
+@settings(max_examples=15, deadline=None)
+@given(LINES)
+def test_no_name_makes_a_line_of_a_command(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for place in ARGUMENTS:
+            assert_no_line(hook_line(*ARGUMENTS[place](f"x{name}"), cwd=Path(folder)))
+        for tree in ({f"x{name}": 1}, {"trainer": {f"x{name}": 1}}, {"hooks": [f"x{name}"]}):
+            (Path(folder) / "train.json").write_text(json.dumps(tree))
+            assert_no_line(hook_line("check", "train.json", cwd=Path(folder)))
+
+
+@settings(max_examples=5, deadline=None)
+@given(LINES)
+def test_no_name_in_a_file_makes_a_line_of_what_a_reader_shows(name: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = Folder(Path(root), f"x{name}")
+        for arguments in COMMANDS.values():
+            assert_no_line(hook_line(*arguments(folder), cwd=folder.root))
+        run = open_run(folder.run)
+        assert_no_line(f"{run}\n{run!r}")
+        assert_no_line(Tags(run._repr_html_()).text)
+
+
 # -- functions ------------------------------------------------------------------------------------
 
 TEXT = st.text(st.characters(codec=None)) | st.sampled_from([n[:500] for n in NAMES.values()])
@@ -539,10 +607,19 @@ def test_lists_in_messages_are_short() -> None:
     assert join_some(range(5), 3) == "0, 1, 2, … and 2 more"
 
 
-def test_the_lines_of_an_exception_are_kept() -> None:
-    assert str(HookFailedError("first\nsecond\x1b[2J")) == "first\nsecond\\x1b[2J"
-    assert str(HooklineError("Problems:\n  one\n  two")) == "Problems:\n  one\n  two"
-    assert str(HooklineError("one\nof a name", "two")) == "one\\nof a name\ntwo"
+def test_the_lines_of_an_exception_are_kept_and_marked() -> None:
+    assert str(HookFailedError("first\nsecond\x1b[2J")) == "first\n  | second\\x1b[2J"
+
+
+def test_only_own_lines_are_lines_of_a_message() -> None:
+    own = message_lines("Problems:", "one", "two\n  of a name")
+    assert own == "Problems:\n  one\n  two\\n  of a name"
+    assert str(HooklineError(own)) == own
+    assert str(ConfigError(str(HooklineError(own)))) == own
+    assert str(HooklineError("one\n  of a name", "two")) == "one\\n  of a name\ntwo"
+    assert str(pickle.loads(pickle.dumps(HooklineError(own)))) == own
+    assert message_lines("All:", own, "last") == f"All:\n  Problems:{own[9:]}\n  last"
+    assert message_lines(*range(500)).endswith("\n  199\n  … and 300 more lines")
 
 
 def test_differences_between_weights_make_no_lines_of_their_own() -> None:

@@ -7,19 +7,22 @@ import json
 import logging
 import os
 import pickle
+import runpy
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 import yaml
-from commands import HOOKLINE, run_command, run_hookline
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import batches, make
+from warm_processes import WarmParent
 
 import hookline
+from hookline.cli.app import main
 from hookline.config_files import load_training
 from hookline.runs.jsonable import config_hash
 
@@ -183,6 +186,21 @@ with hookline.attach(model, optimizer, hooks=hooks, runs="runs", config=config) 
 """
 
 
+def run_with_secrets(folder: str, *command: str) -> None:
+    """Run a command in a process of its own, with secrets in its environment."""
+    os.chdir(folder)
+    for name in VARIABLES:
+        os.environ[name] = SECRETS[f"variable {name}"]
+    os.environ["VALUE"] = SECRETS["python value"]
+    if "--debug" in command:
+        os.environ["CRITICAL"] = "1"
+    sys.argv = list(command)
+    if command[0] == "hookline":
+        main()
+    else:
+        runpy.run_path(command[0], run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Everything that trainings with all these secrets leave behind, by where it was found."""
@@ -190,30 +208,20 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "project.py").write_text(PROJECT)
     (folder / "train.yaml").write_text(yaml.safe_dump(_config(), sort_keys=False))
     (folder / "loop.py").write_text(LOOP)
-    variables = {name: SECRETS[f"variable {name}"] for name in VARIABLES}
-    variables["VALUE"] = SECRETS["python value"]
-    results = {
-        "train": run_hookline("train", "train.yaml", *_arguments(), cwd=folder, **variables),
-        "check": run_hookline(
-            "check", "train.yaml", *_arguments(), "--json", cwd=folder, **variables
-        ),
-        "failed": run_hookline(
-            *("--debug", "train", "train.yaml", *_arguments()),
-            cwd=folder,
-            **variables,
-            CRITICAL="1",
-        ),
-        "loop": run_command(
-            *(HOOKLINE[0], "loop.py", "--wandb_key", SECRETS["python option"]),
-            cwd=folder,
-            **variables,
-        ),
+    commands = {
+        "train": ["hookline", "train", "train.yaml", *_arguments()],
+        "check": ["hookline", "check", "train.yaml", *_arguments(), "--json"],
+        "failed": ["hookline", "--debug", "train", "train.yaml", *_arguments()],
+        "loop": ["loop.py", "--wandb_key", SECRETS["python option"]],
     }
-    assert {name: one.returncode for name, one in results.items()} == {
-        **dict.fromkeys(results, 0),
-        "failed": 1,
-    }, results
-    found = {name: one.stdout + one.stderr for name, one in results.items()}
+    with WarmParent() as parent:
+        started = {
+            name: parent.start(run_with_secrets, folder, *command, log=folder / f"{name}.log")
+            for name, command in commands.items()
+        }
+        codes = {name: process.wait(180) for name, process in started.items()}
+    found = {name: process.output for name, process in started.items()}
+    assert codes == {**dict.fromkeys(commands, 0), "failed": 1}, found
     assert "failed in Leaky.on_step_end" in found["train"]
     assert "HookFailedError" in found["failed"]
     assert "could not be sent" in found["train"]
@@ -524,7 +532,7 @@ def test_the_saved_state_of_hooks_is_not_masked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_secret_name(name: str) -> None:
-    from hookline.masking import is_secret_name
+    from hookline.secret_names import is_secret_name
 
     assert is_secret_name(name)
     assert is_secret_name(name.upper())
@@ -542,15 +550,15 @@ def test_a_secret_name(name: str) -> None:
     ],
 )
 def test_a_name_that_is_not_secret(name: str) -> None:
-    from hookline.masking import is_secret_name
+    from hookline.secret_names import is_secret_name
 
     assert not is_secret_name(name)
 
 
 def test_every_option_of_a_built_in_hook_is_shown_unless_it_is_a_secret() -> None:
     from hookline.config.hook_names import BUILT_INS, load_hook_class
-    from hookline.masking import is_secret_name
     from hookline.options import get_options
+    from hookline.secret_names import is_secret_name
 
     declared = {name: load_hook_class(name) for name in BUILT_INS}
     masked = {
@@ -597,12 +605,14 @@ def test_a_secret_value_of_a_mapping_is_never_in_its_text(
     [
         *("a", "a-", "a=", "://", "?", "--a ", "{a: ", "'a': '", "a@", ";=", '"'),
         *("token=[", "{token: ", "token='", "token=<", "token=(\\'", "\\'"),
+        *("password: ", "password: xyz ", "password = ", "Bearer ", "Basic YT", "Bearer a.a"),
+        *("-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----\nAAAABBBBCCCCDDDD "),
     ],
 )
 def test_long_texts_are_masked_in_linear_time(part: str) -> None:
     from hookline.masking import mask_text
 
-    text = "https://" + part * 200_000  # minutes, if it took quadratic time
+    text = "https://" + part * (400_000 // len(part))  # minutes, if it took quadratic time
     assert len(mask_text(text)) <= len(text)
 
 
@@ -629,6 +639,18 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
         ("api_key=[hush\nnext", "api_key=***\nnext"),
         (r'"{\"token\": \"hush\", \"a\": 1}"', r'"{\"token\": \"***\", \"a\": 1}"'),
         ("https://hooks.zapier.com/hush", "https://hooks.zapier.com/***"),
+        ("the password = hush", "the password = ***"),
+        ("with password: hush, and then", "with password: ***, and then"),
+        ("db_password: hush\nuser: bob", "db_password: ***\nuser: bob"),
+        ("Password : hush.", "Password : ***."),
+        ("password: hush1 of bob", "password: *** of bob"),
+        ("My api_key: hush-12345-hush", "My api_key: ***"),
+        ("hf_token = hf_hush12345 is set", "hf_token = *** is set"),
+        ("Authorization: Basic aHVzaDpodXNo", "Authorization: ***"),
+        ("got Basic aHVzaDpodXNo, and", "got Basic ***, and"),
+        ("with basic aHVzaDpodXNoMQ==", "with basic ***"),
+        ("a bearer hush12345 was sent", "a bearer *** was sent"),
+        ("Bearer hushhushhushhushhushhush", "Bearer ***"),
         ("https://ptb.discord.com/api/webhooks/1/hush", "https://ptb.discord.com/api/webhooks/***"),
     ],
 )
@@ -636,6 +658,49 @@ def test_a_text(text: str, masked: str) -> None:
     from hookline.masking import mask_text
 
     assert mask_text(text) == masked
+
+
+KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASC\nhushhushhushhushhushhushhushhush\nAoIBAQ=="
+PLAIN_KEY = "-----BEGIN PRIVATE KEY-----\n{}\n-----END PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize("kind", ["", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED "])
+@pytest.mark.parametrize("written", [str, repr, json.dumps, lambda text: text[:-40]])
+def test_a_private_key(kind: str, written: Any) -> None:
+    from hookline.masking import mask_text
+
+    block = PLAIN_KEY.format(KEY).replace("PRIVATE", f"{kind}PRIVATE")
+    text = written(f"It failed with {block}")
+    masked = mask_text(f"{text}\nThe next line.")
+    assert "hush" not in masked
+    assert "AoIBAQ" not in masked or written("x") == "x"  # a last line may be short
+    assert f"-----BEGIN {kind}PRIVATE KEY-----***" in masked
+    assert masked.endswith("The next line.")
+    assert mask_text(masked) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Basic training of beginners, basic authentication, Basic input/output.",
+        "Bearer tokens are sent, and the bearer certificates too; multi-layer Bearer multi-layer.",
+        "train.yaml:3: hparams.password: Unknown field. Did you mean 'passwords'?",
+        "optimizer.password: Expected a string. password: required",
+        "The password is asked for. Passwords: two of them. password: see the manual",
+        "def connect(password: str) and def connect(api_key: str = '')",
+        "password = getpass(); password = args.password; password = os.environ['X']",
+        "The token: a part of a word. token = 5; token: 12345678; secret = True",
+        "max_tokens: 4096tokens, pad_token: pad12345, sort_key = name1234",
+        "password: ${PASSWORD}; password: <password>; password: %s; password: ***",
+        "A file that begins with -----BEGIN PRIVATE KEY----- is a key.",
+        "-----BEGIN CERTIFICATE-----\nMIIEvQIBADANBgkqhkiG9w0BAQEF\n-----END CERTIFICATE-----",
+        "-----BEGIN PUBLIC KEY-----\nMIIEvQIBADANBgkqhkiG9w0BAQEF\n-----END PUBLIC KEY-----",
+    ],
+)
+def test_ordinary_prose_stays(text: str) -> None:
+    from hookline.masking import mask_text
+
+    assert mask_text(text) == text
 
 
 def test_containers_within_themselves() -> None:

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from hookline.printable import printable, printable_lines, printable_message
+from hookline.printable import MessageLines, printable, printable_message, quote_lines
 
 __all__ = [
     "ArgumentError",
@@ -69,10 +69,13 @@ _MAX_NAME = 100  # characters
 
 
 class HooklineError(Exception):
-    """The base class of all errors that Hookline raises; each argument is one message."""
+    """The base class of all errors that Hookline raises; each argument is one message.
+
+    A message is one line, in which line feeds of names are escaped, or made by `message_lines`.
+    """
 
     def __str__(self) -> str:
-        return "\n".join(printable_message(str(message)) for message in self.args)
+        return MessageLines("\n".join(printable_message(message) for message in self.args))
 
 
 class ArgumentError(HooklineError, TypeError, ValueError):
@@ -147,7 +150,7 @@ class HookFailedError(HooklineError):
     """A hook that training depends on failed; its own exception is the `__cause__`."""
 
     def __str__(self) -> str:
-        return printable_lines(Exception.__str__(self))  # has the lines of the hook's exception
+        return quote_lines(Exception.__str__(self))  # has the lines of the hook's exception
 
 
 class HookConfigError(ConfigError, HookFailedError):

@@ -36,4 +36,4 @@ def _escape_record(record: logging.LogRecord) -> bool:
 def _escape_argument(value: Any) -> Any:
     """Return an argument of a message; numbers and lazy values are formatted only if shown."""
     is_text = isinstance(value, str | PurePath | BaseException)
-    return printable_message(str(value)) if is_text else value
+    return printable_message(value) if is_text else value

@@ -1,9 +1,10 @@
 """Masking of secrets, for everything that is recorded, logged or shown.
 
-Three kinds of secrets are replaced by `***`:
+Four kinds of secrets are replaced by `***`:
 
 - values of keys whose names look secret, such as `api_key`, `hfToken` or `slack-webhook-url`;
 - what grants access in a URL: user info, signed queries, the paths of known webhooks;
+- private keys, authorization headers, and passwords in running text (`secret_prose`);
 - known values, wherever they stand: those of environment variables with such names, and those that
   `remember_secrets` was given. They have at least eight characters, so that ordinary words stay,
   and are not words of the records themselves, such as `training`.
@@ -17,13 +18,14 @@ import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, urlsplit
 
+from hookline.secret_names import is_secret_name, split_words
+from hookline.secret_prose import MASK, mask_pem_blocks, mask_prose, mask_schemes
+
 __all__ = [
     "MASK",
-    "is_secret_name",
     "mask_arguments",
     "mask_known_values",
     "mask_log_records",
@@ -33,71 +35,8 @@ __all__ = [
     "remember_secrets",
 ]
 
-MASK = "***"
 _MIN_LENGTH = 8  # characters of a value that is masked wherever it stands
 _MIN_PATH = 12  # the same for the path of a URL
-
-# -- names ----------------------------------------------------------------------------------------
-
-
-def _split_words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]")
-_SECRET_WORDS = _split_words(
-    "apikeys apitoken auth authorization bearer cookie cookies credential credentials dsn jwt "
-    "passcode passphrases passwords pwd secret secrets token webhooks"
-)
-_SECRET_ENDINGS = (  # of words without separators, such as PGPASSWORD
-    *("accesskey", "accesstoken", "apikey", "authtoken", "hftoken", "passphrase", "passwd"),
-    *("password", "privatekey", "secretkey", "webhook"),
-)
-_KEYS = _split_words(  # before `key`: by itself it is the key of an ordinary mapping
-    "access account anthropic api auth aws azure client comet deploy deployment encryption gcp "
-    "google hf ingest integration license master mlflow neptune openai private secret service "
-    "session shared signing ssh storage subscription wandb webhook"
-)
-_TOKENS = _split_words("access api auth bearer hf refresh secret session")  # before `tokens`
-_PASSES = _split_words("admin db login mail mysql postgres redis root smtp user")
-_NOT_SECRET_TOKENS = _split_words(  # before `token`: parts of a text
-    "additional audio begin blank bos by class cls decoder distill each end eod eos eot first "
-    "image last mask max min n new next num pad per prev previous prompt register sep sink space "
-    "special start stop unk video"
-)
-_SUFFIXES = _split_words("header headers string text uri url value")
-_CONNECTION = (["connection"], ["conn"], ["database"])  # before a suffix: `connection_string`
-
-
-@lru_cache(maxsize=4096)
-def is_secret_name(name: str) -> bool:
-    """Return whether a key, option or variable of this name holds a secret.
-
-    The last word counts, in snake, kebab or camel case: `hf_token`, `HF-Token` and `hfToken` hold
-    a secret; `tokens`, `token_count`, `pad_token`, `sort_key` and `author` do not.
-    """
-    if "/" in name or " " in name:
-        return False  # a metric such as `loss/token`, or a text
-    words = [word.lower() for word in _WORDS.findall(name)]
-    has_suffix = False
-    while len(words) > 1 and words[-1] in _SUFFIXES:
-        words.pop()
-        has_suffix = True
-    if not words:
-        return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if last in ("key", "keys"):
-        return before in _KEYS
-    if last == "tokens":
-        return before in _TOKENS
-    if last == "pass":
-        return before in _PASSES
-    if last == "token":
-        return before not in _NOT_SECRET_TOKENS
-    if has_suffix and words in _CONNECTION:
-        return True
-    return last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS)
-
 
 # -- texts ----------------------------------------------------------------------------------------
 
@@ -105,7 +44,7 @@ def is_secret_name(name: str) -> bool:
 _URL = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z][a-zA-Z0-9+.-]{0,30}://[^\s\"'<>`]+")
 _USER_INFO = re.compile(r"([^:]+://)(?:[^\s/?#]+|[^\s/:?#]+:(?!\d+/)[^\s@]+)@")
 _QUERY = re.compile(r"(?<=[?&;#])([^?=&;#\s]+)=([^&;#\s]+)")
-_QUERY_NAMES = _split_words(
+_QUERY_NAMES = split_words(
     "awsaccesskeyid code googleaccessid hmac key se sig signature x-amz-credential x-amz-signature "
     "x-goog-credential x-goog-signature"
 )
@@ -114,7 +53,6 @@ _WEBHOOK = re.compile(
     r"(?:ptb\.|canary\.)?discord(?:app)?\.com/api/webhooks|"
     r"[\w-]{1,60}\.webhook\.office\.com)/)[^\s?#]+"
 )
-_SCHEME = re.compile(r"\b(Bearer|Basic) +(?!\*)[A-Za-z0-9+/._~-]{6,}=*")
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie) ?: ?(?!['\"*\s])[^\r\n'\"]+"
 )
@@ -140,14 +78,13 @@ def mask_text(text: str) -> str:
 
 def _mask_patterns(text: str) -> str:
     """Mask what looks secret in a text; the result depends on nothing but the text."""
+    text = mask_pem_blocks(text)
     if "://" in text:
         text = _URL.sub(lambda found: _mask_url(found[0]), text)
     if ":" in text or "=" in text or "--" in text:
         text = _HEADER.sub(rf"\1: {MASK}", text)
-        text = _mask_assignments(text)
-    if "Bearer" in text or "Basic" in text:
-        text = _SCHEME.sub(rf"\1 {MASK}", text)
-    return text
+        text = mask_prose(_mask_assignments(text))
+    return mask_schemes(text)
 
 
 def _mask_url(url: str) -> str:
@@ -302,7 +239,7 @@ def masked_repr(value: Any, *names: Any) -> str:
 # -- known values ---------------------------------------------------------------------------------
 
 _NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
-_OWN_WORDS = _split_words(  # of records: without them, a run could not be read
+_OWN_WORDS = split_words(  # of records: without them, a run could not be read
     "accumulate background batch_size budget_after checkpoint checkpoints class_path clip_norm "
     "clip_value completed config_hash continue_on_hook_error cpus_usable dampening diff_sha256 "
     "differentiable failures maximize momentum nesterov weight_decay "

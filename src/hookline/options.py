@@ -20,6 +20,7 @@ from hookline.arguments import is_number, show_value
 from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 from hookline.masking import MASK, remember_secrets
+from hookline.printable import message_lines
 
 __all__ = [
     "REGISTRATION_KEYS",
@@ -111,7 +112,8 @@ class OptionsError(ConfigError):
     def __init__(self, class_name: str, problems: Iterable[OptionProblem]) -> None:
         self.class_name = class_name
         self.problems = tuple(problems)
-        super().__init__(f"{class_name}: " + "\n  ".join(one.text for one in self.problems))
+        first, *others = (one.text for one in self.problems)
+        super().__init__(message_lines(f"{class_name}: {first}", *others))
 
 
 class BuiltIn(Hook):

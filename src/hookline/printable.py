@@ -6,7 +6,15 @@ import re
 from collections.abc import Callable
 from unicodedata import category
 
-__all__ = ["escape_controls", "printable", "printable_lines", "printable_message"]
+__all__ = [
+    "MessageLines",
+    "escape_controls",
+    "message_lines",
+    "printable",
+    "printable_lines",
+    "printable_message",
+    "quote_lines",
+]
 
 # Control characters, marks that change the direction of text, invisible characters, line and
 # paragraph separators, lone surrogates. Joiners and variation selectors belong to emoji and to
@@ -23,8 +31,8 @@ _MAX_ACCENTS = 4
 _NO_LETTERS = re.compile(rf"[^\w\s\x00-\x7f]{{{_MAX_ACCENTS + 1},}}")
 
 _MESSAGE_LINE = 1200  # characters of one line of a message
-
-_LINE_FEED_OF_NAME = re.compile(r"\n(?![ \t])")
+_MAX_LINES = 200
+_TAB = "\t"
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -46,22 +54,48 @@ def printable_lines(text: str, limit: int = 200, line_limit: int = 2000) -> str:
     return "\n".join(shown + [f"… and {left_out} more lines"] * bool(left_out))
 
 
-def printable_message(text: str) -> str:
+class MessageLines(str):
+    """A message of several lines, whose control characters are escaped in each of them.
+
+    In any other text, a line feed is taken for a part of a name.
+    """
+
+    __slots__ = ()
+
+
+def message_lines(*lines: object) -> MessageLines:
+    """Return a message of these lines, with control characters escaped; all but one are indented.
+
+    A line that is a message of several lines itself keeps them.
+    """
+    shown = [line for one in lines for line in printable_message(one).split("\n")]
+    indented = [line if line.startswith("  ") else f"  {line}" for line in shown[1:_MAX_LINES]]
+    more = len(shown) - _MAX_LINES
+    indented += [f"  … and {more} more lines"] * (more > 0)
+    return MessageLines("\n".join([*shown[:1], *indented]))
+
+
+def printable_message(text: object) -> str:
     """Return a message that contains names, with their control characters escaped.
 
-    The lines of a message are indented. A line feed before any other line is part of a name.
+    It is one line, unless it was made by `message_lines`.
     """
-    lines = _LINE_FEED_OF_NAME.sub(r"\\n", text).split("\n")
-    return printable_lines("\n".join(map(_cut_middle, lines)))
+    text = text if isinstance(text, str) else str(text)
+    return text if isinstance(text, MessageLines) else _cut_middle(text)
+
+
+def quote_lines(text: str) -> str:
+    """Return the text of an exception: its first line, and the others marked as parts of it."""
+    return printable_lines(text).replace("\n", "\n  | ")
 
 
 def _cut_middle(line: str) -> str:
     """Return a line of a message; a long one keeps its end, which says what to do."""
     half = _MESSAGE_LINE // 2
-    shown = escape_controls(line[: _MESSAGE_LINE + 1])
+    shown = escape_controls(line[: _MESSAGE_LINE + 1], allowed=_TAB)
     if len(shown) <= _MESSAGE_LINE:
         return shown
-    return f"{shown[:half]} […] {escape_controls(line[-half:])[-half:]}"
+    return f"{shown[:half]} […] {escape_controls(line[-half:], allowed=_TAB)[-half:]}"
 
 
 def _escape(char: str) -> str:

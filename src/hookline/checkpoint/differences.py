@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import CheckpointError, listed
-from hookline.printable import printable
+from hookline.printable import message_lines, printable
 
 if TYPE_CHECKING:
     from hookline.checkpoint.checkpoint_folder import Checkpoint
@@ -101,8 +101,8 @@ def fit_checkpoint(
     lines = [printable(line, 500) for line in (*lines, *problems, *more())]
     text = f"The checkpoint {checkpoint.path} does not fit {what}"
     if strict or problems:
-        raise CheckpointError(f"{text}. Nothing was changed. {advice}\n  " + "\n  ".join(lines))
-    log.warning("%s; what fits is loaded.\n  %s", text, "\n  ".join(lines))
+        raise CheckpointError(message_lines(f"{text}. Nothing was changed. {advice}", *lines))
+    log.warning("%s", message_lines(f"{text}; what fits is loaded.", *lines))
     fitting = select_fitting(checkpoint, model=model, state=state)
     replaced = dict(fitting.state)
     for section, index in unloadable:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-__all__ = ["KeepRules", "choose_kept"]
+from hookline.checkpoint.keep_rules import KeepRules
+
+__all__ = ["choose_kept"]
 
 
 class _Saved(Protocol):
@@ -24,59 +26,51 @@ class _Saved(Protocol):
 
 
 @dataclass(frozen=True)
-class KeepRules:
-    """Which checkpoints are kept; one that any rule keeps is kept.
+class _Candidate:
+    """A checkpoint that was not saved after a crash, as the rules see it."""
 
-    Attributes:
-        last: The newest N.
-        best: The K best by a metric.
-        metric: The metric.
-        mode: Whether a low or a high value is better.
-        every: Those whose step is a multiple of M.
-    """
-
-    last: int = 0
-    best: int = 0
-    metric: str | None = None
-    mode: Literal["min", "max"] = "min"
-    every: int | None = None
+    index: int
+    step: int | None
+    score: float | None
 
 
-def choose_kept(checkpoints: Sequence[_Saved], rules: KeepRules) -> list[list[str]]:
+def choose_kept(
+    checkpoints: Sequence[_Saved], rules: KeepRules, metric: str | None = None
+) -> list[list[str]]:
     """Return, for each checkpoint, why it is kept; an empty list means that it is not needed.
 
     The newest checkpoint, those that `last` and `best` name, and those that were saved after a
-    crash are always kept. The latter do not count among the newest or the best.
+    crash are always kept. The latter do not count among the newest or the best, and those without
+    a finite value of the metric not among the best.
 
     Args:
         checkpoints: All complete checkpoints of a folder, the oldest first.
         rules: What else is kept.
+        metric: What the best are ranked by.
     """
-    regular = [index for index, one in enumerate(checkpoints) if not one.is_emergency]
-    newest = regular[-max(rules.last, 1) :]
-    best = _rank(checkpoints, regular, rules)[: rules.best]
+    regular = [
+        _Candidate(index, one.step, _read_score(one, metric))
+        for index, one in enumerate(checkpoints)
+        if not one.is_emergency
+    ]
+    kept = {
+        "newest": rules.newest(regular) | {len(regular) - 1},
+        f"best {metric}": {i for i in rules.best_ranked(regular) if regular[i].score is not None},
+        f"every {rules.every} steps": rules.first_of_intervals(regular),
+    }
+    by_rule = {
+        reason: {one.index for i, one in enumerate(regular) if i in chosen}
+        for reason, chosen in kept.items()
+    }
     reasons: list[list[str]] = []
     for index, one in enumerate(checkpoints):
-        found = {
-            "last": one.is_last,
-            "best": one.is_best,
-            "emergency": one.is_emergency,
-            "newest": index in newest,
-            f"best {rules.metric}": index in best,
-            f"every {rules.every} steps": bool(rules.every)
-            and not one.is_emergency
-            and one.step is not None
-            and one.step % (rules.every or 1) == 0,
-        }
+        found = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+        found |= {reason: index in chosen for reason, chosen in by_rule.items()}
         reasons.append([reason for reason, applies in found.items() if applies])
     return reasons
 
 
-def _rank(checkpoints: Sequence[_Saved], indices: Sequence[int], rules: KeepRules) -> list[int]:
-    """Return the checkpoints that have a finite value of the metric, the best first."""
-    values: dict[int, float] = {}
-    for index in indices:
-        value = checkpoints[index].metrics.get(rules.metric or "")
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            values[index] = value if rules.mode == "min" else -value
-    return sorted(values, key=lambda index: (values[index], index))
+def _read_score(checkpoint: _Saved, metric: str | None) -> float | None:
+    """Return the value of the metric; None if it is not finite."""
+    value = checkpoint.metrics.get(metric or "")
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hookline.checkpoint.atomic_files import temporary_folder
 from hookline.checkpoint.checkpoint_lookup import (
@@ -29,16 +29,14 @@ from hookline.checkpoint.checkpoint_lookup import (
     set_pointer,
 )
 from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
+from hookline.checkpoint.keep_rules import KeepRules, Mode, rank
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
 from hookline.printable import printable
 
-__all__ = ["Mode", "RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
+__all__ = ["RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
 
 log = logging.getLogger("hookline")
-
-Mode = Literal["min", "max"]
-"""Which score is better: the lower or the higher one."""
 
 _reserved_paths: set[Path] = set()
 """Paths that writers of this process have reserved and not saved yet."""
@@ -74,14 +72,8 @@ def rank_checkpoints(
     checkpoints: Iterable[RetainedCheckpoint], mode: Mode
 ) -> list[RetainedCheckpoint]:
     """Return checkpoints, the best first; of equal scores the earlier, NaN and infinities last."""
-
-    def key(checkpoint: RetainedCheckpoint) -> tuple[bool, float, int]:
-        if checkpoint.score is None or not checkpoint.has_finite_score:
-            return True, 0.0, checkpoint.number
-        score = checkpoint.score if mode == "min" else -checkpoint.score
-        return False, score, checkpoint.number
-
-    return sorted(checkpoints, key=key)
+    oldest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
+    return [oldest_first[index] for index in rank(oldest_first, mode)]
 
 
 class Retention:
@@ -108,8 +100,7 @@ class Retention:
         keep_last: int = 0,
         keep_every: int | None = None,
     ) -> None:
-        self._keep_best, self._keep_last, self._keep_every = keep_best, keep_last, keep_every
-        self._mode: Mode = mode
+        self._rules = KeepRules(last=keep_last, best=keep_best, mode=mode, every=keep_every)
         self._folder: Path | None = None
         self._best_name: str | None = None
         self._resumed_from: str | None = None  # is kept until the next checkpoint is durable
@@ -137,9 +128,9 @@ class Retention:
     @property
     def best(self) -> RetainedCheckpoint | None:
         """The best durable checkpoint; None if nothing is ranked, or no score is finite."""
-        if not self._keep_best:
+        if not self._rules.best:
             return None
-        first = rank_checkpoints(self._saved, self._mode)[:1]
+        first = rank_checkpoints(self._saved, self._rules.mode)[:1]
         return first[0] if first and first[0].has_finite_score else None
 
     @property
@@ -242,17 +233,8 @@ class Retention:
     def _choose_kept(self, checkpoints: Iterable[RetainedCheckpoint]) -> list[RetainedCheckpoint]:
         """Return those that a rule keeps, oldest first."""
         oldest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
-        if -1 in (self._keep_best, self._keep_last):
-            return oldest_first
-        kept = rank_checkpoints(oldest_first, self._mode)[: self._keep_best]
-        kept += oldest_first[-self._keep_last :] if self._keep_last else []
-        if self._keep_every is not None:
-            first_of: dict[int, RetainedCheckpoint] = {}  # by the number of complete intervals
-            for checkpoint in oldest_first:
-                first_of.setdefault(checkpoint.step // self._keep_every, checkpoint)
-            kept += [checkpoint for interval, checkpoint in first_of.items() if interval]
-        names = {checkpoint.name for checkpoint in kept}
-        return [checkpoint for checkpoint in oldest_first if checkpoint.name in names]
+        kept = self._rules.choose(oldest_first)
+        return [checkpoint for index, checkpoint in enumerate(oldest_first) if index in kept]
 
     def _apply_rules(self) -> None:
         """Make `best` name the best checkpoint, and remove those that are not kept."""

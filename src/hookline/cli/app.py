@@ -35,7 +35,7 @@ from hookline.cli.train_command import add_training_commands
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
 from hookline.masking import mask_text
-from hookline.printable import printable, printable_lines
+from hookline.printable import printable, printable_lines, quote_lines
 
 __all__ = ["app", "main"]
 
@@ -90,7 +90,8 @@ def _unexpected_error_message(error: Exception) -> str:
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     place = f"{own[-1].filename}, line {own[-1].lineno}"
     again = printable(shlex.join(["hookline", "--debug", *sys.argv[1:]]), 1000)
-    return f"{type(error).__name__}: {error} (from {place}). For the traceback, run: {again}"
+    shown = quote_lines(str(error))
+    return f"{type(error).__name__}: {shown} (from {place}). For the traceback, run: {again}"
 
 
 def _print_traceback(error: Exception) -> None:

@@ -39,7 +39,7 @@ def prune(
     keep_every: Annotated[
         int | None,
         typer.Option(
-            help="Keep those whose step is a multiple of M.",
+            help="Of every M steps, keep the first checkpoint.",
             **whole_number(1, metavar="M"),
         ),
     ] = None,
@@ -58,7 +58,8 @@ def prune(
 
     The three best: **hookline checkpoints prune 20261115-21 --keep-best 3 --metric val/loss**
     """
-    from hookline.checkpoint.pruning import KeepRules, choose_kept
+    from hookline.checkpoint.keep_rules import KeepRules
+    from hookline.checkpoint.pruning import choose_kept
     from hookline.cli.checkpoint_tables import format_pruning, format_size
 
     if not (keep_last or keep_best or keep_every):
@@ -83,7 +84,7 @@ def prune(
             f"No checkpoint in {folder.path} has the metric '{metric}'.{nearest(metric, known)} "
             f"Metrics of these checkpoints: {listed(sorted(known))}."
         )
-    reasons = choose_kept(complete, KeepRules(keep_last, keep_best, metric, mode, keep_every))
+    reasons = choose_kept(complete, KeepRules(keep_last, keep_best, mode, keep_every), metric)
     for one, why in zip(complete, reasons, strict=True):
         if one.path.resolve() in linked:
             why.append("link")

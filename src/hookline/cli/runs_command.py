@@ -16,7 +16,7 @@ from hookline.cli.command_base import (
     new_group,
 )
 from hookline.cli.text_output import print_json, show, terminal_width
-from hookline.printable import escape_controls, printable
+from hookline.printable import printable
 from hookline.text_tables import cell_width, format_table
 
 if TYPE_CHECKING:
@@ -154,10 +154,13 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
 def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
     """Return a text with the first problem of each damaged run; nothing if there is none."""
     damaged = [one for one in overviews if one["damage"]]
-    lines = [f"damaged: {one['path']}: {one['damage'][0]}" for one in damaged[:_MAX_DAMAGED]]
+    lines = [
+        printable(f"damaged: {one['path']}: {one['damage'][0]}", 1000)
+        for one in damaged[:_MAX_DAMAGED]
+    ]
     if len(damaged) > _MAX_DAMAGED:
         lines.append(f"… and {len(damaged) - _MAX_DAMAGED} more damaged runs")
-    return [escape_controls("\n".join(lines))] if lines else []
+    return ["\n".join(lines)] if lines else []
 
 
 def _commit(git: dict[str, Any]) -> str:

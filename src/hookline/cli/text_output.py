@@ -73,12 +73,12 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
 
 
 def _wrap_line(line: str, width: int) -> str:
-    """Return a line that continues under its last column."""
+    """Return a line that continues under its last column, or indented: never like a new line."""
     if cell_width(line) <= width:
         return line
     column = _LAST_COLUMN.match(line)
     indent = cell_width(column[0]) if column else len(line) - len(line.lstrip())
-    margin = " " * (indent if indent <= width * 2 // 3 else 4)
+    margin = " " * (max(indent, 2) if indent <= width * 2 // 3 else 4)
     lines, used = [""], 0
     for word in _WORDS.findall(line):
         if used + cell_width(word) > width and lines[-1].strip():

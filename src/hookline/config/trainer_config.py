@@ -25,7 +25,7 @@ from pydantic import (
 from hookline.arguments import check_mapping, show_value
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, listed, nearest
-from hookline.printable import printable
+from hookline.printable import message_lines, printable
 
 __all__ = [
     "CheckpointConfig",
@@ -103,7 +103,7 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
             lines.append(f"'{path}' is {shown}. {detail['msg']}.")
     if len(details) > _MAX_PROBLEMS:
         lines.append(f"And {len(details) - _MAX_PROBLEMS} more problems.")
-    return f"{model.__name__}: " + "\n  ".join(lines)
+    return message_lines(f"{model.__name__}: {lines[0]}", *lines[1:])
 
 
 def describe_fields(model: type[Any], path: tuple[str | int, ...]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hookline.errors import ConfigError
 from hookline.masking import mask_text, masked_repr
-from hookline.printable import escape_controls, printable
+from hookline.printable import MessageLines, message_lines, printable
 
 __all__ = [
     "COMMAND_LINE",
@@ -57,7 +57,7 @@ class Problem:
         shown = {
             "file": printable(self.file, _MAX_TEXT),
             "key": printable(self.key, _MAX_KEY),
-            "text": escape_controls(shorten(self.text, _MAX_TEXT)),
+            "text": printable(_join_lines(self.text), _MAX_TEXT),
         }
         for name, text in shown.items():
             object.__setattr__(self, name, text)
@@ -65,6 +65,12 @@ class Problem:
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
         return f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
+
+
+def _join_lines(text: str) -> str:
+    """Return a message of several lines as one."""
+    lines = text.split("\n") if isinstance(text, MessageLines) else [text]
+    return " ".join([lines[0], *map(str.strip, lines[1:])])
 
 
 class FileError(ConfigError):
@@ -82,10 +88,10 @@ class FileError(ConfigError):
         self.count = max(count, len(found))
         head = ""
         if self.count > len(found[:MAX_PROBLEMS]):
-            head = f"{self.count:,} problems, of which the first {MAX_PROBLEMS} are:\n  "
+            head = f"{self.count:,} problems, of which the first {MAX_PROBLEMS} are:"
         elif len(self.problems) > 1:
-            head = f"{len(self.problems)} problems:\n  "
-        super().__init__(head + "\n  ".join(str(problem) for problem in self.problems))
+            head = f"{len(self.problems)} problems:"
+        super().__init__(message_lines(*([head] if head else []), *map(str, self.problems)))
 
 
 class ProblemList(list[Problem]):

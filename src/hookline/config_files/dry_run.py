@@ -14,7 +14,7 @@ from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
-from hookline.printable import escape_controls
+from hookline.printable import message_lines
 from hookline.tensors.nested import describe_structure
 from hookline.trainer.checks import check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer
@@ -104,14 +104,12 @@ def _errors_name(subject: str) -> Generator[None]:
     try:
         yield
     except HooklineError as error:
-        raise TrainingError(_shorten(f"With {subject}: {error}")) from error
+        first, *others = str(error).split("\n")
+        raise TrainingError(message_lines(f"With {subject}: {first}", *others)) from error
     except Exception as error:  # whatever the user's code raises
         reason = f"{type(error).__name__}: {error}"
-        raise TrainingError(_shorten(f"With {subject}: {reason}") + format_origin(error)) from error
-
-
-def _shorten(text: str) -> str:
-    return escape_controls(shorten(text, _MAX_MESSAGE))
+        shown = shorten(f"With {subject}: {reason}", _MAX_MESSAGE)
+        raise TrainingError(shown + format_origin(error)) from error
 
 
 def _describe(training: Training) -> dict[str, Any]:

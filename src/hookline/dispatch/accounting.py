@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 from hookline.dispatch.settings import HookSettings
-from hookline.printable import printable, printable_lines
+from hookline.printable import printable, quote_lines
 from hookline.text_tables import format_table
 
 __all__ = ["CallStats", "HookInfo", "HookStatus", "RunClock", "Summary", "make_timing_gaps"]
@@ -174,14 +174,14 @@ class Summary:
         ]
         lines = [format_table(headers, rows)]
         lines += [
-            f"{printable(hook.name)}: last error: {printable_lines(hook.last_error)}"
+            f"{printable(hook.name)}: last error: {quote_lines(hook.last_error)}"
             for hook in self.hooks
             if hook.last_error and not hook.critical  # a critical hook's error was raised
         ]
         for rank, other in enumerate(self.other_ranks, 1):
             lines += [
                 f"rank {rank}: {printable(hook.name)} failed {hook.failures} times, last error: "
-                f"{printable_lines(hook.last_error or '')}"
+                f"{quote_lines(hook.last_error or '')}"
                 for hook in other.hooks
                 if hook.failures
             ]

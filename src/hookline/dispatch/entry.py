@@ -5,19 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast, get_args
 
-from hookline.arguments import check_flag, check_name, show_value
+from hookline.arguments import check_choice, check_flag, check_name, show_value
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.settings import Schedule
-from hookline.errors import ArgumentError, NameTakenError, UnknownHookError, listed, nearest
+from hookline.errors import (
+    ArgumentError,
+    NameTakenError,
+    RegistrationError,
+    UnknownHookError,
+    listed,
+    nearest,
+)
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, Rank, Ranks
 from hookline.masking import mask_secrets, remember_secrets
 
-__all__ = ["Entry", "RemovedEntry", "check_registration", "choose_name", "unknown_hook"]
+__all__ = [
+    "Entry",
+    "RemovedEntry",
+    "check_registration",
+    "choose_name",
+    "choose_ranks",
+    "unknown_hook",
+]
 
 
 @dataclass(eq=False)
@@ -200,6 +214,18 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
     if replace or automatic not in taken:
         return automatic
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
+
+
+def choose_ranks(entry: Entry, given: Any) -> Ranks:
+    """Return in which processes a new hook is called: as given, or as its class says."""
+    ranks: Any = type(entry.hook).ranks if given is None else given
+    check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
+    if ranks != "all" and entry.hook.hookline_kind == "update":
+        raise RegistrationError(
+            f"'{entry.name}' is an update, with ranks='{ranks}': it would change the gradients of "
+            "some processes only, which would then train different models. Register it for all."
+        )
+    return cast("Ranks", ranks)
 
 
 def _qualified_name(hook: Hook) -> str:

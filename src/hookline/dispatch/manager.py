@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from hookline.arguments import check_choice, check_instance, read_items
+from hookline.arguments import check_instance, read_items
 from hookline.dispatch.accounting import (
-    CallStats,
     HookInfo,
     HookStatus,
     RunClock,
@@ -35,16 +33,17 @@ from hookline.dispatch.accounting import (
 )
 from hookline.dispatch.arguments import EventArguments, make_event_method
 from hookline.dispatch.binding import bind
-from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
     Entry,
     RemovedEntry,
     check_registration,
     choose_name,
+    choose_ranks,
     unknown_hook,
 )
 from hookline.dispatch.failures import FailureHandler
+from hookline.dispatch.guarded_calls import guard_calls
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
 from hookline.dispatch.settings import HookSettings, Schedule
@@ -149,7 +148,7 @@ class HookManager:
             entry.schedule = Schedule(every, sample_rate, from_epoch)
             entry.before, entry.after, entry.strict = before, after, strict
             entry.status = "enabled" if enabled else "disabled"
-            entry.ranks = _checked_ranks(entry, ranks)
+            entry.ranks = choose_ranks(entry, ranks)
             entry.is_here = entry.ranks in self._roles
             for other in (before, after):
                 if other is not None:
@@ -359,27 +358,7 @@ class HookManager:
 
         For calls that are not events, such as those of a probe.
         """
-        entry = self._entry(name)
-        call_stats = entry.call_stats
-
-        def guarded(function: Callable[..., Any], *args: Any) -> Any:
-            method = function.__name__  # failures in a row are counted per method, as per event
-            stats = call_stats.get(method)
-            if stats is None:
-                stats = call_stats.setdefault(method, CallStats(clocked=True, rare=True))
-            stats.calls += 1
-            started = perf_counter_ns()
-            try:
-                return mark_calls(function, name, entry.ranks)(*args)
-            except Exception as error:
-                fatal = self.handle_failure(entry, method, stats.calls, error)
-                if fatal is not None:
-                    raise fatal from error
-                return None
-            finally:
-                stats.add(perf_counter_ns() - started)
-
-        return guarded
+        return guard_calls(self._entry(name), self.handle_failure)
 
     def is_scheduled(self, name: str) -> bool:
         """Return whether a hook is called only in some steps."""
@@ -462,17 +441,6 @@ class HookManager:
         """Load the hooks' states; return hooks without a state and states without a hook."""
         with self._lock:
             return load_states(self._entries, states)
-
-
-def _checked_ranks(entry: Entry, given: Any) -> Ranks:
-    ranks: Any = type(entry.hook).ranks if given is None else given
-    check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
-    if ranks != "all" and entry.hook.hookline_kind == "update":
-        raise RegistrationError(
-            f"'{entry.name}' is an update, with ranks='{ranks}': it would change the gradients of "
-            "some processes only, which would then train different models. Register it for all."
-        )
-    return cast("Ranks", ranks)
 
 
 # Methods instead of __getattr__, which would slow down every attribute access of the class.

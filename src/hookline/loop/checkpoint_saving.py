@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError
+from hookline.loop.processes import OneProcess
 
-__all__ = ["CheckpointSaving"]
+__all__ = ["CheckpointSaving", "begin_shared_save"]
 
 log = logging.getLogger("hookline")
 
@@ -156,6 +158,11 @@ class CheckpointSaving:
                 self._grace,
             )
             self._grace = None  # said once
+
+
+def begin_shared_save(processes: OneProcess) -> SharedSave:
+    """Return what the processes share to save sharded tensors. All of them have to call this."""
+    return SharedSave(processes.share(uuid.uuid4().hex[:12]), processes.rank, processes.size)
 
 
 def _what_now(settings: CheckpointConfig) -> str:

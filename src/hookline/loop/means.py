@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from hookline.context import LazyFloat
 from hookline.loop.processes import OneProcess
 
-__all__ = ["Means", "means_of_all"]
+__all__ = ["Means", "add_means", "means_of_all"]
 
 _MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
@@ -110,3 +111,14 @@ def means_of_all(means: Means, processes: OneProcess) -> dict[str, Any]:
         return means.means()
     sums = processes.sum_numbers(means.sums())
     return {name: total / weight for name, (total, weight) in sums.items()}
+
+
+def add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means of several states of `Means`, with the sums of their weights."""
+    means: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in several for name in one):
+        found = [one[name] for one in several if name in one]
+        weight = sum(one["weight"] for one in found)
+        total = sum(one["mean"] * one["weight"] for one in found)
+        means[name] = {"mean": total / weight, "weight": weight}
+    return means

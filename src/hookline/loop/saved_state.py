@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
-from hookline.printable import printable
+from hookline.printable import message_lines, printable
 
 __all__ = [
     "check_host_state",
@@ -153,13 +153,22 @@ class _TrainerState(_LoopState):
 
 
 @with_config(_STRICT)
+class _SessionRank(TypedDict):
+    means: dict[str, _Mean]
+    tokens_seen: Count | None
+    random: Section
+
+
+@with_config(_STRICT)
 class _SessionState(_LoopState):
     attributes: NotRequired[Section]
     epoch: Count | None
     tokens_seen: Count | None
     random: NotRequired[Section | None]
     logged: NotRequired[dict[str, _Mean]]
+    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     extra: NotRequired[Section]
+    ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
 @with_config(_STRICT)
@@ -176,6 +185,7 @@ class _HostState(TypedDict):
     best_accuracy: float
     run: NotRequired[_LogPosition | None]
     logged: NotRequired[dict[str, _Mean]]
+    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     batch_idx: Count
     run_id: str | None
 
@@ -241,8 +251,8 @@ def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
         ]
         if len(found) > _MAX_SHOWN:
             lines.append(f"and {len(found) - _MAX_SHOWN} more")
-        raise CheckpointError(
+        head = (
             f"The state in the checkpoint {checkpoint.path} is not that of {what}. Nothing was "
-            "changed. The checkpoint is damaged, or was saved by another kind of loop:\n  "
-            + "\n  ".join(lines)
-        ) from None
+            "changed. The checkpoint is damaged, or was saved by another kind of loop:"
+        )
+        raise CheckpointError(message_lines(head, *lines)) from None

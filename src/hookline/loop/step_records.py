@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from hookline.loop.processes import OneProcess
 __all__ = ["StepRecords"]
 
 _EVERY = 50  # steps
+_OWN = "ranks/"  # the names of values of one process alone
 
 
 class StepRecords:
@@ -30,6 +32,10 @@ class StepRecords:
     def is_due(self, step: int) -> bool:
         """Return whether the values are recorded after this step."""
         return step % _EVERY == 0
+
+    def own_values(self) -> list[tuple[int, int | None, str, float]]:
+        """Return what is kept of this process: step, epoch, name and value."""
+        return [(step, epoch, name, float(value)) for step, epoch, name, value in self._values]
 
     def report(
         self,
@@ -58,13 +64,28 @@ class StepRecords:
         self, run: Any, processes: OneProcess, own_values: Mapping[str, float], at: tuple[int, int]
     ) -> None:
         kept, self._values = self._values, []
-        own = {str(i): (float(value), 1.0) for i, (*_, value) in enumerate(kept)}
+        keys = _keys(kept)
+        own = {key: (float(value), 1.0) for key, (*_, value) in zip(keys, kept, strict=True)}
         own |= {name: (value, 1.0) for name, value in own_values.items()}
         sums = processes.sum_numbers(own)
         if run is None:
             return
-        for i, (step, epoch, name, _) in enumerate(kept):
-            total, weight = sums.pop(str(i))
+        for key, (step, epoch, name, _) in zip(keys, kept, strict=True):
+            total, weight = sums[key]
             run.log(step, epoch, name, total / weight)
         for name in sorted(sums):
-            run.log(*at, name, sums[name][0])
+            if name.startswith(_OWN):
+                run.log(*at, name, sums[name][0])
+
+
+def _keys(values: list[tuple[int, int | None, str, Any]]) -> list[str]:
+    """Return the same keys in all processes, also if one of them has values that others lack.
+
+    A step that is skipped has the number of the next one, so values of a step may come twice.
+    """
+    seen: Counter[tuple[int, str]] = Counter()
+    keys: list[str] = []
+    for step, _, name, _ in values:
+        seen[step, name] += 1
+        keys.append(f"{step}:{seen[step, name]}:{name}")
+    return keys

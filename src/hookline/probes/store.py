@@ -12,18 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
-from typing import Any, Literal, get_args, overload
+from typing import Any, overload
 
-from hookline.arguments import show_value
-from hookline.errors import (
-    ArgumentError,
-    ConfigError,
-    HookFailedError,
-    HooklineError,
-    listed,
-    nearest,
-)
+from hookline.errors import ArgumentError, HookFailedError, HooklineError, listed
 from hookline.probes.captured_state import CONTENTS, CapturedState
+from hookline.probes.store_options import Policy, check_store_options
 from hookline.probes.stored_state import (
     Counts,
     ProbeStates,
@@ -40,8 +33,6 @@ from hookline.tensors.memory import storages
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
 
 log = logging.getLogger("hookline")
-
-Policy = Literal["drop_oldest", "sample", "spill", "error"]
 
 
 class StoreFullError(HookFailedError, MemoryError):
@@ -92,7 +83,7 @@ class Store:
             "memory_limit": memory_limit,
             "max_total_states": max_total_states,
         }
-        _check(limits, policy, cleanup_interval, folder)
+        check_store_options(limits, policy, cleanup_interval, folder)
         self.max_states = max_states
         self.max_total_states = max_total_states
         self._since_cleanup = 0
@@ -433,20 +424,3 @@ def _size(state_storages: dict[Any, tuple[int, Any]]) -> int:
 def _set(state: CapturedState, contents: dict[str, Any]) -> None:
     for name, value in contents.items():
         setattr(state, name, value)
-
-
-def _check(limits: dict[str, Any], policy: Any, cleanup_interval: Any, folder: Any) -> None:
-    for name, value in (*limits.items(), ("cleanup_interval", cleanup_interval)):
-        optional = name in limits
-        if value is None and optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            none = " or None" if optional else ""
-            raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")
-    if not isinstance(policy, str) or policy not in get_args(Policy):
-        hint = nearest(policy, get_args(Policy)) if isinstance(policy, str) else ""
-        raise ConfigError(
-            f"policy must be one of {listed(get_args(Policy))}, not {show_value(policy)}.{hint}"
-        )
-    if folder is not None and policy != "spill":
-        raise ConfigError(f"folder is only used with policy='spill', not with '{policy}'.")

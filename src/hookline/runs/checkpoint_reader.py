@@ -20,6 +20,7 @@ from hookline.checkpoint.checkpoint_lookup import (
 from hookline.checkpoint.differences import describe_mismatches, fitting_weights
 from hookline.checkpoint.host_folders import find_host_checkpoint
 from hookline.errors import CheckpointError
+from hookline.printable import message_lines
 from hookline.runs.run_lookup import list_run_folders
 
 if TYPE_CHECKING:
@@ -84,18 +85,14 @@ class SavedCheckpoint:
         renamed = _match_names(weights, expected)
         problems = describe_mismatches(renamed, expected)
         if problems and strict:
-            raise CheckpointError(
-                f"The checkpoint {self.path} does not match this {type(model).__name__}, which was "
-                "not changed:\n  " + "\n  ".join(problems)
-            )
+            head = f"The checkpoint {self.path} does not match this {type(model).__name__}"
+            raise CheckpointError(message_lines(f"{head}, which was not changed:", *problems))
         fitting = fitting_weights(renamed, expected)
         model.load_state_dict(fitting, strict=strict)
         if problems:
-            log.warning(
-                "Of the checkpoint %s, %d of %d weights were loaded into this %s:\n  %s",
-                *(self.path, len(fitting), len(renamed), type(model).__name__),
-                "\n  ".join(problems),
-            )
+            count = f"{len(fitting)} of {len(renamed)} weights"
+            head = f"Of the checkpoint {self.path}, {count} were loaded into this "
+            log.warning("%s", message_lines(f"{head}{type(model).__name__}:", *problems))
         return model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import RunError
-from hookline.printable import escape_controls
+from hookline.printable import message_lines, printable
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.manifest import read_run_manifest
 
@@ -39,9 +39,11 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     error = last_two[-1]["error"]
     failure = f"{error.get('type')}: {error.get('message')}"
     raise RunError(
-        f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, in "
-        f"or after step {error.get('step')}: {escape_controls(failure)}\n  "
-        f"{_describe_choices(checkpoint)}"
+        message_lines(
+            f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, "
+            f"in or after step {error.get('step')}: {printable(failure, 2000)}",
+            *_describe_choices(checkpoint),
+        )
     )
 
 
@@ -56,13 +58,11 @@ def _describe_failure(part: Any, checkpoint: str) -> tuple[Any, ...] | None:
     return error.get("type"), message, error.get("step")
 
 
-def _describe_choices(checkpoint: Path) -> str:
+def _describe_choices(checkpoint: Path) -> list[str]:
     saved = [one.path for one in read_checkpoints(checkpoint.parent)[0]]
     earlier = saved[: saved.index(checkpoint)] if checkpoint in saved else saved
     again = f"To try this one again, give its folder: --resume {checkpoint}"
     if not earlier:
-        return f"There is no older checkpoint. {again}"
-    return (
-        "To continue from an older checkpoint: "
-        f"hookline train CONFIG --resume {earlier[-1]}\n  {again}"
-    )
+        return [f"There is no older checkpoint. {again}"]
+    older = f"hookline train CONFIG --resume {earlier[-1]}"
+    return [f"To continue from an older checkpoint: {older}", again]

@@ -9,7 +9,6 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,7 +21,7 @@ from hookline.arguments import (
     read_items,
     show_value,
 )
-from hookline.checkpoint.atomic_files import remove_leftovers, sync
+from hookline.checkpoint.atomic_files import remove_leftovers
 from hookline.checkpoint.checkpoint_lookup import read_pointers
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
@@ -41,14 +40,13 @@ from hookline.runs.manifest import (
     continue_manifest,
     describe_part,
     new_manifest,
-    new_run_id,
     read_run_manifest,
     utc_now,
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
 from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
-from hookline.runs.run_files import find_refused_entries
+from hookline.runs.run_files import create_run_folder, find_refused_entries
 
 __all__ = ["Kind", "Run"]
 
@@ -129,8 +127,7 @@ class Run:
         hooks = read_items("Run.create(hooks=…)", hooks, "a list of descriptions")
         root = root.absolute()  # the process may change its working folder
         try:
-            _create_root(root)
-            path = _create_run_folder(root)
+            path = create_run_folder(root)
             lease: Lease | None = None
             try:
                 lease = Lease.acquire(path)
@@ -425,23 +422,6 @@ def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Le
         metrics_log.file.close()
         events.close()
         lease.release()
-
-
-def _create_root(root: Path) -> None:
-    """Create the folder of all runs, durably."""
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
-
-
-def _create_run_folder(root: Path) -> Path:
-    while True:
-        path = root / new_run_id()
-        with suppress(FileExistsError):
-            path.mkdir()
-            sync(root)
-            return path
 
 
 def _freeze_scalar(value: Any) -> Any:

@@ -6,17 +6,34 @@ The run's folder itself may be a link, as may the folder of all runs: the user g
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from hookline.checkpoint.atomic_files import sync
 from hookline.files.regular_files import describe_kind
+from hookline.runs.manifest import new_run_id
 
-__all__ = ["find_refused_entries", "find_refused_folder"]
+__all__ = ["create_run_folder", "find_refused_entries", "find_refused_folder"]
 
 _FILES = (
     *("manifest.json", "metrics.jsonl", "events.jsonl", "repeated.jsonl"),
     *("log.jsonl", "log.repeated.jsonl", "heartbeat.json"),
 )
 _FOLDERS = ("checkpoints", "media", "profile")
+
+
+def create_run_folder(root: Path) -> Path:
+    """Create a folder with a new run's id, durably, and if needed the folder of all runs."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+    while True:
+        path = root / new_run_id()
+        with suppress(FileExistsError):
+            path.mkdir()
+            sync(root)
+            return path
 
 
 def find_refused_entries(folder: Path) -> list[str]:

@@ -37,7 +37,10 @@ def missing_ranks(purpose: str, ranks: Sequence[int], seconds: float) -> list[in
             store.wait([f"{key}/{meeting}"], timedelta(seconds=seconds))
         except RuntimeError:  # the time limit
             if store.add(key, -1) != meeting * size - 1:  # else the last one has just come
-                return [rank for rank in ranks if not store.check([f"{key}/{rank}/{meeting}"])]
+                store.delete_key(f"{key}/{dist.get_rank()}/{meeting}")  # for those that come later
+                others = [rank for rank in ranks if rank != dist.get_rank()]
+                absent = [r for r in others if not store.check([f"{key}/{r}/{meeting}"])]
+                return absent or others  # if all have come, some are leaving just now
             store.add(key, 1)
     store.add(met, 1)
     store.delete_key(f"{key}/{dist.get_rank()}/{meeting}")

@@ -29,6 +29,7 @@ from hookline.hooks.checkpointing.saving_hook import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.masking import mask_secrets
+from hookline.printable import message_lines
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import to_jsonable
@@ -95,10 +96,8 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
         problems += [line for lines in unloadable.values() for line in lines]
         problems = problems or describe_state(trainer, fork.state)
         if problems:
-            raise CheckpointError(
-                f"The checkpoint {found} cannot be continued with these settings:\n  "
-                + "\n  ".join(problems)
-            )
+            head = f"The checkpoint {found} cannot be continued with these settings:"
+            raise CheckpointError(message_lines(head, *problems))
     with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
         trainer.load_state_dict(fork.state)
         trainer.strategy.load(trainer.model, checkpoint.model)
@@ -244,7 +243,7 @@ class _Fork:
             )
         if not self._changes:
             return f"{text} No setting was changed."
-        return f"{text} New settings:\n  " + "\n  ".join(self._changes)
+        return message_lines(f"{text} New settings:", *self._changes)
 
 
 def _comparable(before: Any, now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -8,10 +8,11 @@ as all processes together had trained on, in rank 0's order of samples, which al
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import CheckpointError
+from hookline.loop.means import add_means
 from hookline.loop.random_state import random_state
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def adapt_rank_states(trainer: TrainerBase, state: dict[str, Any]) -> None:
     is_new = processes.rank >= len(saved)
     now = random_state(trainer.device) if is_new else saved[processes.rank]["position"]["now"]
     state["position"] = {**_move(position, own), "now": now}
-    state["means"] = _add_means([one["means"] for one in saved]) if processes.is_main else {}
+    state["means"] = add_means([one["means"] for one in saved]) if processes.is_main else {}
     state["tokens_seen"] = sum(one["tokens_seen"] for one in saved) // processes.size
     again = batches - own * processes.size
     log.warning(
@@ -82,14 +83,3 @@ def _move(position: Mapping[str, Any], batches: int) -> dict[str, Any]:
             passed = {**passed, "indices": {**passed["indices"], **drawn}}
         loaders.append({**loader, "pass": passed})
     return {**position, "batches": batches, "loaders": loaders}
-
-
-def _add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the means over all processes, with the sums of their weights."""
-    means: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in several for name in one):
-        found = [one[name] for one in several if name in one]
-        weight = sum(one["weight"] for one in found)
-        total = sum(one["mean"] * one["weight"] for one in found)
-        means[name] = {"mean": total / weight, "weight": weight}
-    return means

@@ -6,7 +6,6 @@ import copy
 import logging
 import math
 import signal
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from hookline.checkpoint.part_writer import SharedSave
 from hookline.dispatch import Summary
 from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import Rank
-from hookline.loop.checkpoint_saving import CheckpointSaving
+from hookline.loop.checkpoint_saving import CheckpointSaving, begin_shared_save
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
@@ -263,11 +262,7 @@ class TrainerRun(TrainerBase):
 
     def _shared_save(self) -> SharedSave | None:
         """Return what the processes share to save sharded tensors; None if rank 0 has them all."""
-        if not self.strategy.is_sharded:
-            return None
-        processes = self.strategy.processes
-        token = processes.share(uuid.uuid4().hex[:12])
-        return SharedSave(token, processes.rank, processes.size)
+        return begin_shared_save(self.strategy.processes) if self.strategy.is_sharded else None
 
     def _save_between_runs(self, path: Path | None) -> Path | None:
         """Save while no run is active, in all of several processes."""

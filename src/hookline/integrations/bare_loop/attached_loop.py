@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import Enum
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -21,7 +21,11 @@ from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
-from hookline.integrations.bare_loop.loop_agreement import LoopAgreement, trains_together
+from hookline.integrations.bare_loop.loop_agreement import (
+    LoopAgreement,
+    is_sharded_loop,
+    trains_together,
+)
 from hookline.integrations.bare_loop.requirements import (
     CALLS,
     pending_requirements,
@@ -180,9 +184,15 @@ class AttachedLoop(TrainingLoop[HookManager]):
     def _agree(self) -> None:
         """Apply what hooks of any process have requested."""
         agreement, step = self._agreement, self._context.step
+        if agreement is None:
+            return
         stops = self._stop.reason is not None
-        if agreement is not None and agreement.end_step(step, self.run, stops=stops):
+        has_news = self._checkpoints is not None and self._checkpoints.has_news
+        stop, news = agreement.end_step(step, self.run, stops=stops, has_news=has_news)
+        if stop:
             self._stop.agree(step)
+        if news:
+            self._make_checkpoints().exchange_news()
 
     # -- start and end ----------------------------------------------------------------------------
 
@@ -212,6 +222,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self.hooks.raise_on_missing_args = False  # one error is enough
         context = self._context
         context.exception = error
+        if self._agreement is not None:
+            self._agreement.processes.report_error(error)
         context.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
         if isinstance(error, SystemExit | GeneratorExit | StopTraining):
             context.status = "stopped"  # leaving early is not a failure
@@ -252,12 +264,14 @@ class AttachedLoop(TrainingLoop[HookManager]):
         self._stop.needs_agreement = True
         self._step_watch.skips.any_rank = self._agreement.any_rank
         self._step_watch.after_step = self._after_step
+        if is_sharded_loop(self.optimizers):
+            self._make_checkpoints()  # in all processes, because a hook of any may ask for one
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
         if self._ended:
             return
-        self._ended = True
+        self._ended, ends_together = True, False
         if self._cancel_detach_at_exit is not None:
             self._cancel_detach_at_exit()
         try:
@@ -265,11 +279,16 @@ class AttachedLoop(TrainingLoop[HookManager]):
                 ends_early = self._stop.is_active and not self._stop.is_ignored
                 self._context.status = "stopped" if ends_early else "completed"
                 if self._agreement is not None:
-                    self._agreement.close(self.run)
+                    ends_together = self._agreement.close(self.run)
             if self._checkpoints is not None:
-                self._checkpoints.finish(failed=self._context.status in ("error", "interrupted"))
+                failed = self._context.status in ("error", "interrupted")
+                self._checkpoints.finish(failed=failed, together=ends_together)
+            if ends_together:
+                self._agree()  # on the checkpoints that have just been finished
             if self.started:
-                self._fire("on_train_end")
+                ending = self._checkpoints.ending if self._checkpoints is not None else nullcontext
+                with ending(ends_together):
+                    self._fire("on_train_end")
         except BaseException as error:
             if self._context.exception is None:
                 self._context.status, self._context.exception = "error", error
@@ -321,14 +340,15 @@ class AttachedLoop(TrainingLoop[HookManager]):
         position = None if self._restored is None else self._restored[1].get("run")
         if self._recorder is not None:
             self._recorder.rewind(position or {"step": step})
+            self._recorder.add_unreported(self._restored)
 
     def _record_step(self, loss: LazyFloat | None) -> None:
         step, epoch = self._context.step, self._context.known_epoch
         agreement = self._agreement
         if self._recorder is not None:
             self._recorder.end_step(step, epoch, loss, keep_loss=agreement is None)
-        if agreement is not None and loss is not None:  # the mean over all processes, later
-            agreement.records.add(step, epoch, "train/loss", loss)
+        if agreement is not None:  # the means over all processes, later
+            agreement.keep_step(loss)
 
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:
@@ -351,20 +371,16 @@ class AttachedLoop(TrainingLoop[HookManager]):
     def _make_checkpoints(self) -> SessionCheckpoints:
         """Return what saves and loads checkpoints; importing it takes long."""
         if self._checkpoints is None:
-            from hookline.integrations.bare_loop.session_checkpoints import SessionCheckpoints
+            from hookline.integrations.bare_loop.sharded_checkpoints import make_checkpoints
 
-            self._checkpoints = SessionCheckpoints(self, self._checkpoint_settings)
+            self._checkpoints = make_checkpoints(self, self._checkpoint_settings)
             self._step_watch.at_boundary = self._reach_boundary
         self._step_watch.after_step = self._after_step
         return self._checkpoints
 
     def _start_saving(self) -> None:
-        """Prepare for hooks that save; only the first rank writes, so others do without them."""
-        saving = [name for name in self.hooks if saves_checkpoints(self.hooks.get_hook(name))]
-        if not is_main_process():
-            for name in saving:
-                self.hooks.disable_hook(name)
-        elif saving:
+        """Prepare for hooks that save."""
+        if any(saves_checkpoints(self.hooks.get_hook(name)) for name in self.hooks):
             self._step_watch.checks.check_compiled()
             self._supplied |= {"checkpoint", "resumed"}  # they cause these events themselves
             self._make_checkpoints().prepare_after_step()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hookline.loop.processes import is_main_process
 from hookline.loop.random_state import restore_random_state
 
 __all__ = ["LoadedCheckpoint"]
@@ -38,8 +37,9 @@ class LoadedCheckpoint:
         """Restore the random states of Python, NumPy and torch once more.
 
         Loading has restored them. Call this before the next step if the loop draws random numbers
-        to find its data again, such as by iterating over a shuffled loader. Ranks other than the
-        first keep their own states, which are not saved.
+        to find its data again, such as by iterating over a shuffled loader. Of several processes,
+        each has its own states if all of them have saved together (a sharded model). Otherwise
+        those of rank 0 were saved, and the others keep theirs.
         """
-        if self._random is not None and is_main_process():
+        if self._random is not None:
             restore_random_state(dict(self._random), self._device)

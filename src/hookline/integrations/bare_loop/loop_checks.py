@@ -66,10 +66,8 @@ class LoopChecks:
         """Raise for what hooks need and do not get in the first step; later, warn."""
         if problems and self.is_first_step:
             problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
-            raise NotSuppliedError(
-                "Hooks need what this loop does not provide:\n"
-                + "\n".join(f"  - {problem}" for problem in problems)
-            )
+            lines = (f"  - {problem}" for problem in problems)
+            raise NotSuppliedError("Hooks need what this loop does not provide:", *lines)
         for problem in problems:
             self.warn_once(problem, problem)
 

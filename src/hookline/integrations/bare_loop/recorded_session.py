@@ -13,6 +13,8 @@ from hookline.runs.recorder import Recorder
 from hookline.runs.run import Run
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 
 __all__ = ["SessionRecorder"]
@@ -51,6 +53,13 @@ class SessionRecorder(Recorder):
         )
         if is_own and restored is not None:
             self.rewind(position or {"step": session.step})
+        self.add_unreported(session._restored)
+
+    def add_unreported(self, restored: tuple[Path, Mapping[str, Any]] | None) -> None:
+        """Write the values that were kept for a mean over all processes at a checkpoint."""
+        if self.run is not None and restored is not None:
+            for step, epoch, name, value in restored[1].get("unreported", ()):
+                self.run.log(step, epoch, name, value)
 
     def unwritten_values(self) -> dict[str, Any]:
         """Return what was logged since the last step was written, for a checkpoint."""

@@ -30,6 +30,7 @@ from hookline.errors import ArgumentError, HooklineError, LoopError
 from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+from hookline.loop.evaluation import samples_in
 from hookline.loop.means import Means
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class Session(AttachedLoop):
     def validation(self) -> Generator[None]:
         """Mark validation. What is logged within becomes `val/<name>`, as a mean.
 
+        What is logged for a batch of `batches` counts as often as the batch has samples. Where
+        several processes train together, the mean is that of all of them: each validates with its
+        part of the batches, and these may be unequally many. If some processes do not validate,
+        the others warn after a minute, and each has its own mean.
+
         Model mode, `no_grad` and random states are left to the loop.
         """
         self.begin()
@@ -138,13 +144,18 @@ class Session(AttachedLoop):
         self._supplied.add("validation")
         training_batch, self._context.known_batch = self._context.known_batch, None
         means = self._begin_validation()
+        agreement = self._agreement
+        together = agreement if agreement is not None and agreement.begin_validation() else None
         try:
             self._fire("on_validation_start")
             yield
-            self._end_validation(means.means())
+            found = means.means() if together is None else together.validation_means(means)
+            self._end_validation(found)
         finally:
             self._leave_validation()
             self._context.known_batch = training_batch
+        if together is not None:
+            self._agree()
 
     def _begin_validation(self) -> Means:
         self._validation = means = Means()
@@ -236,8 +247,10 @@ class Session(AttachedLoop):
 
         Call it between two steps, when the schedulers have stepped. The state is copied now and
         written in the background; `on_checkpoint_save` is fired when the checkpoint is durable.
-        What a hook asks for, or the loop within a step, is saved before the next step begins. Only
-        the first rank writes.
+        What a hook asks for, or the loop within a step, is saved before the next step begins.
+
+        Of several processes, rank 0 writes. A sharded model (FSDP2) is written by all of them, each
+        its part: all have to call this together, unless a hook calls it, of any process.
 
         Args:
             path: the checkpoint's folder; None: `checkpoints/step_…` in the run's folder.
@@ -368,10 +381,13 @@ class Session(AttachedLoop):
         has_ended = batch.ended if batch is not None else self._step_watch.is_between_steps
         is_late = has_ended and self._validation is None
         if self._validation is not None:
-            self._validation.add(f"val/{name}", value)
+            weight = 1.0 if batch is None else float(samples_in(batch.batch))
+            self._validation.add(f"val/{name}", value, weight)
         else:
             context.means.add(f"train/{name}", value)
-            if self._recorder is not None and is_late:  # its step has been written
+            if self._agreement is not None:
+                self._log_together(f"train/{name}", value, is_late=is_late)
+            elif self._recorder is not None and is_late:  # its step has been written
                 self._recorder.value(
                     context.step, context.known_epoch, f"train/{name}", value, "scalar"
                 )
@@ -386,6 +402,15 @@ class Session(AttachedLoop):
                 "been fired: the value counts for the epoch only. Log before the step.",
                 name,
             )
+
+    def _log_together(self, name: str, value: Any, *, is_late: bool) -> None:
+        """Keep a number of a step, for the mean over all processes in the run."""
+        assert self._agreement is not None
+        if self._runs is not None and is_late:
+            step, epoch = self._context.step, self._context.known_epoch
+            self._agreement.records.add(step, epoch, name, value)
+        elif self._runs is not None:
+            self._agreement.logged.add(name, value)
 
 
 def _unknown_optimizer(method: str, given: object) -> HooklineError:

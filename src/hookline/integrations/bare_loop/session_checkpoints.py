@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hookline.checkpoint import SaveResult, find_checkpoint
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+from hookline.integrations.bare_loop.loop_agreement import meet, trains_together
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.session_state import (
     collect_session,
@@ -22,7 +24,7 @@ from hookline.integrations.bare_loop.session_state import (
 from hookline.integrations.bare_loop.step_boundary import StepBoundary
 from hookline.loop.checkpoint_saving import CheckpointSaving
 from hookline.loop.event_context import device_of
-from hookline.loop.processes import is_main_process, share_from_main
+from hookline.loop.processes import ProcessGroup, is_main_process, share_from_main
 from hookline.loop.random_state import random_state
 from hookline.runs.jsonable import canonical_json
 from hookline.runs.recorder import describe_loop
@@ -60,6 +62,8 @@ class SessionCheckpoints:
         self._extra: dict[str, Any] = {}
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._prepares = False
+        self._rank_states: list[Any] | None = None  # of all processes, where all save together
+        self._saved: list[SaveResult] = []  # that the other processes do not know of yet
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -74,7 +78,6 @@ class SessionCheckpoints:
 
     def save(self, path: Path | None, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
         """Save now; return the folder if it is durable already."""
-        self._refuse_sharded()
         if not is_main_process():
             return None
         self.save_requested()
@@ -86,30 +89,24 @@ class SessionCheckpoints:
             self._extra = {}
         return next((result.path for result in results if result.requested == folder), None)
 
-    def _refuse_sharded(self) -> None:
-        """Raise if a rank has parts of the parameters only, which is not supported here."""
-        if self._session._context.norm_agreement is not None:
-            raise LoopError(
-                "A session saves whole models, and this one is sharded (FSDP2). Save it with "
-                "torch.distributed.checkpoint, and say so to hooks: "
-                "`session.notify_checkpoint_saved(path)`. Or use Hookline's trainer."
-            )
-
     def request(self, path: Path | None, extra: Mapping[str, Any]) -> None:
         """Save before the next step begins."""
-        self._refuse_sharded()
         if not is_main_process():
             return
+        self._check_boundary()
+        folder = self._folder_for(path)
+        if folder not in self._requests:
+            self._requests.append(folder)
+        self._extra |= extra
+
+    def _check_boundary(self) -> None:
+        """Raise if the moment between two steps is not seen."""
         if is_compiled_in_place(self._session._context):
             raise LoopError(
                 "This model was compiled in place (model.compile()), so the moment between two "
                 "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "
                 "loop and attach it; or call `session.save_checkpoint()` in the loop."
             )
-        folder = self._folder_for(path)
-        if folder not in self._requests:
-            self._requests.append(folder)
-        self._extra |= extra
 
     def event_ended(self, *, in_step: bool) -> None:
         """Wait for the next step, if something was requested and gradients are not in use."""
@@ -122,7 +119,7 @@ class SessionCheckpoints:
         self.event_ended(in_step=False)
         if self._prepares:
             self._prepares = False
-            self._saving.prepare()
+            self._saving.prepare(shards_only=not is_main_process())
         if self._saving.busy:
             self._saving.report()
 
@@ -134,23 +131,66 @@ class SessionCheckpoints:
             self._saving.save(requests)
             self._extra, self._random = {}, None
 
-    def finish(self, *, failed: bool) -> None:
-        """Save what was requested, wait for what is being written, and report it."""
+    def finish(self, *, failed: bool, together: bool) -> None:
+        """Save what was requested, wait for what is being written, and report it.
+
+        Args:
+            failed: whether the loop ended with an exception.
+            together: whether all processes end now, of several that train together.
+        """
         self._boundary.stop()
         if not failed:
             self.save_requested()
         elif self._requests:
             log.warning(
-                "The checkpoint %s was requested, but not saved: the loop ended with an exception, "
-                "which may have happened within a step.",
+                "The checkpoint %s was requested, but not saved: the loop ended early, with an "
+                "exception that may have happened within a step.",
                 self._requests[0],
             )
         try:
-            self._saving.report(wait=True)
+            if self._saving.busy:
+                self._saving.report(wait=True)
         except CheckpointError:
             if not failed:
                 raise
             log.exception("The last checkpoint could not be saved.")
+
+    @contextmanager
+    def ending(self, together: bool) -> Generator[None]:
+        """Fire `on_train_end` in the block.
+
+        Args:
+            together: whether all processes do, and none has failed.
+        """
+        yield
+
+    # -- several processes ------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the other processes have to know something."""
+        return bool(self._saved or self._requests)
+
+    def exchange_news(self) -> None:
+        """Exchange it. All processes have to call this."""
+        self.exchange_saved()
+        assert self._session._agreement is not None
+        self._session._agreement.records.report(self._session.run)  # before it is saved
+
+    def exchange_saved(self) -> None:
+        """Tell hooks of all processes what rank 0 has saved. All processes have to call this."""
+        saved, self._saved = self._saved, []
+        shared: list[SaveResult] = self._processes.share(saved)
+        if not self._processes.is_main:
+            self._saving.release_parts([result.requested for result in shared])
+            for result in shared:
+                self._report(result)
+
+    @property
+    def _processes(self) -> ProcessGroup:
+        """The processes that train together."""
+        assert self._session._agreement is not None
+        return self._session._agreement.processes
 
     def close(self) -> None:
         """Free the memory."""
@@ -171,11 +211,13 @@ class SessionCheckpoints:
     def _collect(self) -> dict[str, Any]:
         session = self._session
         random = self._random or random_state(device_of(session.model))
-        return collect_session(session, random, self._extra)
+        return collect_session(session, random, self._extra, self._rank_states)
 
     def _report(self, result: SaveResult) -> None:
         """Tell the run and the hooks that a checkpoint is durable, or that it failed."""
         session = self._session
+        if session._agreement is not None and is_main_process():
+            self._saved.append(result)
         record = session._recorder.event if session._recorder is not None else _record_nothing
         step = result.info["step"]
         if result.path is None:
@@ -201,6 +243,8 @@ class SessionCheckpoints:
 
     def load(self, path: str | os.PathLike[str], *, strict: bool) -> LoadedCheckpoint | None:
         """Restore the loop's objects from a checkpoint; None if there is none to continue."""
+        if trains_together(self._session.model, self._session.optimizers):
+            meet("load_checkpoint")
         found = self._find(os.fspath(path))
         if found is None:
             return None

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
 from hookline.errors import CheckpointError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+from hookline.integrations.bare_loop.loop_agreement import trains_together
 from hookline.loop.event_context import device_of
+from hookline.loop.loading import load_optimizer, load_weights
+from hookline.loop.means import add_means
 from hookline.loop.model_watch import ModelGroup
+from hookline.loop.processes import is_main_process
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_session_state, reported_damage
 from hookline.loop.state_differences import (
@@ -23,7 +28,6 @@ from hookline.loop.state_differences import (
     describe_objects,
     describe_random_state,
 )
-from hookline.tensors.memory import expand_buffers
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.attached_loop import AttachedLoop
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "collect_progress",
     "collect_session",
+    "rank_state",
     "read_for_session",
     "restore_progress",
     "restore_session",
@@ -38,7 +43,10 @@ __all__ = [
 
 
 def collect_session(
-    session: AttachedLoop, random: Mapping[str, Any], extra: Mapping[str, Any]
+    session: AttachedLoop,
+    random: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    rank_states: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`.
 
@@ -46,6 +54,7 @@ def collect_session(
         session: the session.
         random: the random states at the end of the step.
         extra: the loop's own values.
+        rank_states: what `rank_state` returned in all processes, if all of them save together.
     """
     context, scaler, run = session._context, session.scaler, session.run
     state = {
@@ -57,9 +66,11 @@ def collect_session(
         "schedulers": [scheduler.state_dict() for scheduler in session.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
         **collect_progress(session),
-        "random": dict(random),
+        **rank_state(session, random),
         "extra": dict(extra),
     }
+    if rank_states is not None:
+        state["ranks"] = rank_states
     info = {
         "step": context.step,
         "epoch": context.known_epoch,
@@ -74,20 +85,49 @@ def collect_session(
 
 def collect_progress(session: AttachedLoop) -> dict[str, Any]:
     """Return what a checkpoint has of the hooks, the counters and the run."""
-    context, recorder = session._context, session._recorder
+    context, recorder, agreement = session._context, session._recorder, session._agreement
     epoch, is_over = context.known_epoch, session._epoch_is_over
     return {
         "hooks": session.hooks.state_dict(),
         "attributes": session._attribute_states(),
         "disabled": [info.name for info in session.hooks.describe() if info.status == "disabled"],
-        "means": {} if is_over else context.means.state_dict(),
         "step": context.step,
         "epoch": epoch + 1 if epoch is not None and is_over else epoch,
-        "tokens_seen": context.known_tokens,
         "best_accuracy": session.best_accuracy,
         "run": None if recorder is None else recorder.position(),
         "logged": {} if recorder is None else recorder.unwritten_values(),
+        "unreported": [] if agreement is None else agreement.records.own_values(),
     }
+
+
+def rank_state(session: AttachedLoop, random: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the state that each process has of its own."""
+    context = session._context
+    return {
+        "means": {} if session._epoch_is_over else context.means.state_dict(),
+        "tokens_seen": context.known_tokens,
+        "random": dict(random),
+    }
+
+
+def _adapt_rank_states(session: AttachedLoop, state: dict[str, Any]) -> None:
+    """Replace the parts of a state that each process has by those of this process.
+
+    A process that has no random state in the checkpoint keeps its own.
+    """
+    rank, size = 0, 1
+    if trains_together(session.model, session.optimizers):
+        rank, size = dist.get_rank(), dist.get_world_size()
+    saved = state.pop("ranks", None)
+    if saved is None:
+        state["random"] = state.get("random") if is_main_process() else None
+    elif len(saved) == size:
+        state.update(saved[rank])
+    else:
+        tokens = [one["tokens_seen"] for one in saved]
+        state["random"] = saved[rank]["random"] if rank < len(saved) else None
+        state["means"] = add_means([one["means"] for one in saved]) if not rank else {}
+        state["tokens_seen"] = None if None in tokens else sum(tokens) // size
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -106,6 +146,7 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
     """Read a checkpoint, after comparing all of it with the session."""
     checkpoint = load_checkpoint(found)
     check_session_state(checkpoint)
+    _adapt_rank_states(session, checkpoint.state)
     here, state = collect_session(session, {}, {}), checkpoint.state
     with reported_damage(checkpoint):
         problems = describe_hook_states(session.hooks, state["hooks"], session.model)
@@ -141,8 +182,7 @@ def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedChec
     weights = None if is_plain else copy.deepcopy(before["model"])
     try:
         loaded = _restore_state(session, checkpoint.path, checkpoint.state)
-        expand_buffers(model)
-        model.load_state_dict(checkpoint.model)
+        load_weights(model, checkpoint.model)
     except Exception as error:
         with suppress(Exception):  # the first error matters more
             _restore_state(session, checkpoint.path, before["state"])
@@ -162,7 +202,7 @@ def restore_session(session: AttachedLoop, checkpoint: Checkpoint) -> LoadedChec
 
 def _restore_state(session: AttachedLoop, path: Path, state: Mapping[str, Any]) -> LoadedCheckpoint:
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+        load_optimizer(optimizer, saved)
     for scheduler, saved in zip(session.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
     if session.scaler is not None and state["scaler"] is not None:

@@ -68,7 +68,9 @@ class StepBoundary:
 
     def _hook(self, module: torch.nn.Module) -> RemovableHandle:
         hide_hooks(module)
-        return module.register_forward_pre_hook(ModelCallback(self._before_call))
+        # First: FSDP2's own hook gathers the parameters, which are saved before that.
+        callback = ModelCallback(self._before_call)
+        return module.register_forward_pre_hook(callback, prepend=True)
 
     def _before_call(self, module: torch.nn.Module, args: Any) -> None:
         if get_ident() == self._thread:

@@ -82,10 +82,9 @@ class HostSession(Session):
         ]
         if problems and not self._allow_missing:
             raise NotSuppliedError(
-                f"Hooks need what {self.host.name} does not provide:\n"
-                + "\n".join(f"  - {problem}" for problem in problems)
-                + "\n  Remove them, or attach with allow_missing=True: then these methods are "
-                "not called."
+                f"Hooks need what {self.host.name} does not provide:",
+                *(f"  - {problem}" for problem in problems),
+                "Remove them, or attach with allow_missing=True: then these methods are not called.",
             )
         for problem in problems:
             log.warning("%s does not provide everything: %s", self.host.name, problem)

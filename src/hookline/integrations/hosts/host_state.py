@@ -17,7 +17,7 @@ from hookline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
-from hookline.integrations.bare_loop.session_state import collect_progress
+from hookline.integrations.bare_loop.session_state import collect_progress, rank_state
 from hookline.loop.processes import is_main_process
 from hookline.loop.saved_state import check_host_state, reported_damage
 
@@ -34,6 +34,7 @@ def collect(session: HostSession) -> dict[str, Any]:
     run = session.run
     return {
         **collect_progress(session),
+        **rank_state(session, {}),
         "batch_idx": session._batch_idx,
         "run_id": None if run is None else run.id,
     }

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from hookline.config.trainer_config import TrainerConfig
+from hookline.loop.loading import load_optimizer, load_weights
 from hookline.loop.processes import OneProcess
-from hookline.tensors.memory import expand_buffers
-from hookline.tensors.sharded import shard_like
 
 __all__ = ["Precision", "SingleProcess", "parameters_of"]
 
@@ -169,33 +168,11 @@ class SingleProcess:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load a state with whole tensors into an optimizer, whose parameters may be sharded."""
-        if self.is_sharded:
-            state = {**state, "state": _shard_states(optimizer, state["state"])}
-        optimizer.load_state_dict(dict(state))
+        load_optimizer(optimizer, state)
 
     def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         """Load whole weights into the model, which may be sharded."""
-        expand_buffers(model)
-        if self.is_sharded:
-            own = model.state_dict()
-            weights = {name: shard_like(value, own[name]) for name, value in weights.items()}
-        model.load_state_dict(weights)  # with its attribute `_metadata`
-
-
-def _shard_states(
-    optimizer: torch.optim.Optimizer, states: Mapping[int, Mapping[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """Return states of parameters with those tensors sharded that have a parameter's shape."""
-    parameters = parameters_of(optimizer)
-    return {
-        index: {
-            name: shard_like(value, parameters[index])
-            if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape
-            else value
-            for name, value in values.items()
-        }
-        for index, values in states.items()
-    }
+        load_weights(model, weights)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
