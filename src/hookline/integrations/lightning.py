@@ -266,7 +266,7 @@ class HooklineCallback(_Callback):
             return
         self._is_between_steps = self.session.end_batch()
         if self._is_between_steps:
-            self._record(trainer.logged_metrics)
+            self._record(trainer)
         self.session.end_step()
         self._request_stop(trainer)
 
@@ -276,7 +276,7 @@ class HooklineCallback(_Callback):
         self._notify_saved()
         if self._in_epoch:
             self._in_epoch, self._is_between_steps = False, True
-            self._record(trainer.logged_metrics)
+            self._record(trainer)
             self.session.end_epoch(trainer.callback_metrics)
             self.session.end_step()
         self._request_stop(trainer)
@@ -293,10 +293,15 @@ class HooklineCallback(_Callback):
         assert self._trainer is not None
         return _new_values(self._trainer.callback_metrics, self._logged)
 
-    def _record(self, values: Mapping[str, Any]) -> None:
-        """Record what the module has logged since the last time."""
-        self.session.record_host_values(_new_values(values, self._logged))
-        self._logged |= values
+    def _record(self, trainer: Trainer) -> None:
+        """Record what the module has logged since the last time.
+
+        Reading it may be a collective: all processes do it, or none.
+        """
+        if self.session.has_run:
+            values = trainer.logged_metrics
+            self.session.record_host_values(_new_values(values, self._logged))
+            self._logged |= values
 
     def _log_to_trainer(self, values: dict[str, float]) -> None:
         assert self._trainer is not None

@@ -112,10 +112,12 @@ class LoopChecks:
 
     def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for hooks on the gradients of an optimizer that evaluates its closure often."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
         events = ("on_gradients_ready", "on_before_optimizer_step", "update")
         asking = [label for event in events for label in self._hooks.listeners(event)]
         asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
-        if isinstance(optimizer, torch.optim.LBFGS) and asking:
+        if asking:
             raise LoopError(
                 f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
                 "evaluates its closure many times in a step. Remove the hook, or use "

@@ -439,8 +439,9 @@ class StepWatch:
     def _problems_at_step(self) -> list[str]:
         """Return what is known only when an optimizer steps."""
         problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
-        if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
-            problems += self.checks.missing_clip()
+        if self.dispatchers.on_gradient_clip is not None and not self._clips.seen:
+            is_last = len(self._stepped) == len(self.optimizers) - 1
+            problems += self.checks.missing_clip() if is_last else []
         return problems
 
     def _unseen(self) -> list[str]:

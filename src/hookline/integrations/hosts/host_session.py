@@ -97,6 +97,11 @@ class HostSession(Session):
         return self.started and not self._ended
 
     @property
+    def has_run(self) -> bool:
+        """Whether the first process writes a run."""
+        return self._context.has_run
+
+    @property
     def has_ended(self) -> bool:
         """Whether training with these hooks has ended."""
         return self._ended
