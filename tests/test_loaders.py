@@ -667,7 +667,7 @@ def test_a_single_empty_loader_is_refused_when_drawn() -> None:
         ({"order": 3}, "order is 3; expected one of 'sequential'"),
         ({"on_exhausted": "cycled"}, "on_exhausted is 'cycled'.*Did you mean 'cycle'"),
         ({"length": "shorter"}, "length is 'shorter'.*Did you mean 'shortest'"),
-        ({"length": 0}, "length is 0; .*at least 1"),
+        ({"length": 0}, "length is 0; .*whole number of batches from 1 to"),
         ({"length": -3}, "length is -3"),
         ({"length": True}, "length is True"),
         ({"length": 2.0}, "length is 2.0"),

@@ -450,7 +450,7 @@ def test_values_of_another_precision_are_brought_to_the_output_s_once() -> None:
     [
         ({"operation": "scale"}, "'scale' needs a number or a tensor as its value, not None"),
         ({"operation": "add", "value": "x"}, "'add' needs a number or a tensor"),
-        ({"operation": "ablate", "value": "median"}, "'zero' or 'mean' as its value, not median"),
+        ({"operation": "ablate", "value": "median"}, "'zero' or 'mean' as its value, not 'median'"),
         ({"operation": "replace"}, "a tensor, a number or a function"),
         ({"operation": "patch", "value": 3}, "a captured state or a tensor"),
         ({"operation": "twist", "value": 3}, "'operation' is 'twist'"),

@@ -325,7 +325,7 @@ def test_a_hook_is_not_refused_for_events_that_it_can_do_without(caplog):
     ("options", "message"),
     [
         ({"hooks": hookline.EMA()}, r"Write hooks=\[EMA\(…\)\]"),
-        ({"tokens": 5}, "takes a function or None, not 5"),
+        ({"tokens": 5}, r"tokens=…\) is 5; expected a function of \(batch\)"),
         ({"checkpoints": {"backgroud": True}}, "Did you mean 'background'"),
         ({"hparams": 5}, "hparams is 5; expected a mapping"),
     ],

@@ -360,6 +360,15 @@ def test_the_loss_of_a_training_step_is_a_float():
         (lambda m, o: ((None, m, o), {"loss_fn": "mse"}), r"loss_fn is 'mse'; expected a function"),
         (lambda m, o: ((None, m, o), {"tokens_fn": 3}), r"tokens_fn is 3; expected a function"),
         (
+            lambda m, o: ((None, m, o), {"loss_fn": nn.ReLU()}),
+            r"loss_fn is called with \(outputs, targets\), and ReLU\(input\) does not take these",
+        ),
+        (
+            lambda m, o: ((None, m, o), {"step_fn": lambda batch: 0}),
+            r"step_fn is called with \(model, batch\), and <lambda>\(batch\) does not",
+        ),
+        (lambda m, o: ((None, m, o), {"tokens_fn": lambda: 0}), r"called with \(batch\)"),
+        (
             lambda m, o: ((None, m, o), {"schedulers": "cosine"}),
             r"schedulers is 'cosine'.*StepLR\(",
         ),

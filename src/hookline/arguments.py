@@ -7,6 +7,7 @@ raise: `show_value` and `describe_value` never fail.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ __all__ = [
     "as_reason",
     "check_choice",
     "check_flag",
+    "check_function",
     "check_instance",
     "check_mapping",
     "check_name",
@@ -30,6 +32,7 @@ __all__ = [
     "describe_value",
     "is_number",
     "listed_strings",
+    "read_attribute",
     "read_items",
     "show_value",
 ]
@@ -97,15 +100,46 @@ def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
         )
 
 
+def check_function(what: str, value: Any, *arguments: str) -> None:
+    """Raise unless a value is a function that takes these arguments by position."""
+    if not callable(value):
+        raise _wrong(what, value, f"a function of ({', '.join(arguments)})")
+    torch = sys.modules.get("torch")
+    is_module = torch is not None and isinstance(value, torch.nn.Module)
+    try:
+        signature = inspect.signature(cast("Any", value).forward if is_module else value)
+        name = getattr(value, "__name__", type(value).__name__)
+    except Exception:  # some functions in C have no signature; an object's own methods may raise
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        own = printable(f"{name}({', '.join(signature.parameters)})")
+        raise ArgumentError(
+            f"{what} is called with ({', '.join(arguments)}), and {own} does not take these "
+            f"arguments: {error}. Give a function that does."
+        ) from None
+
+
+def read_attribute(value: Any, name: str) -> Any:
+    """Return an attribute of any object; None if it has none, or if reading it raises."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
 def is_number(value: object) -> bool:
     """Return whether a value is a number of Python or numpy."""
     return isinstance(value, int | float) or (isinstance(value, Real) and hasattr(value, "dtype"))
 
 
-def check_whole_number(what: str, value: Any, minimum: int = 0) -> None:
-    """Raise unless a value is an integer, of Python or numpy, of at least `minimum`."""
+def check_whole_number(what: str, value: Any, minimum: int = 0, maximum: int | None = None) -> None:
+    """Raise unless a value is an integer, of Python or numpy, from `minimum` to `maximum`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise _wrong(what, value, f"a whole number of at least {minimum}")
+    if maximum is not None and int(value) > maximum:
+        raise _wrong(what, value, f"a whole number of at most {maximum}")
 
 
 def check_number(what: str, value: Any, minimum: float, *, is_included: bool = True) -> None:
@@ -128,6 +162,7 @@ def check_path(what: str, value: Any, expected: str = "a path") -> str:
         text = os.fspath(value)
         if not isinstance(text, str):
             raise _wrong(what, value, f"{expected}: a string or a Path")
+        text = str.__str__(text)  # the value of a subclass, whose own methods may return another
         os.fsencode(text)
     except Exception:  # not a path, or `__fspath__` raises, or it cannot be encoded
         raise _wrong(what, value, f"{expected}: a string or a Path") from None

@@ -33,6 +33,8 @@ else:
 
 __all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
 
+_MAX_SHOWN = 2000  # characters of a value in a mapping's `repr`
+
 
 class LazyFloat(_Float):
     """A number that is read from the device on first use.
@@ -183,7 +185,13 @@ class LazyDict(dict[str, Any]):
     __hash__ = None
 
     def __repr__(self) -> str:
-        return repr(self._read_all())
+        return "{" + ", ".join(f"{show_value(key)}: {self._show(key)}" for key in self) + "}"
+
+    def _show(self, key: str) -> str:
+        try:
+            return show_value(self[key], limit=_MAX_SHOWN)
+        except Exception as error:  # reading a lazy value may fail
+            return f"<cannot be read: {type(error).__name__}>"
 
     def __reduce__(self) -> Any:
         return type(self), (self._read_all(),)

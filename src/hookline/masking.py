@@ -178,13 +178,15 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
 # -- nested values --------------------------------------------------------------------------------
 
 _CONTAINERS = (str, Mapping, list, tuple)
+_MAX_DEPTH = 100
 
 
 def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True) -> Any:
     """Return mappings, lists and texts without secrets, at any depth.
 
     None, booleans and empty values stay, also under a secret name. Objects of other types stay as
-    they are; convert them to JSON before. A container within itself becomes "…".
+    they are; convert them to JSON before. A container within itself, or within more than a hundred
+    others, becomes "…", and one whose own methods raise its type.
 
     Args:
         value: The value; it is not changed.
@@ -200,17 +202,21 @@ def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True)
             return mask(value)
         if not isinstance(value, Mapping | list | tuple):
             return value
-        if id(value) in outer:
+        if id(value) in outer or len(outer) >= _MAX_DEPTH:
             return "…"
         outer = (*outer, id(value))
+        try:
+            items = list(value.items()) if isinstance(value, Mapping) else list(value)
+        except Exception as error:  # of the value's own methods
+            return f"<{type(value).__name__} that cannot be read: {type(error).__name__}>"
         if isinstance(value, Mapping):
             return {
                 mask(key) if isinstance(key, str) else key: (
                     MASK if by_name and _is_secret_item(key, item) else mask_value(item, outer)
                 )
-                for key, item in value.items()
+                for key, item in items
             }
-        masked = [mask_value(item, outer) for item in value]
+        masked = [mask_value(item, outer) for item in items]
         return tuple(masked) if type(value) is tuple else masked
 
     return mask_value(value, ())

@@ -112,7 +112,9 @@ class OptionsError(ConfigError):
     def __init__(self, class_name: str, problems: Iterable[OptionProblem]) -> None:
         self.class_name = class_name
         self.problems = tuple(problems)
-        first, *others = (one.text for one in self.problems)
+        first, *others = (one.text for one in self.problems[:_MAX_PROBLEMS])
+        if len(self.problems) > _MAX_PROBLEMS:
+            others.append(f"And {len(self.problems) - _MAX_PROBLEMS} more problems.")
         super().__init__(message_lines(f"{class_name}: {first}", *others))
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "hash_manifest",
     "is_checkpoint",
     "is_emergency",
+    "path_exists",
     "read_manifest",
     "read_pointers",
     "scan_checkpoints",
@@ -53,6 +54,7 @@ _STATE_FILES = ("state.safetensors", "state.json")  # other folders can have a m
 _POINTERS = ("last", "best")
 _POINTER_BYTES = 4096
 _FOLDER = "checkpoints"
+_ADVICE = "Give the folder of a checkpoint or of a run."
 
 
 class CheckpointScan(NamedTuple):
@@ -231,10 +233,8 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
             says what was found.
     """
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist. Give the folder of a checkpoint or of a run."
-        )
+    if not path_exists(path):
+        raise CheckpointError(f"{path} does not exist. {_ADVICE}")
     if path.is_symlink() and path.parent.name != _FOLDER:
         path = path.resolve()  # a link that was given is followed, none that a run contains
     if path.is_file():
@@ -253,13 +253,21 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
         return found
     complete = scan_checkpoints(folder).complete.items()
     emergency = [path.name for path, manifest in complete if is_emergency(manifest)]
-    advice = "Give the folder of a run or of a checkpoint."
+    advice = _ADVICE
     if emergency:
         advice = f"To use one that was saved after a crash, give its folder: {listed(emergency)}."
     raise CheckpointError(
         f"No complete checkpoint in {folder}. Found there: "
         f"{listed(sorted(p.name for p in folder.iterdir())[:10])}. {advice}"
     )
+
+
+def path_exists(path: Path) -> bool:
+    """Return whether a file or folder exists; raise if that cannot be known."""
+    try:
+        return path.exists()
+    except OSError as error:  # no permission, or the name is too long
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}). {_ADVICE}") from error
 
 
 def find_newest_checkpoint(folder: Path, *, verify: bool = False) -> Path | None:

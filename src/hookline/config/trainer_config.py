@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -43,6 +44,7 @@ OnExhausted = Literal["cycle", "drop"]
 
 
 _MAX_PROBLEMS = 10  # that a message shows
+_FLOAT32_MAX = 3.4028234663852886e38  # gradients have this type
 
 
 class Config(BaseModel):
@@ -50,7 +52,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         with _named_errors(type(self)):
             super().__init__(**data)
 
@@ -233,7 +235,7 @@ class MixConfig(Config):
     length: Length | PositiveInt = "sum"
     on_exhausted: OnExhausted = "cycle"
 
-    def __init__(self, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
+    def __init__(self, /, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
         super().__init__(order=order, pattern=pattern, **data)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -242,8 +244,9 @@ class MixConfig(Config):
     @classmethod
     def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
         if info.field_name == "length":
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                number = ", or a whole number of batches of at least 1"
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            if not is_number or not 1 <= value <= sys.maxsize:
+                number = f", or a whole number of batches from 1 to {sys.maxsize}"
                 _check_choice("length", value, get_args(Length), number)
         elif info.field_name == "pattern" and value is not None:
             _check_pattern(value)
@@ -397,7 +400,7 @@ class TrainerConfig(Config):
         default=None, description="maximum norm of the gradients"
     )
     clip_value: PositiveFloat | None = Field(
-        default=None, description="maximum absolute value of gradients"
+        default=None, le=_FLOAT32_MAX, description="maximum absolute value of gradients"
     )
     on_nan: Literal["stop", "skip", "continue"] = Field(
         default="stop",
@@ -418,7 +421,12 @@ class TrainerConfig(Config):
         description="when resuming within an epoch, load the batches before the checkpoint again "
         "and drop them, also those of iterators; by default a DataLoader skips them",
     )
-    seed: int | None = None
+    seed: int | None = Field(
+        default=None,
+        ge=-(2**63),
+        lt=2**63,
+        description="seeds Python, torch and numpy (if imported) when training starts",
+    )
     runs: Path | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"
     )

@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any, Literal
 
@@ -143,10 +143,9 @@ class Summary:
         return {name: count for name, count in failures.items() if count}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the summary as plain data."""
-        hooks = [asdict(replace(hook, unmasked_options={})) for hook in self.hooks]
-        for hook in hooks:
-            del hook["unmasked_options"]
+        """Return the summary as a dict; options of hooks are not copied."""
+        names = [one.name for one in fields(HookInfo) if one.name != "unmasked_options"]
+        hooks = [{name: getattr(hook, name) for name in names} for hook in self.hooks]
         summary = {"seconds": self.seconds, "hooks": hooks}
         if self.other_ranks:
             ranks = enumerate(self.other_ranks, 1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from numbers import Integral
 from typing import Annotated, Any, ClassVar, overload
 
 import torch
@@ -34,6 +35,7 @@ __all__ = ["Calls", "Capture", "NotCapturedError", "bytes_of"]
 log = logging.getLogger("hookline")
 
 _MEMORY_LIMIT_MB = 1024.0
+_MAX_MEGABYTES = 2**43  # of 64-bit addresses
 
 
 class NotCapturedError(ProbeError, KeyError, IndexError):
@@ -259,13 +261,13 @@ class Capture(BuiltIn, Probe):
     def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
         """Return a module's state, or states, by index; no others are read from disk."""
         name = self._resolve(module)
-        try:
-            return self._store.get(self.key, index, name)
-        except (IndexError, TypeError):
-            raise NotCapturedError(
-                f"'{printable(module)}' has no captured call {show_value(index)}; it has "
-                f"{len(self.metadata(module))}. Index them from 0, from the end, or by a slice."
-            ) from None
+        if isinstance(index, Integral | slice):
+            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
+                return self._store.get(self.key, index, name)
+        raise NotCapturedError(
+            f"'{printable(module)}' has no captured call {show_value(index)}; it has "
+            f"{len(self.metadata(module))}. Index them from 0, from the end, or by a slice."
+        )
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
@@ -387,8 +389,11 @@ def _unique_name(store: Store, name: str, capture: Capture) -> str:
 
 def bytes_of(megabytes: float | None) -> int | None:
     """Return megabytes as bytes."""
-    if megabytes is not None and not math.isfinite(megabytes):
+    if megabytes is None:
+        return None
+    if not 0 < megabytes <= _MAX_MEGABYTES:
         raise ConfigError(
-            f"memory_limit_mb must be a positive number, or None for no limit, not {megabytes}."
+            f"memory_limit_mb is {show_value(megabytes)}; expected a number above 0 and of at most "
+            f"{_MAX_MEGABYTES}, or None for no limit."
         )
-    return None if megabytes is None else max(1, int(megabytes * 2**20))
+    return max(1, int(megabytes * 2**20))

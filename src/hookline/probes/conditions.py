@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from hookline.arguments import read_items, show_value
+from hookline.arguments import check_mapping, read_attribute, read_items, show_value
 from hookline.errors import ArgumentError, ConfigError, listed, nearest
 from hookline.probes.extractor import call_user_function
 
@@ -64,13 +64,13 @@ def _each(given: Any) -> Iterator[Condition]:
     if isinstance(given, str):
         yield _named(given, True)
     elif isinstance(given, Mapping):
-        for name, value in given.items():
+        for name, value in check_mapping("conditions", given).items():
             if value is not False:
-                yield _named(str(name), value)
+                yield _named(name, value)
     elif isinstance(given, Condition):
         yield given
     elif callable(given):
-        name = getattr(given, "__qualname__", type(given).__qualname__)
+        name = read_attribute(given, "__qualname__") or type(given).__qualname__
         yield Condition(name.rpartition(".<locals>.")[2], function=given)
     elif isinstance(given, Sequence):
         for condition in read_items("conditions", given, "a list of conditions"):

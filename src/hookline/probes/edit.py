@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from hookline.arguments import show_value
+from hookline.arguments import describe_value, show_value
 from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import Rank
 from hookline.options import BuiltIn
@@ -262,6 +262,11 @@ class Edit(BuiltIn, Probe):
         """Return the value, or for `patch` the values by the names of modules."""
         operation = self._operation
         is_valid = isinstance(value, float | torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            raise ConfigError(
+                "Edit: the value is a tensor on the device 'meta', which has no data. Give one "
+                "with data, on any other device."
+            )
         if isinstance(value, int) and not isinstance(value, bool):
             is_valid = abs(value) <= sys.float_info.max
         expected = "a number or a tensor"
@@ -279,7 +284,7 @@ class Edit(BuiltIn, Probe):
             expected = "what hookline.probe returned, a captured state or a tensor"
         if not is_valid:
             raise ConfigError(
-                f"Edit: '{operation}' needs {expected} as its value, not {_describe(value)}."
+                f"Edit: '{operation}' needs {expected} as its value, not {describe_value(value)}."
             )
         if isinstance(value, _ByName):
             return _ByName((name, self._differentiable(state)) for name, state in value.items())

@@ -22,6 +22,9 @@ Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
 """The path to a tensor: a position, a key or an attribute, or several; None for the first."""
 
 
+_MAX_DEPTH = 100  # a container may be within itself
+
+
 def get_at(value: Any, part: Part, subject: str) -> tuple[tuple[Any, ...], torch.Tensor]:
     """Return the path to a tensor within a value, and the tensor.
 
@@ -65,10 +68,12 @@ def set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
     return changed
 
 
-def _find_first(value: Any) -> tuple[Any, ...] | None:
+def _find_first(value: Any, depth: int = 0) -> tuple[Any, ...] | None:
     """Return the path to the first tensor."""
     if isinstance(value, torch.Tensor):
         return ()
+    if depth == _MAX_DEPTH:
+        return None
     if isinstance(value, tuple | list):
         items: list[tuple[Any, Any]] = list(enumerate(value))
     elif isinstance(value, Mapping):
@@ -78,7 +83,7 @@ def _find_first(value: Any) -> tuple[Any, ...] | None:
     else:
         return None
     for key, inner in items:
-        path = _find_first(inner)
+        path = _find_first(inner, depth + 1)
         if path is not None:
             return (key, *path)
     return None

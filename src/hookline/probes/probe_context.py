@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookline.arguments import listed_strings
+from hookline.arguments import check_whole_number, listed_strings
 from hookline.printable import printable
 from hookline.probes.capture import Calls, Capture
 from hookline.probes.captured_state import CapturedState
@@ -53,9 +53,10 @@ def probe(
     defaults: dict[str, Any] = {"input": False, "kwargs": False}
     if "store" not in options:
         defaults["memory_limit_mb"] = None
+    check_whole_number("probe(…, every=…)", every, 1)
     taps = tuple(listed_strings("probe(…, taps=…)", taps))
     capture = Capture(which, **{**defaults, **options}, taps=taps)
-    capture.attach(model, name="probe", every=None if every == 1 else every)
+    capture.attach(model, name="probe", every=None if every == 1 else int(every))
     return ProbeResults(capture)
 
 

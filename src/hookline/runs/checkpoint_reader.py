@@ -14,6 +14,7 @@ from hookline.arguments import check_path
 from hookline.checkpoint.checkpoint_lookup import (
     find_checkpoint,
     is_emergency,
+    path_exists,
     read_pointers,
     scan_checkpoints,
 )
@@ -112,7 +113,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
         verify: Read the files and compare their hashes. False compares only their sizes.
     """
     folder = Path(check_path("The folder", folder, "that of a run or of checkpoints"))
-    if not folder.is_dir():
+    if not path_exists(folder) or not folder.is_dir():
         return None
     if (of_host := find_host_checkpoint(folder, verify=verify)) is not None:
         return of_host

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.arguments import show_value
+from hookline.arguments import check_mapping, show_value
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
@@ -56,6 +56,8 @@ def plan_rewind(
     Raises:
         RunError: The position is not valid.
     """
+    if isinstance(position, Mapping):
+        position = check_mapping("The position", position)
     if (
         not isinstance(position, Mapping)
         or not all(type(size) is int and size >= 0 for size in position.values())

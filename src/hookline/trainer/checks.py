@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from hookline.arguments import read_items, show_value
+from hookline.arguments import (
+    check_function,
+    check_mapping,
+    read_attribute,
+    read_items,
+    show_value,
+)
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.dispatch.binding import bind
 from hookline.errors import ArgumentError, TrainingError, nearest
@@ -35,6 +41,11 @@ _ARGUMENTS = (
     *("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams"),
     "accelerator",
 )
+_CALLED_WITH = {
+    "loss_fn": ("outputs", "targets"),
+    "step_fn": ("model", "batch"),
+    "tokens_fn": ("batch",),
+}
 
 
 def check_arguments(
@@ -59,7 +70,9 @@ def check_arguments(
             f"the defaults: Trainer(None, model, optimizer). Got a {type(config).__name__} as the "
             "configuration."
         )
-    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    several = [optimizers]
+    if isinstance(optimizers, list | tuple):
+        several = read_items("optimizers", optimizers, "one or several optimizers")
     given = [("config", config), ("model", model), *functions.items()]
     for name, value in [*given, *(("optimizers", optimizer) for optimizer in several)]:
         if isinstance(value, type):
@@ -69,8 +82,8 @@ def check_arguments(
                 f"{value.__name__}({arguments})."
             )
     for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise ArgumentError(f"{name} is {show_value(function)}; expected a function.")
+        if function is not None:
+            check_function(name, function, *_CALLED_WITH[name])
 
 
 def validates_in_fit(trainer: Any) -> bool:
@@ -140,7 +153,7 @@ def checked_config(config: Any) -> TrainerConfig:
     if isinstance(config, HooksConfig):
         return TrainerConfig(hooks=config)
     if isinstance(config, Mapping):
-        return TrainerConfig(**config)
+        return TrainerConfig(**check_mapping("A trainer's config", config))
     if not isinstance(config, TrainerConfig):
         raise ArgumentError(
             "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
@@ -254,7 +267,7 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
                 "torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)."
             )
         if scheduler is not None and not any(
-            getattr(scheduler, "optimizer", None) is optimizer for optimizer in optimizers
+            read_attribute(scheduler, "optimizer") is optimizer for optimizer in optimizers
         ):
             raise TrainingError(
                 f"{type(scheduler).__name__} was made for an optimizer that this trainer does not "

@@ -195,7 +195,14 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return hasattr(type(value), "__float__")
+    if isinstance(value, int | float):
+        return True
+    try:
+        return hasattr(type(value), "__float__") and isinstance(float(value), float)
+    except OverflowError:  # a number above the range of floats
+        return True
+    except (TypeError, ValueError):  # such as an array with several elements
+        return False
 
 
 class BatchPlace(NamedTuple):

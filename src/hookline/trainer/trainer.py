@@ -20,7 +20,7 @@ from typing import Any, Never
 
 import torch
 
-from hookline.arguments import check_flag, check_path, show_value
+from hookline.arguments import check_flag, check_instance, check_path, show_value
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ArgumentError, RunError, TrainingError, nearest
@@ -109,9 +109,10 @@ class Trainer(TrainerRun):
             )
         check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
         check_flag("fit(…, strict=…)", strict)
-        for name, source in (("resume_from", resume_from), ("fork_from", fork_from)):
-            if source is not None:
-                check_path(f"fit(…, {name}=…)", source, "a run or a checkpoint")
+        if resume_from is not None:
+            resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
+        if fork_from is not None:
+            fork_from = check_path("fit(…, fork_from=…)", fork_from, "a run or a checkpoint")
         self.set_data(loaders, val_loaders)
         if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)
@@ -648,9 +649,11 @@ def get_trainer(
     "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes, "accelerate" is
     for Hugging Face Accelerate.
     """
-    if kind not in ("simple", "ddp", "fsdp", "accelerate"):
+    if not isinstance(kind, str) or kind not in ("simple", "ddp", "fsdp", "accelerate"):
         known = "'simple', 'ddp', 'fsdp' and 'accelerate'"
         raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
+    if device is not None:
+        check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
     if kind != "simple":
         options = {"strategy": kind, **options}
     parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]

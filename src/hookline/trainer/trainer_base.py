@@ -10,7 +10,13 @@ from typing import Any, Literal, Never, get_args
 
 import torch
 
-from hookline.arguments import check_mapping, check_name, listed_strings, show_value
+from hookline.arguments import (
+    check_function,
+    check_mapping,
+    check_name,
+    listed_strings,
+    show_value,
+)
 from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
@@ -190,6 +196,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        if loss_fn is not None:
+            check_function("loss_fn", loss_fn, "outputs", "targets")
         self._loss_computer.loss_fn = loss_fn
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.arguments import check_instance, describe_value, show_value
+from hookline.arguments import check_function, check_instance, describe_value, show_value
 from hookline.errors import ArgumentError, ConfigError, TrainingError, listed, nearest
 from hookline.verification.bisection import find_culprits
 from hookline.verification.comparison import (
@@ -68,6 +68,9 @@ def verify(
             f"verify(make_trainer, watch=…) takes functions, not {describe_value(make_trainer)} "
             f"and {describe_value(watch)}."
         )
+    check_function("make_trainer", make_trainer)
+    if watch is not None:
+        check_function("watch", watch, "what", "step", "steps")
     if steps is not None:
         check_instance("verify(…, steps=…)", steps, int, "a whole number of 2 or more")
         if steps < 2:

@@ -11,6 +11,7 @@ import torch
 
 from hookline.arguments import (
     check_flag,
+    check_function,
     check_instance,
     check_mapping,
     check_name,
@@ -81,10 +82,8 @@ def session_options(
         raise ArgumentError(
             f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(on_stop)}.'
         )
-    if tokens is not None and not _is_auto(tokens) and not callable(tokens):
-        raise ArgumentError(
-            f"attach(…, tokens=…) takes a function or None, not {describe_value(tokens)}."
-        )
+    if tokens is not None and not _is_auto(tokens):
+        check_function("attach(…, tokens=…)", tokens, "batch")
     check_whole_number("attach(…, stop_grace=…)", stop_grace)
     if loss_divided is not None:
         check_flag("attach(…, loss_divided=…)", loss_divided)

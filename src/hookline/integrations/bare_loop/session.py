@@ -71,6 +71,8 @@ class Session(AttachedLoop):
                 f"session.batches(loader) takes anything to iterate over, not "
                 f"{describe_value(loader)}."
             ) from None
+        if name is not None:
+            check_instance("batches(…, name=…)", name, str, "the loader's name or None")
         self.begin()
         self._supplied.add("batches")
         trains = self._validation is None
@@ -188,8 +190,8 @@ class Session(AttachedLoop):
             raise ArgumentError(f"A loss is a tensor with one element, not {describe_value(loss)}.")
         if not loss.requires_grad:
             raise ArgumentError("The loss has no gradient: it was computed from no parameter.")
-        if type(accumulate) is not int or accumulate < 1:
-            check_whole_number("backward(…, accumulate=…)", accumulate, 1)
+        if type(accumulate) is not int or not 1 <= accumulate <= sys.maxsize:
+            check_whole_number("backward(…, accumulate=…)", accumulate, 1, sys.maxsize)
         self.begin()
         self._supplied.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
@@ -225,7 +227,14 @@ class Session(AttachedLoop):
         if optimizer is not None and not any(optimizer is own for own in self.optimizers):
             raise _unknown_optimizer("clip", optimizer)
         norm: Any = max_norm  # a tensor works, too, and infinity only measures
-        if not isinstance(norm, torch.Tensor) and not (isinstance(norm, float) and norm == inf):
+        if isinstance(norm, torch.Tensor):
+            has_data = norm.layout is torch.strided and not norm.is_meta
+            if norm.numel() != 1 or norm.is_complex() or not has_data:
+                raise ArgumentError(
+                    f"clip(max_norm) is {describe_value(norm)}; expected a number, or a tensor "
+                    "with one element that is a real number."
+                )
+        elif not (isinstance(norm, float) and norm == inf):
             check_number("clip(max_norm)", norm, 0)
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
@@ -298,7 +307,7 @@ class Session(AttachedLoop):
         Returns:
             Where the loop continues; None if "auto" has found nothing to continue.
         """
-        check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
+        path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
         check_flag("load_checkpoint(…, strict=…)", strict)
         return self._make_checkpoints().load(path, strict=strict)
 

@@ -84,7 +84,7 @@ class HostSession(Session):
             raise NotSuppliedError(
                 f"Hooks need what {self.host.name} does not provide:",
                 *(f"  - {problem}" for problem in problems),
-                "Remove them, or attach with allow_missing=True: then these methods are not called.",
+                "Remove them, or attach with allow_missing=True: they are not called then.",
             )
         for problem in problems:
             log.warning("%s does not provide everything: %s", self.host.name, problem)

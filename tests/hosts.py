@@ -1,0 +1,258 @@
+"""One training, written for every loop that hooks run in.
+
+The model, the data and their order, the optimizer, accumulation, clipping and validation are the
+same in all of them: two epochs of three steps, two batches each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+
+BATCHES, BATCH_SIZE, ACCUMULATE, EPOCHS, MAX_NORM = 6, 4, 2, 2, 0.5
+
+
+class Net(nn.Module):
+    """A regression; with targets it returns the loss, as Hugging Face wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        outputs = self.head(self.body(x))
+        if labels is None:
+            return outputs
+        return {"loss": F.mse_loss(outputs, labels), "outputs": outputs}
+
+
+def make_model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_loader(n: int = BATCHES, seed: int = 1) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n * BATCH_SIZE, 3, generator=generator)
+    return DataLoader(TensorDataset(x, 3 * x.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
+
+
+def validate(model: nn.Module) -> torch.Tensor:
+    """Return the mean loss of the validation."""
+    model.eval()
+    with torch.no_grad():
+        losses = [F.mse_loss(model(x), y) for x, y in make_loader(2, seed=2)]
+    model.train()
+    return torch.stack(losses).mean()
+
+
+def in_trainer(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    model = make_model()
+    config = hookline.TrainerConfig(
+        max_epochs=EPOCHS,
+        accumulate=ACCUMULATE,
+        clip_norm=MAX_NORM,
+        runs=str(folder / "runs"),
+        progress="off",
+        seed=None,
+    )
+    trainer = hookline.Trainer(
+        config, model, make_optimizer(model), loss_fn=F.mse_loss, hooks=hooks
+    )
+    trainer.fit(make_loader(), val_loaders=make_loader(2, seed=2))
+    return model, trainer
+
+
+def in_accelerate_trainer(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    from accelerate import Accelerator
+
+    model = make_model()
+    trainer = hookline.AccelerateTrainer(
+        hookline.TrainerConfig(
+            max_epochs=EPOCHS, clip_norm=MAX_NORM, runs=str(folder / "runs"), progress="off"
+        ),
+        model,
+        make_optimizer(model),
+        loss_fn=F.mse_loss,
+        accelerator=Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE),
+        hooks=hooks,
+    )
+    trainer.fit(make_loader(), val_loaders=make_loader(2, seed=2))
+    return model, trainer
+
+
+def in_bare_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with hookline.attach(model, optimizer, hooks=hooks, runs=folder / "runs") as session:
+        for _ in range(EPOCHS):
+            with session.epoch():
+                for i, (x, y) in enumerate(session.batches(make_loader())):
+                    session.backward(F.mse_loss(model(x), y), accumulate=ACCUMULATE)
+                    if (i + 1) % ACCUMULATE == 0:
+                        session.clip(MAX_NORM)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                with session.validation():
+                    for x, y in session.batches(make_loader(2, seed=2)):
+                        with torch.no_grad():
+                            session.log("loss", F.mse_loss(model(x), y))
+    return model, session
+
+
+def in_accelerate_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    model = make_model()
+    prepared, optimizer, loader = accelerator.prepare(model, make_optimizer(model), make_loader())
+    with hookline.attach(prepared, optimizer, hooks=hooks, runs=folder / "runs") as session:
+        for _ in range(EPOCHS):
+            with session.epoch():
+                for x, y in session.batches(loader):
+                    with accelerator.accumulate(prepared):
+                        accelerator.backward(F.mse_loss(prepared(x), y))
+                        if accelerator.sync_gradients:
+                            accelerator.clip_grad_norm_(prepared.parameters(), MAX_NORM)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                with session.validation():
+                    for x, y in session.batches(make_loader(2, seed=2)):
+                        with torch.no_grad():
+                            session.log("loss", F.mse_loss(prepared(x), y))
+    return model, session
+
+
+def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        x, y = zip(*samples, strict=True)
+        return {"x": torch.stack(x), "labels": torch.stack(y)}
+
+    model = make_model()
+    optimizer = make_optimizer(model)
+    args = TrainingArguments(
+        str(folder / "out"),
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH_SIZE,
+        per_device_eval_batch_size=BATCH_SIZE,
+        gradient_accumulation_steps=ACCUMULATE,
+        max_grad_norm=MAX_NORM,
+        eval_strategy="epoch",
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = InOrder(
+        model,
+        args,
+        train_dataset=make_loader().dataset,
+        eval_dataset=make_loader(2, seed=2).dataset,
+        data_collator=collate,
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+    )
+    session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
+    trainer.train()
+    return model, session
+
+
+def in_lightning(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = F.mse_loss(self.net(batch[0]), batch[1])
+            self.log("val_loss", loss, batch_size=len(batch[0]))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self)
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=MAX_NORM,
+        num_sanity_val_steps=0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+    )
+    session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
+    trainer.fit(module, make_loader(), make_loader(2, seed=2))
+    return module.net, session
+
+
+def in_ignite(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    from ignite.engine import Engine, Events
+    from ignite.metrics import Loss
+
+    model = make_model()
+    optimizer = make_optimizer(model)
+
+    def train(engine: Engine, batch: Any) -> None:
+        x, y = batch
+        (F.mse_loss(model(x), y) / ACCUMULATE).backward()
+        if engine.state.iteration % ACCUMULATE == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def evaluate(engine: Engine, batch: Any) -> Any:
+        with torch.no_grad():
+            return model(batch[0]), batch[1]
+
+    trainer, evaluator = Engine(train), Engine(evaluate)
+    Loss(F.mse_loss).attach(evaluator, "loss")
+    session = hookline.attach(
+        trainer, model=model, optimizer=optimizer, hooks=hooks, runs=folder / "runs"
+    )
+    session.add_evaluator(evaluator)
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda _: evaluator.run(make_loader(2, seed=2))
+    )
+    trainer.run(make_loader(), max_epochs=EPOCHS)
+    return model, session
+
+
+LOOPS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
+    "trainer": in_trainer,
+    "bare loop": in_bare_loop,
+    "accelerate trainer": in_accelerate_trainer,
+    "accelerate loop": in_accelerate_loop,
+    "transformers": in_transformers,
+    "lightning": in_lightning,
+    "ignite": in_ignite,
+}
