@@ -3,6 +3,7 @@
 Type checkers and editors read text, not objects that exist at run time. So the methods of `Hook`
 and the tables of the events page are generated from the event table, the tables of the
 configuration pages from the configuration models, the pages of built-in hooks from their classes,
+the tables of other libraries' trainers from what their integrations say,
 and the names in the API reference from `__all__`. `--check` changes nothing and fails when a file
 is outdated.
 """
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import api_pages
 import config_pages
 import hook_pages
+import host_pages
 import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -231,6 +233,11 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield the name and the new text of every generated file."""
     for name, start, end, make in TARGETS:
         yield name, rewritten(ROOT / name, start, end, make())
+    for host in host_pages.PAGES:
+        if (ROOT / f"docs/{host}.md").exists():
+            text = host_pages.table(host)
+            page = ROOT / f"docs/{host}.md"
+            yield f"docs/{host}.md", rewritten(page, "<!-- generated: host", "<!-- end -->", text)
     for hook in hook_pages.ALL:
         yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
     yield "docs/loops.md", hook_pages.loops_page()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,25 @@ from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.module_classes import is_fsdp_module
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["ModelCallback", "ModelGroup", "ModelWatch"]
+__all__ = ["CalledModules", "ModelCallback", "ModelGroup", "ModelWatch"]
 
 
 class ModelGroup(torch.nn.ModuleList):
     """Several models that one loop trains, such as a generator and a discriminator."""
+
+
+@dataclass(frozen=True)
+class CalledModules:
+    """What a loop calls, where this is not the model itself.
+
+    Attributes:
+        parts: parts of the model that the loop may call without calling the model.
+        wrapper: what contains the model, and passes each of its own calls on to the model as a call
+            that is not a forward of the model: a whole training step of the loop.
+    """
+
+    parts: tuple[torch.nn.Module, ...] = ()
+    wrapper: torch.nn.Module | None = None
 
 
 class ModelCallback:
@@ -78,8 +93,11 @@ class ModelWatch:
         after_forward: Callable[[Any], None],
         backward_begins: Callable[[], bool] | None = None,
         backward_ends: Callable[[], None] | None = None,
+        called: CalledModules | None = None,
     ) -> None:
         self.model = model
+        self._called = called or CalledModules()
+        self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
         self.backwards_seen = 0
         self._before_forward = before_forward
@@ -118,21 +136,33 @@ class ModelWatch:
             elif backward:
                 self._handles.append(model.register_forward_hook(ModelCallback(self._returned)))
             hide_hooks(model)
+        if calls and (wrapper := self._called.wrapper) is not None:
+            self._handles.append(wrapper.register_forward_pre_hook(ModelCallback(self._pass_on)))
+            hide_hooks(wrapper)
 
     def _models(self) -> list[torch.nn.Module]:
-        return list(self.model) if isinstance(self.model, ModelGroup) else [self.model]
+        models = list(self.model) if isinstance(self.model, ModelGroup) else [self.model]
+        return [*models, *self._called.parts]
 
     def detach(self) -> None:
         """Remove all hooks from the model and its latest outputs."""
         for handle in (*self._handles, *self._outputs):
             handle.remove()
-        for model in self._models():
-            unhide_hooks(model)
+        for model in (*self._models(), self._called.wrapper):
+            if model is not None:
+                unhide_hooks(model)
+        self._is_passed_on = False
         self._sees = (False, False)
         self._handles = []
         self._outputs.clear()
 
+    def _pass_on(self, wrapper: torch.nn.Module, args: Any) -> None:
+        self._is_passed_on = True
+
     def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if self._is_passed_on and module is self.model:
+            self._is_passed_on = False
+            return
         if not torch.is_grad_enabled() or _task_id() != -1:
             return
         self._depth += 1

@@ -270,7 +270,8 @@ class AttachedLoop(TrainingLoop[HookManager]):
 
     def _join_processes(self) -> None:
         """Agree with the other processes that train the model, if there are any."""
-        if not trains_together(self.model, self.optimizers):
+        wrapper = self._context.called.wrapper
+        if not trains_together(self.model if wrapper is None else wrapper, self.optimizers):
             return
         self._agreement = LoopAgreement(self.hooks, self._context)
         self._stop.needs_agreement = True

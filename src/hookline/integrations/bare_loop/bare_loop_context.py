@@ -18,6 +18,7 @@ from hookline.errors import NotSuppliedError
 from hookline.integrations.bare_loop.requirements import CALLS, not_supplied
 from hookline.loop.event_context import EventContext, device_of, gradients_of
 from hookline.loop.means import Means
+from hookline.loop.model_watch import CalledModules
 from hookline.tensors.global_norm import global_norm
 
 __all__ = ["BareLoopEventContext", "Batch", "ProbeContext"]
@@ -62,6 +63,7 @@ class BareLoopEventContext(EventContext):
         super().__init__(trainer, model, optimizers)
         self.has_run = has_run
         self.calls = CALLS  # what the loop can do about what it does not provide
+        self.called = CalledModules()  # where a host calls something else than the model
         self.generating = False  # the model generates, which is not a training forward
         # What the loop may not provide is None here, and an error where a hook asks for it.
         self.known_config = config

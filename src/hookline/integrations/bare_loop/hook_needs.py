@@ -27,6 +27,7 @@ class HookNeeds:
         clips: calls of torch's clipping functions.
         calls: calls of the model.
         backward: calls of backward.
+        batch_metrics: the metrics of training batches.
         asks_for_loss: the methods that cannot be called without the loss.
     """
 
@@ -35,6 +36,7 @@ class HookNeeds:
     clips: bool
     calls: bool
     backward: bool
+    batch_metrics: bool
     asks_for_loss: tuple[str, ...]
 
     @classmethod
@@ -60,5 +62,6 @@ class HookNeeds:
             calls=bool(fire.on_before_forward or fire.on_after_forward or fire.forward),
             # A checkpoint is not saved between a backward and the step.
             backward=loss or clips or saves or fire.on_after_backward is not None,
+            batch_metrics="metrics" in wanted["on_train_batch_end"],
             asks_for_loss=tuple(asking),
         )

@@ -18,7 +18,6 @@ from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
-from hookline.integrations.bare_loop.requirements import CALLS
 from hookline.loop.model_watch import ModelGroup, ModelWatch
 
 __all__ = ["LoopChecks", "is_compiled_in_place"]
@@ -28,10 +27,14 @@ log = logging.getLogger("hookline")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
-def is_compiled_in_place(model: torch.nn.Module) -> bool:
-    """Return whether `model.compile()` was called."""
-    models = model if isinstance(model, ModelGroup) else [model]
-    return any(getattr(each, "_compiled_call_impl", None) is not None for each in models)
+def is_compiled_in_place(context: BareLoopEventContext) -> bool:
+    """Return whether `model.compile()` was called, on the model or on what is called instead."""
+    model = context.model
+    models = list(model) if isinstance(model, ModelGroup) else [model]
+    return any(
+        getattr(each, "_compiled_call_impl", None) is not None
+        for each in (*models, *context.called.parts)
+    )
 
 
 class LoopChecks:
@@ -77,7 +80,7 @@ class LoopChecks:
 
     def check_compiled(self) -> None:
         """Raise for a model that was compiled in place."""
-        if is_compiled_in_place(self._context.model):
+        if is_compiled_in_place(self._context):
             raise LoopError(
                 "This model was compiled in place (model.compile()), so hooks on its call would "
                 "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
@@ -111,10 +114,12 @@ class LoopChecks:
 
     def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for hooks on the gradients of an optimizer that evaluates its closure often."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
         events = ("on_gradients_ready", "on_before_optimizer_step", "update")
         asking = [label for event in events for label in self._hooks.listeners(event)]
         asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
-        if isinstance(optimizer, torch.optim.LBFGS) and asking:
+        if asking:
             raise LoopError(
                 f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
                 "evaluates its closure many times in a step. Remove the hook, or use "
@@ -178,7 +183,11 @@ class LoopChecks:
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
-        return [f"{listeners} needs on_gradient_clip. {CALLS['clip']}"] if listeners else []
+        return (
+            [f"{listeners} needs on_gradient_clip. {self._context.calls['clip']}"]
+            if listeners
+            else []
+        )
 
     def unseen_calls(self, model: ModelWatch, asks_for_loss: Sequence[str]) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
@@ -187,15 +196,13 @@ class LoopChecks:
         if forward and not model.calls_seen:
             problems.append(
                 f"{', '.join(forward)} needs calls of the model, but the optimizer steps and the "
-                "attached model was not called. Attach what the loop calls: the compiled or "
-                "wrapped model, not the one inside; and call it as `model(x)`, not "
-                "`model.forward(x)`."
+                f"attached model was not called. {self._context.calls['forward']}"
             )
         backward = [*self._listeners("on_after_backward"), *asks_for_loss]
         if backward and not model.backwards_seen:
             problems.append(
                 f"{', '.join(backward)} needs backward, but none was seen that gives the "
-                f"optimizer's parameters gradients. {CALLS['backward']}"
+                f"optimizer's parameters gradients. {self._context.calls['backward']}"
             )
         if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
             problems.append(

@@ -15,6 +15,8 @@ CALLS: Mapping[str, str] = {
     "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
     "backward": "Let the session run backward: `session.backward(loss)` instead of "
     "`loss.backward()`.",
+    "forward": "Attach what the loop calls: the compiled or wrapped model, not the one inside; and "
+    "call it as `model(x)`, not `model.forward(x)`.",
     "validation": "Wrap validation: `with session.validation():`.",
     "checkpoint": "Save with `session.save_checkpoint()`, or say when the loop has saved by "
     "itself: `session.notify_checkpoint_saved(path)`.",

@@ -101,7 +101,7 @@ class SessionCheckpoints:
 
     def _check_boundary(self) -> None:
         """Raise if the moment between two steps is not seen."""
-        if is_compiled_in_place(self._session.model):
+        if is_compiled_in_place(self._session._context):
             raise LoopError(
                 "This model was compiled in place (model.compile()), so the moment between two "
                 "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "

@@ -15,6 +15,7 @@ nothing here stops a run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -32,6 +33,7 @@ from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.integrations.bare_loop.step_skips import StepSkips
 from hookline.loop.model_watch import ModelCallback, ModelWatch
 
@@ -46,10 +48,13 @@ class StepWatch:
     Attributes:
         model: watches the model.
         checks: finds what hooks would see wrong.
+        needs: what the enabled hooks need to be seen.
         end_probes: called at the end of each step, where the model has probes.
         at_boundary: called before a step's first optimizer, where checkpoints are saved.
         after_step: called when a step has ended.
         has_new_gradients: whether backward has run since the last step.
+        ends_with_batch: whether a step ends with its batch, when not all optimizers have stepped
+            and others have stepped several times.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class StepWatch:
         self._unchecked = True
         self._verified = self._takes_short_path = False
         self._has_started = self._in_scaler_step = self._closure_evaluated = False
-        self.has_new_gradients = False
+        self.has_new_gradients = self.ends_with_batch = False
         self._calls_before_step = 0
         self.model = ModelWatch(
             context.model,
@@ -90,6 +95,7 @@ class StepWatch:
             callbacks.after_forward,
             self._gradient_arrives,
             self._backward_ends,
+            context.called,
         )
         self._indirect = IndirectBackwards(
             self.model, self.optimizers, self.losses, self._backward_begins, self._backward_ends
@@ -126,7 +132,7 @@ class StepWatch:
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more."""
         fire = self.dispatchers
-        self._needs = needs = HookNeeds.of(
+        self.needs = needs = HookNeeds.of(
             self.hooks, has_run=self.callbacks.record_step is not None
         )
         if needs.calls:
@@ -135,7 +141,7 @@ class StepWatch:
         self._clips.wants_norm = needs.grad_norm
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        compiled = is_compiled_in_place(self.context.model)
+        compiled = is_compiled_in_place(self.context)
         self.model.watch(
             calls=(needs.calls or starts) and not compiled, backward=needs.backward and not compiled
         )
@@ -193,12 +199,12 @@ class StepWatch:
     def batch_loss(self) -> LazyFloat | None:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
-        if loss is None and self._needs.asks_for_loss and not self._verified:
+        if loss is None and self.needs.asks_for_loss and not self._verified:
             self.checks.raise_or_warn([*self.callbacks.unmet_requirements(), *self._unknown_loss()])
         return loss
 
     def _unknown_loss(self) -> list[str]:
-        who = ", ".join(self._needs.asks_for_loss)
+        who = ", ".join(self.needs.asks_for_loss)
         return [f"{who} asks for 'loss'{self.context.why_no_loss}"] if who else []
 
     # -- gradients --------------------------------------------------------------------------------
@@ -223,6 +229,8 @@ class StepWatch:
 
     def _prepare_clip(self, i: int, function: str) -> bool:
         """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
+        if i in self._stepped and self.ends_with_batch:
+            self._start_again(i)
         has_stepped = i in self._stepped or self._closure_evaluated
         if has_stepped or (self.model.backwards_seen and not self.has_new_gradients):
             return False
@@ -291,13 +299,14 @@ class StepWatch:
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.callbacks.begin()
         i = self._index[id(optimizer)]
-        if i in self._stepped:
+        if i in self._stepped and self.ends_with_batch:
+            self._start_again(i)
+        elif i in self._stepped:
             self.checks.report_second_step(i)
             self._end_all_turns()
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is not None:
+        if find_closure(args, kwargs) is not None:
             self.checks.check_closure(optimizer)
-            return self._with_closure(i, closure, args, kwargs)
+            return notify_first_call(args, kwargs, partial(self._closure_ends, i))
         self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
@@ -311,22 +320,11 @@ class StepWatch:
         if self.skips:
             self.skips.apply(i, self.optimizers[i])
 
-    def _with_closure(self, i: int, closure: Any, args: Any, kwargs: Any) -> Any:
-        """Wrap the closure: gradients exist after it has run, not before the step."""
-        evaluated = False
-
-        def evaluate() -> Any:
-            nonlocal evaluated
-            result = closure()
-            if not evaluated:
-                evaluated = self._closure_evaluated = True
-                self.losses.keep_first()
-                self._start_turn(i)
-            return result
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluate}
-        return (args[0], evaluate, *args[2:]), kwargs
+    def _closure_ends(self, i: int) -> None:
+        """Start the turn: gradients exist after the closure has run, not before the step."""
+        self._closure_evaluated = True
+        self.losses.keep_first()
+        self._start_turn(i)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._takes_short_path and (not self.skips or self.skips.reason(0) is None):
@@ -359,8 +357,19 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
+    def _start_again(self, i: int) -> None:
+        """Let an optimizer have another turn in the step in progress."""
+        del self._stepped[i]
+        self._new_gradients(i)
+
+    def end_open_step(self) -> None:
+        """End a step in which some of the optimizers have not stepped."""
+        if self._stepped:
+            self._end_all_turns()
+
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
+        self._closure_evaluated = False
         self.losses.has_stepped = True
         if len(self._stepped) == len(self.optimizers):
             self._end_all_turns()
@@ -430,13 +439,14 @@ class StepWatch:
     def _problems_at_step(self) -> list[str]:
         """Return what is known only when an optimizer steps."""
         problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
-        if len(self._stepped) == len(self.optimizers) - 1 and not self._clips.seen:
-            problems += self.checks.missing_clip()
+        if self.dispatchers.on_gradient_clip is not None and not self._clips.seen:
+            is_last = len(self._stepped) == len(self.optimizers) - 1
+            problems += self.checks.missing_clip() if is_last else []
         return problems
 
     def _unseen(self) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
-        problems = self.checks.unseen_calls(self.model, self._needs.asks_for_loss)
+        problems = self.checks.unseen_calls(self.model, self.needs.asks_for_loss)
         self.losses.set_step_loss()
         if self.model.backwards_seen and self.context.known_loss is None:
             problems += self._unknown_loss()

@@ -22,6 +22,7 @@ from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import with_common_names
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
+from hookline.loop.model_watch import CalledModules
 from hookline.loop.signals import SignalWatch
 
 __all__ = ["HostSession"]
@@ -40,6 +41,8 @@ class HostSession(Session):
         allow_missing: only warn about hooks that need what the host does not give.
         watch_generation: let probes see the forwards of `model.generate`, too.
         log_to_host: gets, after each step, the numbers that hooks have logged in it.
+        batch_metrics: returns what the host has logged in the training batch that ends, for hooks
+            that ask for its metrics.
         options: as for `attach`.
     """
 
@@ -51,6 +54,7 @@ class HostSession(Session):
         allow_missing: bool = False,
         watch_generation: bool = False,
         log_to_host: Callable[[dict[str, float]], None] | None = None,
+        batch_metrics: Callable[[], Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(  # the model comes later
@@ -64,7 +68,7 @@ class HostSession(Session):
         )
         self.host = host
         self._allow_missing = allow_missing
-        self._log_to_host = log_to_host
+        self._log_to_host, self._batch_metrics = log_to_host, batch_metrics
         self._for_host: dict[str, Any] = {}
         self._is_connected = False
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
@@ -98,6 +102,16 @@ class HostSession(Session):
         """Whether the host trains with these hooks."""
         return self.started and not self._ended
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the first process writes a run."""
+        return self._context.has_run
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether training with these hooks has ended."""
+        return self._ended
+
     def __enter__(self) -> Self:
         return self  # the host starts training
 
@@ -123,10 +137,20 @@ class HostSession(Session):
         schedulers: Iterable[Any] = (),
         scaler: torch.amp.GradScaler | None = None,
         signals: Iterable[str] | None = (),
+        called: CalledModules | None = None,
+        ends_with_batch: bool = False,
     ) -> None:
         """Watch what the host trains; call `begin` when everything is restored.
 
-        Besides SIGINT, these signals ask the host to stop; with None, signals are left alone.
+        Args:
+            model: the model, as hooks get it.
+            optimizers: the optimizers.
+            schedulers: the learning-rate schedulers.
+            scaler: what scales the loss.
+            signals: signals to stop at, apart from SIGINT; None if signals are left alone.
+            called: what the host calls, where this is not the model itself.
+            ends_with_batch: whether a batch ends a step in which some of the optimizers have not
+                stepped.
         """
         if self._is_connected:
             raise LoopError(
@@ -136,7 +160,10 @@ class HostSession(Session):
         self.model, self.optimizers = model, optimizers
         self.schedulers, self.scaler = list(schedulers), scaler
         self._context.connect(model, optimizers)
+        if called is not None:
+            self._context.called = called
         self._connect()
+        self._step_watch.ends_with_batch = ends_with_batch
         self._is_connected = True
         if self._allow_missing:
             self._step_watch.checks.allow_missing = True
@@ -163,6 +190,12 @@ class HostSession(Session):
             raise LoopError(f"{self.host.name} has not started training, so nothing can stop.")
         super().stop(reason)
 
+    def preempt(self, signal: str) -> None:
+        """End training because of a signal that the host has handled."""
+        self.stop(signal)
+        self._context.status = "preempted"
+        self.detach()
+
     @property
     def received_signal(self) -> str | None:
         """The name of the signal that asked the process to end, such as `SIGTERM`."""
@@ -187,7 +220,10 @@ class HostSession(Session):
 
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End the epoch; `metrics` are the host's own."""
-        self._validated |= with_common_names(metrics or {})
+        found = with_common_names(metrics or {})
+        found.pop("train/loss", None)  # its mean is that of the losses which backward ran on
+        self._validated |= found
+        self._context.known_batch = None
         self._end_epoch()
 
     def start_batch(
@@ -195,22 +231,49 @@ class HostSession(Session):
         batch: Any,
         *,
         divisor: float | None = None,
+        idx: int | None = None,
         loader_idx: int = 0,
         loader_name: str = "train",
     ) -> None:
         """Begin a training batch, whose loss the host divides by this number.
 
-        With None, this is found out from the loss, as in a bare loop.
+        Without a divisor, it is found out from the loss, as in a bare loop. Without `idx`, batches
+        are counted here.
         """
         self._step_watch.losses.divisor = divisor
+        if idx is not None:
+            self._batch_idx = idx
         self._reach_boundary()
         self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
         self._batch_idx += 1
 
-    def end_batch(self) -> None:
-        """End a batch that completes no step; the others end with the step."""
+    def end_batch(self) -> bool:
+        """End a batch that completes no step; the others end with the step.
+
+        Returns:
+            Whether the host is between two steps now.
+        """
+        if self._step_watch.ends_with_batch:
+            self._step_watch.end_open_step()
+        batch = self._context.known_batch
+        has_stepped = batch is None or batch.ended
         self._end_batch()
         self._context.known_batch = None
+        return has_stepped
+
+    def _end_batch(self) -> None:
+        batch = self._context.known_batch if self._validation is None else None
+        is_wanted = batch is not None and not batch.ended and self._step_watch.needs.batch_metrics
+        if batch is not None and is_wanted and self._batch_metrics is not None:
+            batch.logged |= self._batch_metrics()
+        super()._end_batch()
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Fire `on_before_backward` with the loss that will be differentiated."""
+        if self.hooks.dispatchers.on_before_backward is not None:
+            self._context.known_loss = loss
+            self._fire("on_before_backward")
+            self._context.known_loss = None
 
     def end_step(self) -> None:
         """Give the host's logger what hooks have logged; the host has counted its step."""
@@ -266,6 +329,16 @@ class HostSession(Session):
         self._context.known_batch = None
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def notify_saved(self, path: str, *, step: int, epoch: int | None) -> None:
+        """Fire `on_checkpoint_save` for a checkpoint of this step, which may be an earlier one."""
+        context = self._context
+        now = context.step, context.known_epoch
+        context.step, context.known_epoch = step, epoch
+        try:
+            self.notify_checkpoint_saved(path)
+        finally:
+            context.step, context.known_epoch = now
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the host, before `begin`.

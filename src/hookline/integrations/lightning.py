@@ -1,0 +1,423 @@
+"""Hooks in a Lightning `Trainer`, of the package `lightning` or `pytorch_lightning`.
+
+    session = hookline.attach(trainer, hooks=[Watch()])
+    trainer.fit(model, loader)
+
+A callback of the trainer says where training is. Only public parts of Lightning are used;
+`Trainer.save_checkpoint` is wrapped on this trainer while it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hookline.arguments import check_name
+from hookline.dispatch import HookManager
+from hookline.errors import LoopError
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.attach import session_options, unwrap_optimizer
+from hookline.integrations.hosts import host_state
+from hookline.integrations.hosts.host_events import Host
+from hookline.integrations.hosts.host_metrics import with_common_names
+from hookline.integrations.hosts.host_session import HostSession
+from hookline.integrations.lightning_checkpoints import SavedCheckpoints
+from hookline.integrations.lightning_package import (
+    callback_classes,
+    called_parts,
+    find_package,
+)
+from hookline.loop.model_watch import CalledModules
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback as _Callback
+    from lightning.pytorch import LightningModule, Trainer
+else:
+    _Callback = type("_Callback", callback_classes(), {})
+
+__all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+
+HOST = Host(
+    name="a Lightning Trainer",
+    places={
+        "on_train_start": "`Callback.on_train_start`, after the sanity check",
+        "on_epoch_start": "`Callback.on_train_epoch_start`",
+        "on_train_batch_start": "`Callback.on_train_batch_start`",
+        "on_before_forward": "the first call of the LightningModule, or of a child with "
+        "parameters, begins",
+        "on_after_forward": "this call has returned",
+        "on_before_backward": "`Callback.on_before_backward`",
+        "on_train_batch_end": "the last optimizer has stepped; without a step "
+        "`Callback.on_train_batch_end`",
+        "on_validation_start": "`Callback.on_validation_start`",
+        "on_validation_batch_start": "`Callback.on_validation_batch_start`",
+        "on_validation_batch_end": "`Callback.on_validation_batch_end`",
+        "on_validation_end": "`Callback.on_validation_end`",
+        "on_epoch_end": "`Callback.on_train_epoch_end`",
+        "on_checkpoint_save": "before the next batch, validation or end of an epoch, when "
+        "`Trainer.save_checkpoint` has written the file",
+        "on_checkpoint_load": "`Callback.on_train_start` of `fit(ckpt_path=…)`",
+        "on_exception": "`Callback.on_exception`",
+        "on_train_end": "`Callback.on_train_end`, or `Callback.on_exception`",
+    },
+    missing={},
+    supplied=frozenset({"epoch", "batches", "backward", "validation", "checkpoint", "resumed"}),
+    calls={
+        "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
+        "validation": "It validates only with a `validation_step` and `fit(…, val_dataloaders=…)`.",
+        "checkpoint": "It saves only with a ModelCheckpoint.",
+        "resumed": "It loads a checkpoint in `fit(ckpt_path=…)`.",
+        "clip": "It clips only with Trainer(gradient_clip_val=…).",
+        "forward": "Call the LightningModule or a child with parameters, as `self.net(x)`. In a "
+        "LightningModule that is compiled as a whole, calls are not seen: compile the child, "
+        "`self.net = torch.compile(self.net)`.",
+        "backward": "The loss is read from backward.",
+        "config": "The LightningModule has none: call `self.save_hyperparameters()` in it, or give "
+        "one to attach: `attach(…, config=…)`.",
+    },
+)
+
+
+class HooklineCallback(_Callback):
+    """Hooks as a callback: `Trainer(callbacks=[HooklineCallback([Watch()], runs="runs")])`.
+
+    Args:
+        hooks: as for `hookline.attach`.
+        key: tells the states of several of these callbacks apart in checkpoints.
+        allow_missing: only warn about hooks that need what the trainer does not give.
+        watch_generation: let probes see the forwards of `model.generate`, too.
+        options: as for `hookline.attach`: `runs`, `name`, `settings` …
+
+    Attributes:
+        session: the session, as `hookline.attach(trainer, …)` returns it.
+    """
+
+    def __init__(
+        self,
+        hooks: Iterable[Hook] | HookManager = (),
+        *,
+        key: str | None = None,
+        allow_missing: bool = False,
+        watch_generation: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if key is not None:
+            check_name("HooklineCallback(…, key=…)", key)
+        self._key = key
+        self.session = HostSession(
+            HOST,
+            allow_missing=allow_missing,
+            watch_generation=watch_generation,
+            log_to_host=self._log_to_trainer,
+            batch_metrics=self._batch_metrics,
+            **session_options(hooks, **options),
+        )
+        self._trainer: Trainer | None = None
+        self._saved: SavedCheckpoints | None = None
+        self._loaded: Any = None  # the state in the checkpoint that `fit` has loaded
+        self._last_state: dict[str, Any] | None = None  # at the end of training
+        self._in_epoch = False
+        self._is_between_steps = True
+        self._host_step = 0  # under which the trainer logs what this batch gives
+        self._logged: dict[str, Any] = {}  # what the record has already
+        self._known_before: dict[str, Any] = {}  # metrics at the start of a validation
+
+    @property
+    def state_key(self) -> str:
+        return "HooklineCallback" if self._key is None else f"HooklineCallback[{self._key}]"
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if self.session.started or self.session.has_ended:
+            raise LoopError(
+                "This trainer fits a second time, and a session belongs to one training. Before "
+                "the second `fit`, attach again (`hookline.attach(trainer, …)`), or make another "
+                "Trainer with another HooklineCallback."
+            )
+        self._trainer, self._loaded = trainer, None
+        self._saved = SavedCheckpoints(trainer, self._position)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        session = self.session
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
+        if not any(optimizer.param_groups for optimizer in optimizers):
+            raise LoopError(
+                "This LightningModule has no optimizer, so no step can be seen. Return one from "
+                "`configure_optimizers`, or train without hooks."
+            )
+        if pl_module.hparams:
+            session.use_config(pl_module.hparams)
+        outer = trainer.model
+        session.connect(
+            pl_module,
+            optimizers,
+            schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            signals=None,  # Lightning's own handlers: SIGTERM, Ctrl-C, a scheduler's requeue
+            called=CalledModules(called_parts(pl_module), None if outer is pl_module else outer),
+            ends_with_batch=not pl_module.automatic_optimization,
+        )
+        self._restore(trainer, len(optimizers))
+        session.begin()
+
+    def _restore(self, trainer: Trainer, optimizers: int) -> None:
+        """Continue from the checkpoint that `fit` has loaded, if there is one."""
+        if not trainer.ckpt_path:
+            return
+        path = Path(trainer.ckpt_path)
+        state = None if self._loaded is None else host_state.unpack(self._loaded, path)
+        self._loaded = None
+        self.session.restore(path, state, step=trainer.global_step // optimizers)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        session = self.session
+        if not session.is_training:
+            return
+        if self._saved is not None:
+            self._notify_saved(self._saved.finish())
+        if trainer.should_stop and not session.should_stop:
+            session.stop("trainer.should_stop was set")
+        self._keep_state()
+        session.detach()
+        session.end_step()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        session = self.session
+        if session.is_training:
+            self._notify_saved()
+            self._keep_state()
+        if session.is_training and trainer.received_sigterm and isinstance(exception, SystemExit):
+            session.preempt("SIGTERM")
+        session.__exit__(type(exception), exception, exception.__traceback__)
+        self._release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.session.detach()
+            self._release()
+
+    def _release(self) -> None:
+        if self._saved is not None:
+            self._saved.detach()
+            self._saved = None
+
+    # -- epochs, batches, steps -------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._start_epoch(trainer)
+
+    def _start_epoch(self, trainer: Trainer) -> None:
+        """Begin an epoch; a resumed one has no `on_train_epoch_start`."""
+        if self.session.is_training and not self._in_epoch:
+            self._notify_saved()
+            self._in_epoch = True
+            self.session.start_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.session.is_training:
+            return
+        self._start_epoch(trainer)
+        self._notify_saved()
+        automatic = pl_module.automatic_optimization
+        self._host_step = trainer.global_step if automatic else self.session.step
+        divisor = trainer.accumulate_grad_batches if automatic else 1
+        self.session.start_batch(batch, divisor=float(divisor), idx=batch_idx)
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        if not self.session.is_training:
+            return
+        scaler = self.session.scaler
+        if scaler is not None and scaler.is_enabled():
+            loss = loss / scaler.scale(torch.ones_like(loss))
+        self.session.before_backward(loss)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if not self.session.is_training:
+            return
+        groups = optimizer.param_groups
+        if all(p.grad is None for group in groups for p in group["params"]):
+            idx = self.session.optimizers.index(unwrap_optimizer(optimizer))
+            self.session.skip_optimizer_step(idx, "there are no gradients")
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if not self.session.is_training:
+            return
+        self._is_between_steps = self.session.end_batch()
+        if self._is_between_steps:
+            self._record(trainer)
+        self.session.end_step()
+        self._request_stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.session.is_training:
+            return
+        self._notify_saved()
+        if self._in_epoch:
+            self._in_epoch, self._is_between_steps = False, True
+            self._record(trainer)
+            self.session.end_epoch(trainer.callback_metrics)
+            self.session.end_step()
+        self._request_stop(trainer)
+
+    def _request_stop(self, trainer: Trainer) -> None:
+        """Let the trainer stop between two steps, if a hook asks for it."""
+        if self._is_between_steps and self.session.take_stop():
+            trainer.should_stop = True
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    def _batch_metrics(self) -> dict[str, Any]:
+        """Return what the module has logged in this batch, under its own names."""
+        assert self._trainer is not None
+        return _new_values(self._trainer.callback_metrics, self._logged)
+
+    def _record(self, trainer: Trainer) -> None:
+        """Record what the module has logged since the last time.
+
+        Reading it may be a collective: all processes do it, or none.
+        """
+        if self.session.has_run:
+            values = trainer.logged_metrics
+            self.session.record_host_values(_new_values(values, self._logged))
+            self._logged |= values
+
+    def _log_to_trainer(self, values: dict[str, float]) -> None:
+        assert self._trainer is not None
+        for logger in self._trainer.loggers:
+            logger.log_metrics(values, step=self._host_step)
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.session.is_training:
+            return  # the sanity check, or `trainer.validate`
+        self._notify_saved()
+        self._known_before = dict(trainer.callback_metrics)
+        self.session.start_validation()
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.session.is_training:
+            self.session.start_validation_batch(batch, batch_idx, dataloader_idx)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self.session.is_training:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self.session.end_validation_batch(loss)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.session.is_training:
+            return
+        new = _new_values(trainer.callback_metrics, self._known_before)
+        self._known_before = {}
+        self._logged |= new
+        self.session.end_validation(_validation_names(new))
+        self.session.end_step()
+        self._request_stop(trainer)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._last_state is not None:
+            return self._last_state
+        if not self.session.is_training:
+            return {}
+        if self.session.run is not None:
+            self.session.run.flush(durable=True)  # the state has the record's length
+        return host_state.pack(self.session)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def _keep_state(self) -> None:
+        """Keep the state: Lightning's own callbacks may save once more after training has ended."""
+        self._last_state = self.state_dict()
+
+    def _position(self) -> tuple[int, int | None]:
+        context = self.session._context
+        return context.step, context.known_epoch
+
+    def _notify_saved(self, saved: Iterable[Any] | None = None) -> None:
+        """Fire `on_checkpoint_save` for what has been written since the last time."""
+        if saved is None:
+            saved = () if self._saved is None else self._saved.take()
+        for checkpoint in saved:
+            if self.session.is_training:
+                self.session.notify_saved(
+                    checkpoint.path, step=checkpoint.step, epoch=checkpoint.epoch
+                )
+
+
+def _new_values(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not known yet: the trainer keeps those of earlier batches."""
+    return {name: v for name, v in values.items() if not _is_same(v, known.get(name))}
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    """Return whether two values are the same tensor; the trainer detaches it at each access."""
+    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+        return value.data_ptr() == known.data_ptr()
+    return value is known
+
+
+def _validation_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a validation, those without a phase in their name as `val/…`, too."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        named = with_common_names({name: value})
+        found |= named if len(named) != 1 or name.startswith("val/") else {f"val/{name}": value}
+        found |= named
+    return found
+
+
+def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
+    """Attach hooks to a Lightning trainer; see `hookline.attach`."""
+    package = find_package(trainer)
+    own = [each for each in trainer.callbacks if isinstance(each, HooklineCallback)]
+    for ended in [each for each in own if each.session.has_ended]:
+        trainer.callbacks.remove(ended)
+        own.remove(ended)
+    kind: type[HooklineCallback] = HooklineCallback
+    if not issubclass(kind, package.Callback):  # the other package was imported first
+        kind = type("HooklineCallback", (HooklineCallback, package.Callback), {})
+    callback = kind(hooks, key=str(len(own) + 1) if own else None, **options)
+    first = package.callbacks.Checkpoint
+    places = [i for i, each in enumerate(trainer.callbacks) if isinstance(each, first)]
+    trainer.callbacks.insert(min(places, default=len(trainer.callbacks)), callback)
+    return callback.session

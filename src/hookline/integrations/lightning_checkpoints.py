@@ -1,0 +1,136 @@
+"""The checkpoints that a Lightning Trainer writes: noticed when they are on the disk.
+
+`Trainer.save_checkpoint` writes every checkpoint, those of `ModelCheckpoint` included, and no
+callback is called after it. So this method is wrapped on the trainer while it trains. With
+`AsyncCheckpointIO` it returns before the file is written: then the plugin that writes it is
+wrapped, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hookline.checkpoint.atomic_files import sync
+from hookline.errors import LoopError
+
+__all__ = ["SavedCheckpoint", "SavedCheckpoints"]
+
+log = logging.getLogger("hookline")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is complete and on the disk."""
+
+    path: str
+    step: int
+    epoch: int | None
+
+
+class SavedCheckpoints:
+    """The checkpoints that a trainer has written, until they are taken.
+
+    Args:
+        trainer: the trainer.
+        where: returns the step and the epoch of a checkpoint that is saved now.
+    """
+
+    def __init__(self, trainer: Any, where: Callable[[], tuple[int, int | None]]) -> None:
+        self._trainer, self._where = trainer, where
+        self._saved: deque[SavedCheckpoint] = deque()
+        self._writing: dict[str, tuple[int, int | None]] = {}  # by path; in the background
+        self._changed = threading.Condition()
+        self._writer = _background_writer(trainer.strategy.checkpoint_io)
+        if self._writer is not None and trainer.world_size > 1:
+            raise LoopError(
+                "AsyncCheckpointIO writes in the background of the first process, so the others "
+                "do not know when a checkpoint is complete. Use another checkpoint plugin where "
+                "several processes train."
+            )
+        _wrap(trainer, self._save)
+        if self._writer is not None:
+            _wrap(self._writer, self._write)
+
+    def take(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints that were completed since the last call."""
+        return [self._saved.popleft() for _ in range(len(self._saved))]
+
+    def finish(self) -> list[SavedCheckpoint]:
+        """Wait for what is being written, and return what was completed since the last call."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+        return self.take()
+
+    def detach(self) -> None:
+        """Put the methods back."""
+        for wrapped in (self._trainer, self._writer):
+            method = vars(wrapped).get("save_checkpoint") if wrapped is not None else None
+            if getattr(getattr(method, "func", None), "__self__", None) is self:
+                del vars(wrapped)["save_checkpoint"]
+
+    def _save(self, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        path, where = os.fspath(filepath), self._where()
+        if self._writer is None:
+            result = save(filepath, *args, **kwargs)
+            self._complete(path, where)
+            return result
+        with self._changed:
+            self._writing[path] = where
+        return save(filepath, *args, **kwargs)
+
+    def _write(
+        self, write: Callable[..., Any], checkpoint: Any, path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Write in the background; the plugin reports what fails."""
+        where = self._writing.get(os.fspath(path), (0, None))
+        try:
+            result = write(checkpoint, path, *args, **kwargs)
+            self._complete(os.fspath(path), where)
+            return result
+        finally:
+            with self._changed:
+                self._writing.pop(os.fspath(path), None)
+                self._changed.notify_all()
+
+    def _complete(self, path: str, where: tuple[int, int | None]) -> None:
+        if self._trainer.is_global_zero:
+            _flush(Path(path))
+        self._saved.append(SavedCheckpoint(path, *where))
+
+
+def _wrap(target: Any, wrapper: Callable[..., Any]) -> None:
+    """Replace `save_checkpoint` on this object only."""
+    vars(target)["save_checkpoint"] = functools.partial(wrapper, target.save_checkpoint)
+
+
+def _background_writer(plugin: Any) -> Any:
+    """Return the plugin that writes for an `AsyncCheckpointIO`; None if there is no such plugin."""
+    is_async = False
+    while (inner := getattr(plugin, "checkpoint_io", None)) is not None:
+        is_async |= any(kind.__name__ == "AsyncCheckpointIO" for kind in type(plugin).__mro__)
+        plugin = inner
+    return plugin if is_async else None
+
+
+def _flush(path: Path) -> None:
+    """Flush a checkpoint, a file or a folder, to the disk; nothing for one that is elsewhere."""
+    try:
+        if path.is_dir():
+            for root, _, names in os.walk(path):
+                for each in (*(Path(root, name) for name in names), Path(root)):
+                    sync(each)
+        elif path.is_file():
+            sync(path)
+        else:
+            return
+        sync(path.parent)
+    except OSError as error:
+        log.warning("%s may not be on the disk yet: %s", path, error)
