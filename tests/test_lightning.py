@@ -374,6 +374,24 @@ def test_a_compiled_child_is_watched_and_one_compiled_in_place_is_refused(tmp_pa
         fit(tmp_path, [recorder("on_after_forward")], module(InPlace), max_epochs=1)
 
 
+def test_a_module_that_is_compiled_as_a_whole_says_what_to_compile_instead(tmp_path) -> None:
+    class Plain(Module):
+        def training_step(self, batch, batch_idx):
+            return self.loss(self.net(batch[0]), batch[1])
+
+    compiled = torch.compile(module(Plain), backend="eager")
+    with pytest.raises(NotSuppliedError, match=r"self\.net = torch\.compile\(self\.net\)"):
+        fit(tmp_path, [recorder("on_after_forward")], compiled, max_epochs=1)
+
+
+def test_lightning_itself_refuses_to_clip_with_a_fused_optimizer_in_mixed_precision(
+    tmp_path,
+) -> None:
+    options = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
+    with pytest.raises(RuntimeError, match="fused"):  # the page about Lightning says so
+        fit(tmp_path, [recorder("on_exception")], module(fused=True), max_epochs=1, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

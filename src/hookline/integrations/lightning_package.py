@@ -70,8 +70,11 @@ def called_parts(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """Return what a `training_step` calls instead of the LightningModule itself.
 
     These are its children with parameters: losses and metrics have none. A child that cannot be
-    called, such as a `ModuleList`, stands for its own children.
+    called, such as a `ModuleList`, stands for its own children. In a `training_step` that is
+    compiled, hooks on its parts would be compiled, too: then there are none.
     """
+    if hasattr(getattr(module, "training_step", None), "_torchdynamo_orig_callable"):
+        return ()
     found: dict[torch.nn.Module, None] = {}
     for child in module.children():
         if next(child.parameters(), None) is None:
