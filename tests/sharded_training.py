@@ -125,7 +125,8 @@ def read_parts(folder: Path) -> dict[str, Any]:
     try:
         read_checkpoint(trainer, damaged)
     except CheckpointError as error:
-        return {"sharded": [isinstance(value, DTensor) for value in read], "error": str(error)}
+        message = str.__str__(str(error))  # not of a class of its own, which torch.load refuses
+        return {"sharded": [isinstance(value, DTensor) for value in read], "error": message}
     return {}
 
 

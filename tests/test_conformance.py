@@ -49,7 +49,7 @@ def make_recorder(loop: str) -> Any:
             self.events.append("on_gradients_ready")
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None, name
-                self.note("gradient of " + name.split(".", 1)[-1], parameter.grad.norm())
+                self.note("gradient of " + name.removeprefix("net."), parameter.grad.norm())
 
         def on_gradient_clip(self, grad_norm):
             self.events.append("on_gradient_clip")

@@ -7,8 +7,10 @@ otherwise: all processes have to call them, in the same order.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -103,6 +105,7 @@ class ProcessGroup(OneProcess):
         log_as_rank(self.rank)
         report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        atexit.register(_leave_group, self._group)
         self._sent, self._received = torch.zeros(2, 1, dtype=torch.int64)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
@@ -183,6 +186,13 @@ class ProcessGroup(OneProcess):
         """End the process group, if it was started here."""
         if self._started_here and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _leave_group(group: Any) -> None:
+    """End a group before Python does: its threads would abort the process now and then."""
+    if dist.is_initialized():
+        with suppress(Exception):  # the script may have ended it
+            dist.destroy_process_group(group)
 
 
 def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
