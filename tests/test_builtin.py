@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 import hookline
 from hookline.config.hook_names import BUILT_INS, load_class
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn, get_options
 
 
@@ -24,7 +24,7 @@ class TunedHook(BuiltIn):
         share: a part.
     """
 
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     cost = "Next to nothing."
 
     def __init__(

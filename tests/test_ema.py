@@ -290,7 +290,7 @@ def test_the_weights_come_back_when_validation_fails(tmp_path):
             raise RuntimeError("no")
 
     class Told(hookline.Hook):
-        hookline_rank = hookline.hook.Rank.WRITER
+        hookline_group = hookline.hook.HookGroup.WRITER
 
         def on_exception(self, model):
             self.seen = weights(model)

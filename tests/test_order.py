@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline import Hook, HookManager, OrderError, UnknownHookError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 
 
 class User(Hook):
@@ -16,8 +16,8 @@ class User(Hook):
             self.calls.append(self)
 
 
-def ranked(rank):
-    return type(f"{rank.name.title()}Hook", (User,), {"hookline_rank": rank})
+def in_group(group):
+    return type(f"{group.name.title()}Hook", (User,), {"hookline_group": group})
 
 
 def called(manager):
@@ -38,8 +38,8 @@ def test_hooks_are_called_in_the_order_of_registration():
 
 def test_built_ins_come_after_the_users_hooks_and_writers_come_last():
     manager = HookManager()
-    for rank in (Rank.WRITER, Rank.CHECKPOINT, Rank.CONTROL, Rank.MONITOR):
-        manager.add_hook(ranked(rank)(), rank.name.lower())
+    for group in (HookGroup.WRITER, HookGroup.CHECKPOINT, HookGroup.CONTROL, HookGroup.MONITOR):
+        manager.add_hook(in_group(group)(), group.name.lower())
     manager.add_hook(User(), "late user")
     expected = ["late user", "monitor", "control", "checkpoint", "writer"]
     assert called(manager) == manager.list_hooks() == expected
@@ -79,7 +79,8 @@ def test_before_and_after_together_place_a_hook_between_the_two():
 
 
 def test_a_users_hook_can_be_placed_after_a_built_in():
-    manager = HookManager([ranked(Rank.MONITOR)("monitor"), ranked(Rank.WRITER)("writer")])
+    hooks = [in_group(HookGroup.MONITOR)("monitor"), in_group(HookGroup.WRITER)("writer")]
+    manager = HookManager(hooks)
     manager.add_hook(User(), "user", after="monitor")
     assert called(manager) == ["monitor", "user", "writer"]
 
@@ -145,7 +146,7 @@ def test_a_hook_with_another_placed_next_to_it_can_be_removed_and_added_again():
 
 
 def test_a_later_hook_does_not_separate_two_that_were_placed_together():
-    manager = HookManager([ranked(Rank.WRITER)("writer")])
+    manager = HookManager([in_group(HookGroup.WRITER)("writer")])
     manager.add_hook(User(), "placed", before="writer")
     manager.add_hook(User(), "later")
     assert called(manager) == ["later", "placed", "writer"]
@@ -160,12 +161,12 @@ def test_a_placed_hook_follows_when_its_neighbour_is_replaced():
 
 @st.composite
 def registrations(draw):
-    """Draw hooks of any rank, some placed next to earlier ones."""
+    """Draw hooks of any group, some placed next to earlier ones."""
     count = draw(st.integers(1, 9))
     chosen = []
     for i in range(count):
         others = st.none() | st.sampled_from([f"h{j}" for j in range(i)]) if i else st.none()
-        chosen.append((draw(st.sampled_from(Rank)), draw(others), draw(others)))
+        chosen.append((draw(st.sampled_from(HookGroup)), draw(others), draw(others)))
     return chosen
 
 
@@ -173,18 +174,18 @@ def registrations(draw):
 def test_every_accepted_placement_holds_and_an_error_changes_nothing(chosen):
     manager = HookManager()
     wishes = []
-    for i, (rank, before, after) in enumerate(chosen):
+    for i, (group, before, after) in enumerate(chosen):
         known = manager.list_hooks()
         before = before if before in known else None
         after = after if after in known else None
         try:
-            manager.add_hook(ranked(rank)(), f"h{i}", before=before, after=after)
+            manager.add_hook(in_group(group)(), f"h{i}", before=before, after=after)
         except OrderError:
             assert before is not None
             assert after is not None
             assert manager.list_hooks() == known
             continue
-        wishes.append((f"h{i}", rank, before, after))
+        wishes.append((f"h{i}", group, before, after))
         rest = [name for name in manager.list_hooks() if name != f"h{i}"]
         assert rest == known  # no other hook moves
     order = manager.list_hooks()
@@ -192,7 +193,7 @@ def test_every_accepted_placement_holds_and_an_error_changes_nothing(chosen):
     for name, _, before, after in wishes:
         assert before is None or order.index(name) < order.index(before)
         assert after is None or order.index(name) > order.index(after)
-    free = [(rank, i) for i, (_, rank, b, a) in enumerate(wishes) if b is None and a is None]
+    free = [(group, i) for i, (_, group, b, a) in enumerate(wishes) if b is None and a is None]
     in_place = [n for n in order if next(w[2:] for w in wishes if w[0] == n) == (None, None)]
     assert in_place == [wishes[i][0] for _, i in sorted(free)]
 
@@ -200,10 +201,10 @@ def test_every_accepted_placement_holds_and_an_error_changes_nothing(chosen):
 @given(registrations(), st.randoms(use_true_random=False))
 def test_any_hook_can_be_removed_at_any_time(chosen, rng):
     manager = HookManager()
-    for i, (rank, before, after) in enumerate(chosen):
+    for i, (group, before, after) in enumerate(chosen):
         try:
             manager.add_hook(
-                ranked(rank)(),
+                in_group(group)(),
                 f"h{i}",
                 before=before if before in manager else None,
                 after=after if after in manager else None,

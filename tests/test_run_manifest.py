@@ -326,7 +326,7 @@ def test_a_critical_failure_at_the_end_of_training_is_how_the_run_ended(
 
 
 def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) -> None:
-    from hookline.hook import Rank
+    from hookline.hook import HookGroup
     from hookline.options import BuiltIn
 
     class Reports(BuiltIn):
@@ -336,7 +336,7 @@ def test_a_trainers_manifest_names_each_hook_with_its_options(tmp_path: Path) ->
             frequency: how often.
         """
 
-        hookline_rank = Rank.MONITOR
+        hookline_group = HookGroup.MONITOR
 
         def __init__(self, frequency: int = 10) -> None:
             self.frequency = frequency

@@ -15,7 +15,7 @@ from hookline import (
     StepContext,
     TrainingHook,
 )
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 
 
 class Five(TrainingHook):
@@ -41,7 +41,7 @@ class Five(TrainingHook):
 
 
 class Writer(Hook):
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
 
     def on_step_end(self):
         pass

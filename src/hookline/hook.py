@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Literal, cast
 from hookline.arguments import show_value
 from hookline.errors import NotAHookError
 
-__all__ = ["ForwardHook", "Hook", "Rank", "Ranks", "UpdateHook", "as_hook"]
+__all__ = ["ForwardHook", "Hook", "HookGroup", "Ranks", "UpdateHook", "as_hook"]
 
 Ranks = Literal["all", "main", "local_main"]
 
 
-class Rank(IntEnum):
+class HookGroup(IntEnum):
     """The order of hooks that are registered without `before=` or `after=`.
 
     Monitors come before control, and both before what saves and writes, so that what is saved and
@@ -67,7 +67,7 @@ class Hook:
 
     hookline_kind: ClassVar[str] = "loop"
     hookline_function: Callable[..., Any] | None = None
-    hookline_rank: ClassVar[Rank] = Rank.USER
+    hookline_group: ClassVar[HookGroup] = HookGroup.USER
     hookline_name: str | None = None
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """The options the hook was created with, if known; recorded in the manifest."""

@@ -16,7 +16,7 @@ from hookline.config.hook_names import KnownHook, load_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
-from hookline.hook import Hook, Rank
+from hookline.hook import Hook, HookGroup
 from hookline.options import Option, get_options
 from hookline.runs.jsonable import to_jsonable
 
@@ -50,11 +50,11 @@ _EXAMPLES: Mapping[str, Mapping[str, Any]] = {  # where the defaults are not a g
 }
 _EVERY = {"capture": 100, "monitor": 100}  # the schedule that an example shows
 _PLACES = {
-    Rank.USER: "in the order of its registration",
-    Rank.MONITOR: "with the monitors, before hooks that control training",
-    Rank.CONTROL: "after the monitors, before hooks that save checkpoints",
-    Rank.CHECKPOINT: "after hooks that control training, before the writers",
-    Rank.WRITER: "with the writers, after most others",
+    HookGroup.USER: "in the order of its registration",
+    HookGroup.MONITOR: "with the monitors, before hooks that control training",
+    HookGroup.CONTROL: "after the monitors, before hooks that save checkpoints",
+    HookGroup.CHECKPOINT: "after hooks that control training, before the writers",
+    HookGroup.WRITER: "with the writers, after most others",
 }
 RANKS = {
     "all": "every process",
@@ -95,7 +95,7 @@ def describe_hook(known: KnownHook) -> dict[str, Any]:
         "text": text,
         "options": [_option(one) for one in get_options(kind).values()],
         "events": _events(kind),
-        "order": _PLACES[_rank(kind)],
+        "order": _PLACES[_group(kind)],
         "ranks": kind.ranks,
         "critical": bool(kind.critical),
         "intervenes": bool(kind.intervenes),
@@ -119,9 +119,9 @@ def _is_hook(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Hook)
 
 
-def _rank(kind: Any) -> Rank:
-    """Return the rank; forward hooks and updates keep the order of their registration."""
-    return Rank.USER if kind.hookline_kind in FLOWS else kind.hookline_rank
+def _group(kind: Any) -> HookGroup:
+    """Return the group; forward hooks and updates keep the order of their registration."""
+    return HookGroup.USER if kind.hookline_kind in FLOWS else kind.hookline_group
 
 
 def _prose(doc: str) -> tuple[str, str]:

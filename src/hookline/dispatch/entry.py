@@ -21,7 +21,7 @@ from hookline.errors import (
     nearest,
 )
 from hookline.events import EVENTS, FLOWS
-from hookline.hook import Hook, Rank, Ranks
+from hookline.hook import Hook, HookGroup, Ranks
 from hookline.masking import mask_secrets, remember_secrets
 
 __all__ = [
@@ -71,11 +71,12 @@ class Entry:
         return stats.clocked
 
     @property
-    def rank(self) -> int:
-        """The hook's rank in the order; forward hooks and updates stay in registration order."""
+    def group(self) -> int:
+        """The hook's group in the order; forward hooks and updates stay in registration order."""
         if self.is_default:
-            return Rank.DEFAULT
-        return Rank.USER if self.hook.hookline_kind in FLOWS else type(self.hook).hookline_rank
+            return HookGroup.DEFAULT
+        is_flow = self.hook.hookline_kind in FLOWS
+        return HookGroup.USER if is_flow else type(self.hook).hookline_group
 
     def registration(self) -> dict[str, Any]:
         """Return the arguments of `add_hook` that register the hook in the same way."""
@@ -209,7 +210,7 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
             )
         return str.__str__(given)  # a subclass may have another text
     automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
-    if type(hook).hookline_rank:  # built-ins: ConsoleLogHook is `console_log`
+    if type(hook).hookline_group:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")
     if replace or automatic not in taken:
         return automatic

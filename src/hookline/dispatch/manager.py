@@ -71,7 +71,7 @@ class HookManager:
             undone.
     """
 
-    _by_rank = True  # users' hooks first, then built-ins
+    _by_group = True  # users' hooks first, then built-ins
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class HookManager:
                 entry.before, entry.after = old.before, old.after
                 entries.insert(self._entries.index(old), entry)
             else:
-                entries.insert(find_place(entry, entries, by_rank=self._by_rank), entry)
+                entries.insert(find_place(entry, entries, by_group=self._by_group), entry)
                 if old is not None:
                     check_order(entries)
             self._apply(entries, changed=[entry] if old is None else [entry, old])

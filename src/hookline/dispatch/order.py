@@ -10,10 +10,10 @@ from hookline.errors import OrderError
 __all__ = ["check_order", "find_place", "registration_order"]
 
 
-def find_place(new: Entry, entries: Sequence[Entry], *, by_rank: bool = True) -> int:
+def find_place(new: Entry, entries: Sequence[Entry], *, by_group: bool = True) -> int:
     """Return the index at which to insert a new hook.
 
-    Users' hooks come before built-ins, and hooks of the same rank are in registration order.
+    Users' hooks come before built-ins, and hooks of the same group are in registration order.
     `before=` places a hook directly before another; `after=` directly after it and after those
     already placed there. The named hooks must be among the entries.
 
@@ -36,10 +36,10 @@ def find_place(new: Entry, entries: Sequence[Entry], *, by_rank: bool = True) ->
         while place < len(entries) and entries[place].after == new.after:
             place += 1
         return place
-    if not by_rank:
+    if not by_group:
         return len(entries)
     unplaced = (i for i, entry in enumerate(entries) if entry.before is entry.after is None)
-    place = next((i for i in unplaced if entries[i].rank > new.rank), len(entries))
+    place = next((i for i in unplaced if entries[i].group > new.group), len(entries))
     while 0 < place < len(entries) and entries[place - 1].before == entries[place].name:
         place -= 1  # hooks placed directly before another stay there
     return place

@@ -29,7 +29,7 @@ class HookRunner(HookManager):
         hooks: the hooks; None for an empty list.
     """
 
-    _by_rank = False  # the order of the list
+    _by_group = False  # the order of the list
 
     def _make_entry(
         self,

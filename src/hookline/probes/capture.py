@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookline.arguments import check_instance, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.probes.attachment import Attachment
@@ -90,7 +90,7 @@ class Capture(BuiltIn, Probe):
         "A copy of what is kept, and a few microseconds for each call of a module; more with "
         "`input` or `kwargs`."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     probe_name = "capture"
     _results = ("_store", "_key", "_names")
 

@@ -14,7 +14,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from hookline.errors import HookFailedError, ProbeError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.probes.call import Call
@@ -111,7 +111,7 @@ class DebugProbe(BuiltIn, Probe):
     """
 
     cost = "One pass over each output, and one transfer per step; with `keep` also copies."
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     probe_name = "debug_probe"
     _results = (
         *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),

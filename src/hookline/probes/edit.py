@@ -11,7 +11,7 @@ import torch
 
 from hookline.arguments import describe_value, show_value
 from hookline.errors import ConfigError, ProbeError, listed
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
@@ -57,7 +57,7 @@ class Edit(BuiltIn, Probe):
     """
 
     cost = "The computation of the edit itself, at each call of its modules."
-    hookline_rank = Rank.CONTROL
+    hookline_group = HookGroup.CONTROL
     critical = True
     intervenes = True
     edits = True

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import ProbeError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.probes.call import Call
@@ -123,7 +123,7 @@ class GradientFlow(BuiltIn, Probe):
     """
 
     cost = "Three passes over the gradient of each output; one transfer for each table."
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     wants_input = False
     wants_recomputed = True  # a reentrant checkpoint has its graph there
     probe_name = "gradient_flow"

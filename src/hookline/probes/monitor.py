@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.extractor import call_user_function
@@ -102,7 +102,7 @@ class Monitor(BuiltIn, Probe):
         "up to ten for all metrics, and one wait for the device; in other steps about a "
         "microsecond per call of a module."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     hookline_records = True
     probe_name = "monitor"
     wants_input = False

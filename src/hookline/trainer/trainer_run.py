@@ -16,7 +16,7 @@ from hookline.checkpoint import SaveResult
 from hookline.checkpoint.part_writer import SharedSave, SharedSaves
 from hookline.dispatch import Summary
 from hookline.errors import CheckpointError, HooklineError, TrainingError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.loop.checkpoint_saving import CheckpointSaving, share_saves
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.random_state import seed_everything, set_generator_state
@@ -102,7 +102,7 @@ class TrainerRun(TrainerBase):
         context.agree_on_norm(self.hooks, self.strategy.processes)
         self._saving = self._make_saving()
         self._prepares_saving = any(
-            getattr(self.hooks.get_hook(name), "hookline_rank", None) is Rank.CHECKPOINT
+            getattr(self.hooks.get_hook(name), "hookline_group", None) is HookGroup.CHECKPOINT
             for name in self.hooks
         )
         self._progress.start(

@@ -14,7 +14,7 @@ from typing import Any
 
 from hookline.checkpoint.retention import RetainedCheckpoint, Retention
 from hookline.errors import CheckpointError, TrainingError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
 __all__ = ["SavingHook", "logged_failures"]
@@ -36,7 +36,7 @@ class SavingHook(BuiltIn):
     """
 
     critical = True
-    hookline_rank = Rank.CHECKPOINT
+    hookline_group = HookGroup.CHECKPOINT
     ranks = "main"
 
     _retention: Retention

@@ -15,7 +15,7 @@ from hookline.checkpoint.atomic_files import hash_file
 from hookline.checkpoint.checkpoint_lookup import read_pointers
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.checkpointing.destination import Bundle, Item, StoppedError, destination_of
 from hookline.options import BuiltIn
 
@@ -42,7 +42,7 @@ class UploadHook(BuiltIn):
             `last` or `best` names it.
     """
 
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
     cost = (
         "Nothing on the training thread; a second thread reads, writes and hashes each checkpoint."

@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from hookline.context import LazyFloat
 from hookline.errors import ConfigError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import log_or_print
 from hookline.options import BuiltIn
 from hookline.printable import printable_message
@@ -50,7 +50,7 @@ class DebugHook(BuiltIn):
         "Waits for the device once per batch for the loss, and once per step for each of gradients "
         "and parameters, whose norms it computes."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     hookline_optional_events = frozenset({"on_before_backward", "on_train_batch_start"})
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from hookline.hook import ForwardHook, Rank
+from hookline.hook import ForwardHook, HookGroup
 from hookline.options import BuiltIn
 from hookline.tensors.nested import tensors_in
 
@@ -29,7 +29,7 @@ class ActivationStats(BuiltIn, ForwardHook):
         log_interval: log every N batches, starting with the first.
     """
 
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     hookline_records = True
     cost = "Two reductions of each output in the batches it logs, without waiting for the device."
 

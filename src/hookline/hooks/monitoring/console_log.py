@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from hookline.context import LazyFloat
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.options import BuiltIn
 from hookline.printable import printable, printable_message
@@ -32,7 +32,7 @@ class ConsoleLogHook(BuiltIn):
     """
 
     cost = "Keeps each loss; when it prints, it reads those since the last line and waits for them."
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
     hookline_optional_events = frozenset(
         {"on_train_batch_end", "on_epoch_end", "on_validation_end"}

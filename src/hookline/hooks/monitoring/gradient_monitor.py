@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from hookline.errors import ConfigError, HookConfigError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.parameter_names import named_parameters
@@ -69,7 +69,7 @@ class GradientMonitor(BuiltIn):
         "weights during the step. For sharded gradients a report is one collective, and up to "
         "three with histograms or percentiles."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     hookline_records = True
 
     def __init__(

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
 from hookline.printable import printable
@@ -42,7 +42,7 @@ class JSONLogHook(BuiltIn):
     """
 
     cost = "Reads and waits for the loss of the batches that it writes; one system call per line."
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
     hookline_optional_events = frozenset(
         {"on_train_batch_end", "on_epoch_end", "on_validation_end", "on_checkpoint_save"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text
 from hookline.options import BuiltIn
 from hookline.runs.run_lookup import shorten_path
@@ -33,7 +33,7 @@ class LoggingHook(BuiltIn):
     """
 
     cost = "Nothing per batch; metrics are read at the end of epochs and validations."
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
     hookline_optional_events = frozenset(
         {"on_epoch_end", "on_validation_end", "on_checkpoint_save", "on_checkpoint_load"}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
 __all__ = ["LRMonitor"]
@@ -31,7 +31,7 @@ class LRMonitor(BuiltIn):
     cost = (
         "Reads the optimizers' settings in every step; an lr on a device is copied without waiting."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     ranks = "main"
     hookline_records = True
 

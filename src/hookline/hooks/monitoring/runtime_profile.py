@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.loop.evaluation import samples_in
 from hookline.loop.event_context import device_of
 from hookline.options import BuiltIn
@@ -50,7 +50,7 @@ class RuntimeProfile(BuiltIn):
         "Reads a clock, or on an accelerator records an event, four times per batch; it does not "
         "wait for the device."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     ranks = "main"
     hookline_records = True
     hookline_optional_events = frozenset(

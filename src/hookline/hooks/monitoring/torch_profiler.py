@@ -10,7 +10,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 
 from hookline.errors import ConfigError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
 __all__ = ["TorchProfiler"]
@@ -39,7 +39,7 @@ class TorchProfiler(BuiltIn):
     cost = (
         "Recorded steps are slower, with `with_stack` several times. Nothing after the last cycle."
     )
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     ranks = "main"
 
     def __init__(

@@ -15,7 +15,7 @@ from pydantic import PositiveFloat
 
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import ConfigError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
 
@@ -45,7 +45,7 @@ class Heartbeat(BuiltIn):
 
     cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
     secret_options = frozenset({"url"})
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
     hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_batch_end"})
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat
 
 from hookline.errors import ConfigError, listed
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
@@ -53,7 +53,7 @@ class NotificationHook(BuiltIn):
         "`wait_at_end` seconds when training ends."
     )
     secret_options = frozenset({"webhook_url"})
-    hookline_rank = Rank.WRITER
+    hookline_group = HookGroup.WRITER
     ranks = "main"
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import RequiresMetrics, log_or_print, metric_value
 from hookline.options import BuiltIn
 
@@ -41,7 +41,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
     """
 
     intervenes = True
-    hookline_rank = Rank.CONTROL
+    hookline_group = HookGroup.CONTROL
     cost = "Reads one number from the device per check."
 
     def __init__(

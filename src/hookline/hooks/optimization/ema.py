@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookline.checkpoint.atomic_files import replace_file
 from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.full_tensor import full_tensor
@@ -66,7 +66,7 @@ class EMA(BuiltIn):
 
     critical = True  # it holds the training weights while the average is in the model
     intervenes = True  # it changes the weights for validation
-    hookline_rank = Rank.MONITOR
+    hookline_group = HookGroup.MONITOR
     cost = (
         "One fused pass over the weights per update, and memory for one more copy of the trained "
         "weights, for two during validation."

@@ -12,7 +12,7 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.errors import ConfigError
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
 __all__ = ["TimeLimit"]
@@ -38,7 +38,7 @@ class TimeLimit(BuiltIn):
     """
 
     cost = "Reads a clock in every batch."
-    hookline_rank = Rank.CONTROL
+    hookline_group = HookGroup.CONTROL
     hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_end"})
     intervenes = True
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from hookline.dispatch import HookManager
 from hookline.events import EVENTS
-from hookline.hook import Rank
+from hookline.hook import HookGroup
 
 __all__ = ["HookNeeds", "saves_checkpoints"]
 
 
 def saves_checkpoints(hook: Any) -> bool:
     """Return whether a hook saves checkpoints through the session."""
-    return getattr(hook, "hookline_rank", None) is Rank.CHECKPOINT
+    return getattr(hook, "hookline_group", None) is HookGroup.CHECKPOINT
 
 
 @dataclass(frozen=True)
