@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -15,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from hookline.arguments import as_reason
-from hookline.context import LazyFloat, Metrics
+from hookline.context import Metrics
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import HooklineError, LoopError, NotSuppliedError, StopTraining
-from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, ProbeContext
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
@@ -29,6 +27,7 @@ from hookline.integrations.bare_loop.loop_agreement import (
     is_sharded_loop,
     trains_together,
 )
+from hookline.integrations.bare_loop.recorded_loop import RecordedLoop
 from hookline.integrations.bare_loop.requirements import (
     CALLS,
     pending_requirements,
@@ -40,8 +39,6 @@ from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.loop.evaluation import count_tokens, make_counter
 from hookline.loop.means import Means
 from hookline.loop.processes import is_main_process, local_rank
-from hookline.loop.training_loop import TrainingLoop
-from hookline.printable import printable_message
 
 if TYPE_CHECKING:
     from hookline.config.trainer_config import CheckpointConfig
@@ -60,7 +57,7 @@ class DefaultRuns(Enum):
     IF_RECORDED = "runs"
 
 
-class AttachedLoop(TrainingLoop[HookManager]):
+class AttachedLoop(RecordedLoop):
     """A loop that hooks are attached to; `Session` adds the calls that the loop may make."""
 
     _context: BareLoopEventContext
@@ -321,69 +318,6 @@ class AttachedLoop(TrainingLoop[HookManager]):
         if self._context.status in ("completed", "stopped"):
             for line in pending_requirements(self.hooks, self._supplied, self._context.calls):
                 log.warning("The loop has ended. %s", line)
-
-    # -- the run ----------------------------------------------------------------------------------
-
-    def _start_recorder(self) -> None:
-        if self._runs is None:
-            return
-        from hookline.integrations.bare_loop.recorded_session import SessionRecorder
-
-        recorder = SessionRecorder(self._runs)
-        recorder.start(self, self._recorded_config())
-        if recorder.run is not None:
-            self._recorder, self.run = recorder, recorder.run
-            from hookline.runs.run_lookup import shorten_path  # most sessions write no run
-
-            self._announce(f"run {shorten_path(recorder.run.path)}")
-
-    def _recorded_config(self) -> dict[str, Any]:
-        """Return the configuration for the run's manifest."""
-        from hookline.runs.jsonable import to_jsonable
-
-        given = to_jsonable(self._context.known_config)
-        return given if isinstance(given, dict) else {} if given is None else {"config": given}
-
-    def _find_resumed_run(self, restored: Path) -> Path | None:
-        """Return the folder of the run that the checkpoint belongs to."""
-        from hookline.runs.run_lookup import find_run_of_checkpoint
-
-        run_id = (self._restored or (None, {}))[1].get("run_id")
-        if isinstance(self._runs, str) and is_plain_name(run_id):
-            folder = Path(self._runs) / run_id
-            return folder if (folder / "manifest.json").is_file() else None
-        return find_run_of_checkpoint(restored)
-
-    def _rewind(self, step: int) -> None:
-        """Continue the record behind the checkpoint that was loaded."""
-        position = None if self._restored is None else self._restored[1].get("run")
-        if self._recorder is not None:
-            self._recorder.rewind(position or {"step": step})
-            self._recorder.add_unreported(self._restored)
-
-    def _record_step(self, loss: LazyFloat | None) -> None:
-        step, epoch = self._context.step, self._context.known_epoch
-        agreement = self._agreement
-        if self._recorder is not None:
-            self._recorder.end_step(step, epoch, loss, keep_loss=agreement is None)
-        if agreement is not None:  # the means over all processes, later
-            agreement.keep_step(loss)
-
-    def _close_recorder(self, status: str, error: BaseException | None) -> None:
-        if self._recorder is not None:
-            self._recorder.end_step(self._context.step, self._context.known_epoch, None)
-            self._recorder.close(status, self._stop.reason, self.hooks.summary(), error)
-            self._recorder = None
-
-    def _announce(self, text: str) -> None:
-        """Tell users something: in the log if it is configured, else on the terminal."""
-        if not is_main_process():
-            return
-        if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-            log.info("%s", text)
-        else:
-            with suppress(OSError, ValueError, AttributeError):  # there may be no terminal
-                print(printable_message(text), file=sys.stderr, flush=True)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from hookline.runs.run import Run
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hookline.integrations.bare_loop.attached_loop import AttachedLoop
+    from hookline.integrations.bare_loop.recorded_loop import RecordedLoop
 
 __all__ = ["SessionRecorder"]
 
@@ -31,7 +31,7 @@ class SessionRecorder(Recorder):
         self._warned = False
         self._last_step = 0
 
-    def start(self, session: AttachedLoop, config: Mapping[str, Any]) -> None:
+    def start(self, session: RecordedLoop, config: Mapping[str, Any]) -> None:
         """Start a run, or continue that of a loaded checkpoint; on the first rank only."""
         if not is_main_process():
             return

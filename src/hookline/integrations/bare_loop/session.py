@@ -24,14 +24,13 @@ from hookline.arguments import (
     check_whole_number,
     describe_value,
 )
-from hookline.context import LazyFloat, Metrics
+from hookline.context import LazyFloat
 from hookline.dispatch.compiler import DISPATCHER_FILE
 from hookline.errors import ArgumentError, HooklineError, LoopError
-from hookline.integrations.bare_loop.attached_loop import AttachedLoop
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+from hookline.integrations.bare_loop.loop_phases import LoopPhases
 from hookline.loop.evaluation import samples_in
-from hookline.loop.means import Means
 
 if TYPE_CHECKING:
     from hookline.runs.run import Kind
@@ -42,7 +41,7 @@ log = logging.getLogger("hookline")
 T = TypeVar("T")
 
 
-class Session(AttachedLoop):
+class Session(LoopPhases):
     """What `attach` returns: the handle to detach, and the calls that give hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
@@ -90,14 +89,6 @@ class Session(AttachedLoop):
                 self._reach_boundary()
         self._context.known_batch = None
 
-    def _begin_batch(self, batch: Batch) -> None:
-        """Begin a batch, of training or validation."""
-        self._context.known_batch = batch
-        self._step_watch.losses.batch_begins()
-        batch.tokens = self._count_tokens(batch.batch)
-        trains = self._validation is None
-        self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
-
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
         """Mark an epoch; the value of `with … as` is its number, from 0."""
@@ -111,24 +102,6 @@ class Session(AttachedLoop):
         self._begin_epoch(epoch)
         yield epoch
         self._end_epoch()
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._context.known_epoch = epoch
-        if self._resumed_epoch != epoch:  # else it was interrupted, and has means already
-            self._context.means = Means()
-            self._validated = {}
-        self._resumed_epoch, self._epoch_is_over = None, False
-        self._fire("on_epoch_start")
-
-    def _end_epoch(self) -> None:
-        self._epoch_is_over = True
-        own, agreement = self._context.means, self._agreement
-        means = own.means() if agreement is None else agreement.epoch_means(own, self.run)
-        self._context.metrics = Metrics(means | self._validated)
-        self._fire("on_epoch_end")
-        self._agree()
-        if self._recorder is not None:
-            self._recorder.epoch(self._context.step, self._context.known_epoch, means)
 
     @contextmanager
     def validation(self) -> Generator[None]:
@@ -158,25 +131,6 @@ class Session(AttachedLoop):
             self._context.known_batch = training_batch
         if together is not None:
             self._agree()
-
-    def _begin_validation(self) -> Means:
-        self._validation = means = Means()
-        self._context.evaluating = True
-        return means
-
-    def _end_validation(self, values: Mapping[str, Any]) -> None:
-        """Give hooks the metrics of a validation, and record them."""
-        self._context.metrics = metrics = Metrics(values)
-        self._fire("on_validation_end")
-        self._validated = dict.copy(metrics)
-        if self._recorder is not None:
-            self._recorder.metrics(self._context.step, self._context.known_epoch, metrics)
-        if "val/accuracy" in metrics:
-            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
-
-    def _leave_validation(self) -> None:
-        self._validation = None
-        self._context.evaluating = False
 
     def backward(self, loss: torch.Tensor, *, accumulate: int = 1, **options: Any) -> None:
         """Run backward, and give hooks the loss.

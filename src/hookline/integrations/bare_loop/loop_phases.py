@@ -1,0 +1,62 @@
+"""Begin and end of batches, epochs and validations, as the loop or its host tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hookline.context import Metrics
+from hookline.integrations.bare_loop.attached_loop import AttachedLoop
+from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.loop.means import Means
+
+__all__ = ["LoopPhases"]
+
+
+class LoopPhases(AttachedLoop):
+    """A loop that is told when batches, epochs and validations begin and end."""
+
+    def _begin_batch(self, batch: Batch) -> None:
+        """Begin a batch, of training or validation."""
+        self._context.known_batch = batch
+        self._step_watch.losses.batch_begins()
+        batch.tokens = self._count_tokens(batch.batch)
+        trains = self._validation is None
+        self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._context.known_epoch = epoch
+        if self._resumed_epoch != epoch:  # else it was interrupted, and has means already
+            self._context.means = Means()
+            self._validated = {}
+        self._resumed_epoch, self._epoch_is_over = None, False
+        self._fire("on_epoch_start")
+
+    def _end_epoch(self) -> None:
+        self._epoch_is_over = True
+        own, agreement = self._context.means, self._agreement
+        means = own.means() if agreement is None else agreement.epoch_means(own, self.run)
+        self._context.metrics = Metrics(means | self._validated)
+        self._fire("on_epoch_end")
+        self._agree()
+        if self._recorder is not None:
+            self._recorder.epoch(self._context.step, self._context.known_epoch, means)
+
+    def _begin_validation(self) -> Means:
+        self._validation = means = Means()
+        self._context.evaluating = True
+        return means
+
+    def _end_validation(self, values: Mapping[str, Any]) -> None:
+        """Give hooks the metrics of a validation, and record them."""
+        self._context.metrics = metrics = Metrics(values)
+        self._fire("on_validation_end")
+        self._validated = dict.copy(metrics)
+        if self._recorder is not None:
+            self._recorder.metrics(self._context.step, self._context.known_epoch, metrics)
+        if "val/accuracy" in metrics:
+            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+
+    def _leave_validation(self) -> None:
+        self._validation = None
+        self._context.evaluating = False
