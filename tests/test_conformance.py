@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +32,10 @@ MISSING = {
     "accelerate loop": {"on_before_backward"},  # the Accelerator runs backward
 }
 """Events that a loop does not give; hooks that need them are refused."""
+
+
+WRITTEN = {"log.jsonl", "traces", "uploaded", "heartbeat"}
+"""What built-in hooks write beside the run."""
 
 
 def make_recorder(loop: str) -> Any:
@@ -110,24 +118,63 @@ class Toggling(hookline.Hook):
             trainer.hooks.disable_hook("toggling")
 
 
-def built_ins(folder: Path) -> list[Any]:
-    """Return one of each built-in hook that observes or saves."""
+def built_ins(folder: Path, webhook: str) -> list[Any]:
+    """Return all built-in hooks."""
     return [
         hookline.GradientMonitor(log_frequency=2),
         hookline.LRMonitor(),
+        hookline.ActivationStats(log_interval=2),
+        hookline.RuntimeProfile(log_frequency=2),
+        hookline.TorchProfiler(active=1, folder=folder / "traces"),
+        hookline.LoggingHook(),
+        hookline.ConsoleLogHook(),
+        hookline.JSONLogHook(path=str(folder / "log.jsonl")),
+        hookline.DebugHook(),
         hookline.EMA(decay=0.5),
         hookline.EarlyStopping(monitor="val/loss", patience=5),
+        hookline.TimeLimit("10h"),
         hookline.ModelCheckpoint(monitor="val/loss", save_top_k=1),
-        hookline.JSONLogHook(path=str(folder / "log.jsonl")),
-        hookline.LoggingHook(),
+        hookline.CheckpointHook(),
+        hookline.UploadHook(folder / "uploaded"),
+        hookline.Heartbeat(path=folder / "heartbeat"),
+        hookline.NotificationHook(webhook_url=webhook),
     ]
+
+
+class Webhook(BaseHTTPRequestHandler):
+    """Receives notifications."""
+
+    received: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        self.received.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def webhook() -> Iterator[str]:
+    Webhook.received.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Webhook) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
 
 
 def run(loop: str, folder: Path, *more: Any) -> dict[str, Any]:
     """Train in a loop with all kinds of hooks; return what they saw."""
+    with webhook() as url:
+        return run_with(loop, folder, url, *more)
+
+
+def run_with(loop: str, folder: Path, url: str, *more: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
     recorder, dialect, toggling = make_recorder(loop), InOneDialect(), Toggling()
     capture = hookline.probes.Capture("**.head" if loop == "lightning" else "head")
-    hooks = [recorder, dialect, Failing(), toggling, capture, *built_ins(folder), *more]
+    hooks = [recorder, dialect, Failing(), toggling, capture, *built_ins(folder, url), *more]
     model, session = LOOPS[loop](hooks, folder)
     lines = (session.run.path / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
@@ -144,7 +191,10 @@ def run(loop: str, folder: Path, *more: Any) -> dict[str, Any]:
             for name in ("train/loss", "val/loss", "gradients/total/norm")
         },
         "status": session.run.manifest["status"],
-        "best": sorted(path.name for path in (session.run.path / "checkpoints").iterdir()),
+        "saved": sorted(path.name for path in (session.run.path / "checkpoints").iterdir()),
+        "written": sorted(path.name for path in folder.iterdir() if path.name in WRITTEN),
+        "notifications": len(Webhook.received),
+        "failed": [info.name for info in session.hooks.describe() if info.failures],
     }
 
 
@@ -174,8 +224,11 @@ def test_hooks_see_the_same_in_every_loop(loop, expected, tmp_path):
         assert [value for _, value in found["records"][name]] == pytest.approx(values, rel=1e-5)
     for name, weights in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], weights, rtol=1e-5, atol=1e-6)
-    for key in ("steps", "toggled", "failures", "captured", "status", "best"):
+    for key in ("steps", "toggled", "failures", "captured", "status", "saved", "written"):
         assert found[key] == expected[key], key
+    assert found["failed"] == expected["failed"] == ["failing"]
+    assert found["notifications"] == expected["notifications"] == 1
+    assert found["written"] == sorted(WRITTEN)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
