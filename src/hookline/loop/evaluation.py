@@ -64,7 +64,7 @@ def count_tokens(batch: Any) -> int | None:
     """
     if isinstance(batch, tuple | list):  # first: an abstract class costs more
         inputs = batch[0] if batch else None
-    elif isinstance(batch, Mapping):
+    elif isinstance(batch, dict) or isinstance(batch, Mapping):  # noqa: SIM101 (faster so)
         ids = batch.get("input_ids")
         return ids.numel() if isinstance(ids, torch.Tensor) else None
     else:

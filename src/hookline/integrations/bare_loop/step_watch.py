@@ -286,7 +286,7 @@ class StepWatch:
         fire, context = self.dispatchers, self.context
         if self.at_boundary is not None and not self._stepped:
             self.at_boundary()
-        if self._takes_short_path and len(args) == 1 and not kwargs:
+        if self._takes_short_path and not kwargs and (len(args) == 1 or args[1] is None):
             if fire.on_gradients_ready is not None or fire.update is not None:
                 self._gradients_ready(0)
             if fire.on_before_optimizer_step is not None:

@@ -204,6 +204,8 @@ class HostSession(Session):
 
     def take_stop(self) -> bool:
         """Return whether the host should end training now: a hook or a signal asks for it."""
+        if self._requests.signal is None and self._stop.reason is None:
+            return False
         if (name := self.received_signal) is not None and self._context.status == "training":
             self.stop(name)
             self._context.status = "interrupted" if name == "SIGINT" else "preempted"
