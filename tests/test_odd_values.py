@@ -106,6 +106,7 @@ KNOWN = [
     ("Metrics(…)", "0"),
     ("Metrics()[…]", "failing everything"),
     ("Metrics()[…]", "-10**5000"),
+    ("attach(optimizer=…)", "failing list"),
     ("fit with Capture(modules=…)", "deep list"),
     ("fit with Capture(select=…)", "tensor with grad"),
     ("fit with Capture(select=…)", "failing everything"),

@@ -58,9 +58,7 @@ def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict
 
     An optimizer that Accelerate has prepared brings its scaler with it.
     """
-    if scaler is None:
-        scaler = _prepared_scaler(optimizer)
-    elif not isinstance(scaler, torch.amp.GradScaler):
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentError(
             f"attach(…, scaler=…) takes a torch.amp.GradScaler, not {describe_value(scaler)}."
         )
@@ -69,7 +67,7 @@ def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict
         "model": attached,
         "optimizers": _optimizers(optimizer, attached),
         "schedulers": _schedulers(schedulers),
-        "scaler": scaler,
+        "scaler": _prepared_scaler(optimizer) if scaler is None else scaler,
     }
 
 
