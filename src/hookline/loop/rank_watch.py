@@ -41,6 +41,7 @@ class _Seen:
     beat: int = -1
     place: tuple[int, ...] = ()
     host: str = ""
+    behind_since: float | None = None  # others are further
 
 
 class RankWatch:
@@ -113,11 +114,15 @@ class RankWatch:
         missing = {r for r, seen in self._seen.items() if now - seen.heard > after}
         present = [seen for r, seen in self._seen.items() if r not in missing]
         front = max((seen.place for seen in present), default=())
-        behind = {
-            r
-            for r, seen in self._seen.items()
-            if r not in missing and seen.place < front and now - seen.moved > after
-        }
+        behind: set[int] = set()
+        for rank, seen in self._seen.items():
+            if rank in missing or seen.place >= front:
+                seen.behind_since = None
+                continue
+            if seen.behind_since is None:  # until now, it may have waited for the others
+                seen.behind_since = now
+            if now - max(seen.moved, seen.behind_since) > after:
+                behind.add(rank)
         named = missing | behind
         if named == self._named:
             return
