@@ -20,7 +20,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.attach import session_options, unwrap_optimizer
-from hookline.integrations.hosts import host_state
+from hookline.integrations.bare_loop.state_dicts import pack_state, unpack_state
 from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import with_common_names
 from hookline.integrations.hosts.host_session import HostSession
@@ -172,7 +172,7 @@ class HooklineCallback(_Callback):
         if not trainer.ckpt_path:
             return
         path = Path(trainer.ckpt_path)
-        state = None if self._loaded is None else host_state.unpack(self._loaded, path)
+        state = None if self._loaded is None else unpack_state(self._loaded, path)
         self._loaded = None
         self.session.restore(path, state, step=trainer.global_step // optimizers)
 
@@ -360,7 +360,7 @@ class HooklineCallback(_Callback):
             return {}
         if self.session.run is not None:
             self.session.run.flush(durable=True)  # the state has the record's length
-        return host_state.pack(self.session)
+        return pack_state(self.session)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict

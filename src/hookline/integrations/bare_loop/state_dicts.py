@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.arguments import check_mapping
+from hookline.arguments import check_mapping, show_value
 from hookline.checkpoint.checkpoint_folder import Checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, listed
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.integrations.bare_loop.session_state import collect_progress, rank_state
 from hookline.loop.saved_state import check_host_state, reported_damage
@@ -63,8 +63,10 @@ def unpack_state(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     text, tensors, version = given.get("state"), given.get("tensors"), given.get("version")
     if not isinstance(text, str) or not isinstance(tensors, Mapping) or version != _VERSION:
         raise CheckpointError(
-            "load_state_dict() takes what session.state_dict() returned: a dict with 'version', "
-            f"'state' and 'tensors'. This one has {', '.join(map(repr, given)) or 'nothing'}."
+            f"The state of the hooks in {path} is damaged, or of another version of Hookline. "
+            "load_state_dict() takes what session.state_dict() returned: a dict with 'version' "
+            f"{_VERSION}, a string 'state' and the 'tensors'. This one has version "
+            f"{show_value(version)} and {listed(given)}. Load another checkpoint."
         )
     checkpoint = Checkpoint(path, {}, OrderedDict(), {})
     with reported_damage(checkpoint):

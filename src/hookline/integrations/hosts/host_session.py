@@ -347,7 +347,7 @@ class HostSession(Session):
 
         Args:
             path: the host's checkpoint.
-            state: what `host_state.collect` returned when it was saved; None if it has none.
+            state: what `collect_state` returned when it was saved; None if it has none.
             step: completed steps, as the host counts them.
         """
         if state is None:

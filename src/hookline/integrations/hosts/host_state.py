@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from hookline.checkpoint import load_checkpoint, save_checkpoint
 from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
-from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError
 from hookline.integrations.bare_loop.state_dicts import collect_state
 from hookline.loop.processes import is_main_process
@@ -24,14 +22,9 @@ from hookline.loop.saved_state import check_host_state, reported_damage
 if TYPE_CHECKING:
     from hookline.integrations.hosts.host_session import HostSession
 
-__all__ = ["collect", "load", "pack", "save", "unpack"]
+__all__ = ["load", "save"]
 
 log = logging.getLogger("hookline")
-
-
-def collect(session: HostSession) -> dict[str, Any]:
-    """Return what a host's checkpoint has of the session."""
-    return collect_state(session)
 
 
 def save(session: HostSession, folder: Path) -> None:
@@ -42,7 +35,7 @@ def save(session: HostSession, folder: Path) -> None:
     if not is_main_process():
         return
     try:
-        state = collect(session)
+        state = collect_state(session)
         info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
         unmark(folder)  # the host may have written this checkpoint again
         save_checkpoint(folder / HOOKS_FOLDER, model={}, state=state, info=info)
@@ -61,26 +54,3 @@ def load(session: HostSession, folder: Path) -> dict[str, Any] | None:
     with reported_damage(checkpoint):
         check_host_state(checkpoint)
         return checkpoint.state
-
-
-def pack(session: HostSession) -> dict[str, Any]:
-    """Return what a host saves in its own file: plain containers, numbers, strings and tensors.
-
-    `torch.load(…, weights_only=True)` reads it, whatever types the states of hooks have.
-    """
-    encoder = Encoder("state")
-    return {"version": 1, "state": encoder.encode(collect(session)), "tensors": encoder.tensors}
-
-
-def unpack(packed: Any, path: Path) -> dict[str, Any]:
-    """Return what `pack` was given, from the host's checkpoint at this path."""
-    checkpoint = Checkpoint(path, {}, OrderedDict(), {})
-    with reported_damage(checkpoint):
-        if packed["version"] != 1:
-            raise CheckpointError(
-                f"The state of the hooks in {path} has version {packed['version']!r}, and this "
-                "Hookline reads version 1: pip install -U hookline."
-            )
-        state = decode(packed["state"], packed["tensors"])
-        check_host_state(Checkpoint(path, {}, OrderedDict(), state))
-    return dict(state)
