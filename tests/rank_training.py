@@ -98,6 +98,27 @@ def interrupt(folder: Path) -> dict[str, Any]:
     return describe(trainer, seen)
 
 
+def late_signal(folder: Path) -> dict[str, Any]:
+    """Rank 1 gets a signal in a validation, right after the ranks agreed that there is none."""
+    trainer, seen, train, val = make_long(folder, sleeps=False)
+    agree = trainer.strategy.any_rank
+    sent = []
+
+    def agree_and_signal(*flags: bool) -> tuple[bool, ...]:
+        agreed = agree(*flags)
+        if RANK == 1 and trainer._context.evaluating and not sent:
+            sent.append(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+        return agreed
+
+    trainer.strategy.any_rank = agree_and_signal  # type: ignore[method-assign]
+    trainer.fit(train, val)
+    ended = {"status": trainer.status, "signal": trainer.stop_signal, "step": trainer.step}
+    trainer, seen, train, val = make_long(folder, sleeps=False)
+    trainer.fit(train, val, resume_from="auto")
+    return {**describe(trainer, seen), **ended}
+
+
 def die(folder: Path) -> dict[str, Any]:
     """Rank 1 is killed once; torchrun starts both ranks again."""
     trainer, seen, train, val = make_long(folder, sleeps=False)
@@ -118,6 +139,6 @@ def whole(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in ("watch", "change_size", "interrupt", "die", "whole"):
+    for name in ("watch", "change_size", "interrupt", "late_signal", "die", "whole"):
         setattr(shared, name, globals()[name])
     shared.main()

@@ -72,7 +72,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     trainer.fit(loaders()[0])
     (folder / "one" / "epoch=0-step=6").rename(folder / "one" / "middle")
     (folder / "one" / "epoch=0-step=9").rename(folder / "one" / "end")
-    return run(folder, "watch", "change_size", "whole"), folder
+    return run(folder, "watch", "change_size", "whole", "late_signal"), folder
 
 
 def test_slow_ranks_are_named(two) -> None:
@@ -163,6 +163,13 @@ def test_a_signal_during_validation_and_accumulation_preempts_all_ranks(two, tmp
     for whole, resumed in zip(two[0], ranks, strict=True):
         assert resumed["interrupt"]["weights"] == whole["whole"]["weights"]
     assert len(list((tmp_path / "interrupt").glob("2*"))) == 1
+
+
+def test_a_signal_right_after_an_agreement_in_validation_waits_for_the_next(two) -> None:
+    for whole in two[0]:
+        late = whole["late_signal"]
+        assert (late["status"], late["signal"], late["step"]) == ("preempted", "SIGUSR1", 10)
+        assert late["weights"] == whole["whole"]["weights"]
 
 
 PROJECT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, Literal, Never, get_args
@@ -254,7 +253,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         if stream is None:
             raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
         context, fire = self._context, self._dispatchers
-        requests, is_canceled = self._requests, False
+        is_canceled = False
         train_batch = context.batch, context.batch_idx
         train_loader = context.dataloader_idx, context.dataloader_name
         means = Means()
@@ -264,8 +263,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         with evaluation(self.model, self.device):
             if fire.on_validation_start is not None:
                 fire.on_validation_start(context)
-            for loaded in self._validation_batches(stream):
-                if until_signal and requests.signal is not None:
+            for loaded, signaled in self._validation_batches(stream, until_signal):
+                if signaled:
                     is_canceled = True
                     break
                 if loaded is None:  # only other processes have a batch
@@ -302,29 +301,45 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
         return metrics
 
-    def _validation_batches(self, stream: Stream) -> Iterator[Any]:
-        """Iterate over batches, or None while other processes have more; agree on signals."""
+    def _validation_batches(self, stream: Stream, until_signal: bool) -> Iterator[tuple[Any, bool]]:
+        """Iterate over batches, each with whether a signal in any process ends the validation.
+
+        A batch is None while only other processes have more. The processes agree on signals: one
+        that comes right after an agreement waits for the next, or this process would end alone.
+        """
+        requests = self._requests
         if self.strategy.alone:
-            yield from stream.tuples()
+            for batch in stream.tuples():
+                yield batch, until_signal and requests.signal is not None
             return
-        requests, is_empty = self._requests, True
+        is_empty = True
         self._batch_to_repeat = None
         for batches in stream.tuples_by_loader():  # all processes begin each loader together
             while True:
-                loaded = next(batches, None)
+                loaded: Any = None
+                has_ended = False  # whether the signal has also ended the workers of the loader
+                try:
+                    loaded = next(batches, None)
+                except RuntimeError as error:
+                    if not until_signal or not self._ended_workers(error):
+                        raise
+                    has_ended = True
+                signal_came = until_signal and requests.signal is not None
                 more, signaled = self.strategy.any_rank(
-                    loaded is not None, requests.signal is not None
+                    loaded is not None or has_ended, signal_came
                 )
-                if signaled and requests.signal is None:
-                    requests.receive_signal(signal.SIGTERM)  # which another process has received
                 if not more:
                     break
                 is_empty = False
-                if self.strategy.forward_is_collective:
+                if self.strategy.forward_is_collective and not signaled:
                     self._keep_batch_to_repeat(loaded)
-                yield loaded
+                yield loaded, signaled
         if is_empty:
             raise TrainingError("The validation loaders gave no batch in any process.")
+
+    def _ended_workers(self, error: RuntimeError) -> bool:
+        """Return whether a signal to all processes of the job has ended a loader's workers."""
+        return self._requests.signal is not None and "DataLoader worker" in str(error)
 
     def _keep_batch_to_repeat(self, loaded: Any) -> None:
         """Keep a batch for when this process has none and others call the model."""

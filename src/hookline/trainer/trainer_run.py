@@ -361,10 +361,6 @@ class TrainerRun(TrainerBase):
 
     # -- signals ----------------------------------------------------------------------------------
 
-    def _ended_workers(self, error: RuntimeError) -> bool:
-        """Return whether a signal to all processes of the job has ended a loader's workers."""
-        return self._requests.signal is not None and "DataLoader worker" in str(error)
-
     def _leave(self, *, can_save: bool = True) -> Never:
         """Save because of a signal, and raise.
 
