@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 BENCH_INSTALLED := .venv-bench/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint bench docs serve-docs generate clean
+.PHONY: help install demo test soak lint package notebooks bench docs serve-docs generate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,18 @@ lint: $(INSTALLED) ## style, types and the direction of imports
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+package: $(INSTALLED) ## build the wheel, check it, and run the README's example from it
+	rm -rf dist .venv-package
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	.venv-package/bin/python tools/readme_example.py
+	rm -rf .venv-package
+
+notebooks: $(INSTALLED) ## run the notebooks and store what they print
+	$(BIN)/python tools/run_notebooks.py
+
 bench: $(BENCH_INSTALLED) ## compare with other libraries (in .venv-bench)
 	$(BENCH_BIN)/python -m bench
 
@@ -43,7 +55,7 @@ generate: $(INSTALLED) ## rewrite the files that are derived from the code
 	$(BIN)/python tools/generate.py
 
 clean: ## remove everything that make created, including the virtual environments
-	rm -rf .venv .venv-bench site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv .venv-bench .venv-package site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

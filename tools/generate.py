@@ -4,7 +4,7 @@ Type checkers and editors read text, not objects that exist at run time. So the 
 and the tables of the events page are generated from the event table, the tables of the
 configuration pages from the configuration models, the pages of built-in hooks from their classes,
 the tables of other libraries' trainers from what their integrations say,
-and the names in the API reference from `__all__`. `--check` changes nothing and fails when a file
+the names in the API reference from `__all__`, and llms.txt from the pages. `--check` changes nothing and fails when a file
 is outdated.
 """
 
@@ -22,6 +22,7 @@ import api_pages
 import config_pages
 import hook_pages
 import host_pages
+import llms_page
 import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -243,6 +244,7 @@ def texts() -> Iterator[tuple[str, str]]:
     yield "docs/loops.md", hook_pages.loops_page()
     for topic in api_pages.PAGES:
         yield f"docs/api/{topic}.md", api_pages.page(topic)
+    yield "llms.txt", llms_page.llms_text()
 
 
 def main() -> int:

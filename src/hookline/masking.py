@@ -250,7 +250,7 @@ _OWN_WORDS = split_words(  # of records: without them, a run could not be read
     "clip_value completed config_hash continue_on_hook_error cpus_usable dampening diff_sha256 "
     "differentiable failures maximize momentum nesterov weight_decay "
     "early_stopping_config enable_early_stopping_hook enable_gradient_monitor enable_logging_hook "
-    "enable_lr_monitor enable_model_checkpoint_hook fast_forward find_unused_parameters "
+    "enable_lr_monitor enable_model_checkpoint_hook fast_forward find_unused_parameters gradient_as_bucket_view "
     "grace_seconds "
     "gradient_monitor_config histogram hook_classes hook_configs hookline init_args interrupted "
     "keep_every last_error log_errors log_hook_errors lost_records lr_monitor_config max_epochs "

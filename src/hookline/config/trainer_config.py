@@ -358,6 +358,11 @@ class DDPConfig(Config):
         description="parameters need not all be used in every batch, which costs time; without it "
         "unused parameters are an error",
     )
+    gradient_as_bucket_view: bool = Field(
+        default=True,
+        description="gradients share the memory in which they are averaged, which saves a copy of "
+        "all of them per step; a hook that keeps a gradient after its step has to clone it",
+    )
 
 
 class FSDPConfig(Config):

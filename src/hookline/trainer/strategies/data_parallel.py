@@ -86,6 +86,7 @@ class DataParallel(SingleProcess):
             model,
             device_ids=devices,
             find_unused_parameters=self._config.find_unused_parameters,
+            gradient_as_bucket_view=self._config.gradient_as_bucket_view,
         )
         self._check = CallCheck(self._wrapper)
         return self._wrapper
