@@ -4,8 +4,8 @@ Type checkers and editors read text, not objects that exist at run time. So the 
 and the tables of the events page are generated from the event table, the tables of the
 configuration pages from the configuration models, the pages of built-in hooks from their classes,
 the tables of other libraries' trainers from what their integrations say,
-the names in the API reference from `__all__`, and llms.txt from the pages. `--check` changes nothing and fails when a file
-is outdated.
+the names in the API reference from `__all__`, and llms.txt from the pages. `--check` changes
+nothing and fails when a file is outdated.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = r"\[([^]]*)\]\([^)]*\)"
 _HEAD = """# Hookline
 
-> One hook system for every PyTorch training loop. A hook is a class with `on_…` methods; each method gets the
-> arguments that its parameters name. It runs in Hookline's trainer, in bare loops (`hookline.attach`), with
-> Accelerate, DDP and FSDP2, and inside Hugging Face, Lightning and Ignite trainers.
+> One hook system for every PyTorch training loop. A hook is a class with `on_…` methods; each
+> method gets the arguments that its parameters name. It runs in Hookline's trainer, in bare loops
+> (`hookline.attach`), with Accelerate, DDP and FSDP2, and inside Hugging Face, Lightning and Ignite
+> trainers.
 """
 
 
@@ -60,5 +61,5 @@ def _first_sentence(text: str) -> str:
         if words and words[0] not in "#`|-:!>[<*":
             sentence = re.split(r"(?<=[.:])\s", words)[0]
             if sentence.endswith("."):
-                return f": {re.sub(LINK, '\\1', sentence)}"
+                return ": " + re.sub(LINK, r"\1", sentence)
     return ""
