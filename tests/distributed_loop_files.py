@@ -197,8 +197,8 @@ class AtEnd(hookline.Hook):
 def check_logged(kind: str, folder: Path) -> None:
     """What the loop logs is recorded as the mean over both ranks, also what one of them logs.
 
-    A resumed run has every step once. Under DDP rank 0 saves alone here, so that the steps that were not
-    averaged yet are its own.
+    A resumed run has every step once. Under DDP rank 0 saves alone here, so that the steps that
+    were not averaged yet are its own.
     """
     runs, rank = folder / f"logged_{kind}", dist.get_rank()
     for end in (3, 5):
