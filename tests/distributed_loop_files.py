@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,15 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(value).clone() for name, value in state.items()}
 
 
-def check_resume(folder: Path, *, wait: bool) -> None:
+def check_resume(kind: str, folder: Path, *, wait: bool) -> None:
     """A resumed loop has the bits of one that was not interrupted, dropout included."""
-    path = folder / f"fsdp_{wait}"
+    path = folder / f"{kind}_{wait}"
     saved = Saved()
-    model, optimizer, session = begin("fsdp", hooks=[saved, hookline.EMA()])
+    model, optimizer, session = begin(kind, hooks=[saved, hookline.EMA()])
     with session:
         train(model, optimizer, session, 0, 6, at=3, path=path, wait=wait)
     assert saved.saved == [(3, path.name)]  # in both ranks
-    again, other_optimizer, session = begin("fsdp", hooks=[saved, hookline.EMA()])
+    again, other_optimizer, session = begin(kind, hooks=[saved, hookline.EMA()])
     start = session.load_checkpoint(path)
     assert (start.step, start.extra) == (3, {"at": 2})
     with session:
@@ -149,7 +149,40 @@ def check_hooks(kind: str, folder: Path) -> None:
     (run,) = (folder / f"runs_{kind}").iterdir()
     for name in expected:
         assert hookline.checkpoint.load_checkpoint(run / "checkpoints" / name).info["step"]
+        check_random_states(run / "checkpoints" / name)
     assert not [entry.name for entry in (run / "checkpoints").iterdir() if entry.name[0] == "."]
+    again, optimizer, session = begin(kind)
+    session.load_checkpoint(run / "checkpoints" / "at_step=2")
+    with session:
+        train(again, optimizer, session, 2, 5)
+    for name, value in weights(model).items():
+        assert torch.equal(weights(again)[name], value), name
+
+
+def check_random_states(path: Path) -> None:
+    """The checkpoint has the random state of each rank."""
+    first, second = hookline.checkpoint.load_checkpoint(path).state["ranks"]
+    assert not torch.equal(first["random"]["torch"], second["random"]["torch"])
+
+
+def check_save_in_rank_0(folder: Path) -> None:
+    """A loop that saves in rank 0 only goes on, with a warning; the others keep their states."""
+    rank, path = dist.get_rank(), folder / "rank_0"
+    model, optimizer, session = begin("ddp")
+    with session, short_limits(), warnings() as lines:
+        for step in range(3):
+            train(model, optimizer, session, step, step + 1)
+            if rank == 0:
+                session.save_checkpoint(path / str(step), wait=True)
+    assert sum("Rank 1 has not called session.save_checkpoint" in line for line in lines) == (
+        rank == 0
+    )
+    dist.barrier()
+    assert "ranks" not in hookline.checkpoint.load_checkpoint(path / "2").state
+    _, _, session = begin("ddp")
+    before = torch.get_rng_state()
+    assert session.load_checkpoint(path / "2").step == 3
+    assert torch.equal(torch.get_rng_state(), before) == (rank == 1)
 
 
 class AtEnd(hookline.Hook):
@@ -164,15 +197,15 @@ class AtEnd(hookline.Hook):
 def check_logged(kind: str, folder: Path) -> None:
     """What the loop logs is recorded as the mean over both ranks, also what one of them logs.
 
-    A resumed run has every step once. Under DDP rank 0 saves alone, so that the steps that were not
-    averaged yet are its own.
+    A resumed run has every step once. Under DDP rank 0 saves alone here, so that the steps that
+    were not averaged yet are its own.
     """
     runs, rank = folder / f"logged_{kind}", dist.get_rank()
     for end in (3, 5):
         model, optimizer, session = begin(kind, runs=runs)
         start = session.load_checkpoint()
         try:
-            with session:
+            with session, short_limits() if kind == "ddp" else nullcontext():
                 for step in range(start.step if start else 0, end):
                     session.log("rank", rank)
                     if rank == 0:
@@ -190,6 +223,17 @@ def check_logged(kind: str, folder: Path) -> None:
     assert found["train/rank"] == alone + [0.5] * (5 - len(alone)), found["train/rank"]
     assert found["train/own"] == [7.0] * 5
     assert len(found["train/loss"]) == 5
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """Collect what this rank logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hookline").addHandler(handler)
+    yield lines
+    logging.getLogger("hookline").removeHandler(handler)
 
 
 @contextmanager
@@ -270,21 +314,17 @@ def check_validation(kind: str, folder: Path) -> None:
 
 def check_validation_in_rank_0(kind: str, folder: Path) -> None:
     """A loop that validates in rank 0 only goes on, with a warning."""
-    rank, seen, warnings = dist.get_rank(), Validated(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hookline").addHandler(handler)
+    rank, seen = dist.get_rank(), Validated()
     model, optimizer, session = begin(kind, hooks=[seen])
-    with session, short_limits():
+    with session, short_limits(), warnings() as lines:
         for step in range(3):
             train(model, optimizer, session, step, step + 1)
             if rank == 0:
                 with session.validation():
                     session.log("loss", step)
-    logging.getLogger("hookline").removeHandler(handler)
     assert session.step == 3
     assert seen.values == ([{"val/loss": float(step)} for step in range(3)] if rank == 0 else [])
-    assert sum("Rank 1 has not begun a validation" in line for line in warnings) == (rank == 0)
+    assert sum("Rank 1 has not begun a validation" in line for line in lines) == (rank == 0)
 
 
 if __name__ == "__main__":
@@ -292,8 +332,8 @@ if __name__ == "__main__":
     check_in_all_ranks(
         *(partial(check_validation, kind, folder) for kind in ("ddp", "fsdp")),
         *(partial(check_validation_in_rank_0, kind, folder) for kind in ("ddp", "fsdp")),
-        partial(check_resume, folder, wait=True),
-        partial(check_resume, folder, wait=False),
+        *(partial(check_resume, k, folder, wait=w) for k in ("ddp", "fsdp") for w in (True, False)),
+        partial(check_save_in_rank_0, folder),
         partial(check_other_numbers_of_ranks, folder),
         *(partial(check_hooks, kind, folder) for kind in ("ddp", "fsdp")),
         *(partial(check_logged, kind, folder) for kind in ("ddp", "fsdp")),

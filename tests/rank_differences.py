@@ -83,6 +83,80 @@ def buffers(folder: Path) -> dict[str, Any]:
     return results
 
 
+class Centered(nn.Module):
+    """Subtracts a running mean in training, so that the buffer of a process matters for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 4), nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("constant", torch.full((3,), float(RANK)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return self.linear(self.drop(x - self.mean))
+
+
+def used_buffers(folder: Path) -> dict[str, Any]:
+    """Buffers that training reads, saved between validations, and a run that is resumed there."""
+    results: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        ends: list[Any] = []
+        for start in (None, folder / strategy / "epoch=0-step=3"):
+            torch.manual_seed(0)
+            trainer = train(Centered(), None, max_steps=6, accumulate=2, strategy=strategy)
+            trainer.loss_fn = mse_loss
+            trainer.add_hook(ModelCheckpoint(-1, every_n_steps=3, folder=folder / strategy))
+            trainer.fit(loaders()[0], resume_from=start)
+            state = trainer.model.state_dict()
+            ends.append({name: shared.weights(trainer)[name] for name in state})
+        hooks = len(trainer.model._forward_pre_hooks)
+        results[strategy] = {"whole": ends[0], "resumed": ends[1], "hooks": hooks}
+    return results
+
+
+class Scaled(nn.Linear):
+    """Has a scalar parameter, and a method that computes the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def generate_loss(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self(batch[0]) * self.scale, batch[1])
+
+
+def unsupported(folder: Path) -> dict[str, Any]:
+    """A scalar parameter with FSDP2, and a step_fn that calls a method of the model."""
+    errors: dict[str, Any] = {}
+    try:
+        train(Scaled(), None, strategy="fsdp")
+    except hookline.TrainingError as error:
+        errors["scalar"] = str(error)
+    for strategy in ("ddp", "accelerate"):
+        trainer = train(
+            Scaled(), lambda model, batch: model.generate_loss(batch), strategy=strategy
+        )
+        try:
+            trainer.fit(loaders()[0])
+        except hookline.TrainingError as error:
+            errors[strategy] = str(error)
+    trainer = train(Scaled(), lambda model, batch: model.missing(batch), strategy="ddp")
+    try:
+        trainer.fit(loaders()[0])
+    except AttributeError as error:
+        errors["missing"] = str(error)
+    trainer = train(nn.Linear(8, 4), uses_wrapper, strategy="ddp")
+    trainer.fit(loaders()[0])
+    return {**errors, "status": trainer.status}
+
+
+def uses_wrapper(model: Any, batch: Any) -> torch.Tensor:
+    assert model.device_ids is None  # an attribute of the wrapper
+    return mse_loss(model(batch[0]), batch[1])
+
+
 class Seen(hookline.Hook):
     """Keeps the numbers of the samples that this process trains on, and its validation batches."""
 
@@ -267,6 +341,8 @@ def unused(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     for name in ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called"):
         setattr(shared, name, globals()[name])
-    for name in ("unused", "late_order", "few_batches", "late_update"):
+    for name in ("unused", "late_order", "few_batches", "late_update", "used_buffers"):
+        setattr(shared, name, globals()[name])
+    for name in ("unsupported",):
         setattr(shared, name, globals()[name])
     shared.main()

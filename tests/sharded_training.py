@@ -130,6 +130,31 @@ def read_parts(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def fork(folder: Path) -> dict[str, Any]:
+    """A new run from the checkpoint of two ranks; what each rank reads; and a damaged file."""
+    trainer, _ = make(folder / "fork", **FSDP)
+    load, load_optimizer = trainer.strategy.load, trainer.strategy.load_optimizer
+    read: list[Any] = []
+
+    def keep_weights(model: nn.Module, weights: Any) -> None:
+        read.extend(weights.values())
+        load(model, weights)
+
+    def keep_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+        read.extend(one["exp_avg"] for one in state["state"].values())
+        load_optimizer(optimizer, state)
+
+    trainer.strategy.load, trainer.strategy.load_optimizer = keep_weights, keep_optimizer  # type: ignore[method-assign]
+    trainer.fit(loaders()[0], fork_from=checkpoint_of(folder / "two"))
+    message = ""
+    try:
+        make(folder / "fork", **FSDP)[0].fit(loaders()[0], fork_from=folder / "damaged")
+    except CheckpointError as error:
+        message = str.__str__(str(error))
+    sharded = [isinstance(value, DTensor) for value in read]
+    return {"sharded": sharded, "error": message, "end": values_of(trainer)}
+
+
 def make_accelerator() -> Any:
     """Return an Accelerator with an FSDP2 plugin, which it uses on GPUs only: its state is set."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -201,6 +226,7 @@ def main() -> None:
         "two": train(folder / "two", **FSDP),
         "from_one": resume(checkpoint_of(folder / "one"), folder / "from_one", **FSDP),
         "read_parts": read_parts(folder),
+        "fork": fork(folder),
         "accelerate": accelerate(folder),
     }
     torch.save(results, folder / f"results-{RANK}.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerated_loop import run
 from loops import batches, fit, make, recorder, run_on_two_ranks, same, told_in, weights
+from test_accelerate import TWO, launch
 from torch import nn
 from torch.nn import functional as F
 
@@ -303,6 +306,43 @@ def test_two_processes(tmp_path: Path):
     output = run_on_two_ranks(SCRIPT.format(tests=str(Path(__file__).parent)), tmp_path)
     assert "rank 0 ok" in output
     assert "rank 1 ok" in output
+
+
+def metrics_of(runs: Path) -> dict[str, list[float]]:
+    """Return the values of each metric of the only run in a folder, but for times."""
+    (folder,) = runs.iterdir()
+    opened = hookline.open_run(folder)
+    assert opened.status == "completed"
+    values: dict[str, list[float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        values.setdefault(record["name"], []).append(record["value"])
+    return values
+
+
+def test_accelerate_launch_with_two_processes_gives_what_one_gives(tmp_path: Path):
+    """A step of two processes has the batches of two that one process accumulates.
+
+    Their gradients are added in another order, in float32: numbers agree to about 6 digits.
+    """
+    alone = run(2, tmp_path / "one")
+    launch(str(Path(__file__).with_name("accelerated_loop.py")), str(tmp_path), options=TWO)
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in ranks:
+        watched = rank["watched"]
+        assert watched["events"] == alone["events"]
+        assert watched["weights"] == rank["plain"]["weights"]
+        assert watched["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        for name, value in watched["weights"].items():
+            expected = torch.tensor(alone["weights"][name])
+            torch.testing.assert_close(torch.tensor(value), expected, rtol=1e-5, atol=1e-6)
+    of_ranks = zip(*(rank["watched"]["losses"] for rank in ranks), strict=True)
+    assert [sum(both) / 2 for both in of_ranks] == pytest.approx(alone["losses"], rel=1e-5)
+    found, expected = metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one")
+    assert found.keys() == expected.keys()
+    assert {"train/loss", "gradients/total/norm"} <= found.keys()
+    for name, values in found.items():
+        assert values == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_a_model_with_mixed_precision_is_seen():

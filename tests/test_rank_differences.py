@@ -16,7 +16,7 @@ from hookline.checkpoint import load_checkpoint
 
 SCRIPT = Path(__file__).with_name("rank_differences.py")
 NAMES = ("metrics", "non_finite", "buffers", "differences", "on_main", "not_called", "unused")
-NAMES += ("late_order", "few_batches", "late_update")
+NAMES += ("late_order", "few_batches", "late_update", "used_buffers", "unsupported")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,34 @@ def test_all_ranks_validate_the_model_that_is_saved(two, strategy: str) -> None:
     with torch.no_grad():
         loss = nn.functional.mse_loss(model(x), y).item()
     assert first["validated"][1] == pytest.approx(loss, rel=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_are_those_of_rank_0_in_every_step_and_are_resumed_exactly(two, strategy) -> None:
+    first, second = (rank["used_buffers"][strategy] for rank in two[0])
+    assert first == second
+    assert first["resumed"] == first["whole"]
+    assert first["hooks"] == 0 if strategy == "ddp" else first["hooks"] == 1  # FSDP2's own
+
+
+def test_both_strategies_train_the_same_with_buffers(two) -> None:
+    ends = two[0][0]["used_buffers"]
+    for name, value in ends["ddp"]["whole"].items():
+        other = torch.tensor(ends["fsdp"]["whole"][name])
+        torch.testing.assert_close(torch.tensor(value), other)  # sums in another order
+
+
+def test_a_scalar_parameter_with_fsdp2_is_named_before_anything_starts(two) -> None:
+    for rank in two[0]:
+        assert "they are scalars: 'scale'." in rank["unsupported"]["scalar"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
+def test_a_method_of_the_model_in_step_fn_is_explained(two, strategy: str) -> None:
+    for rank in two[0]:
+        assert "step_fn(model, batch) uses `model.generate_loss`" in rank["unsupported"][strategy]
+        assert "no attribute 'missing'" in rank["unsupported"]["missing"]
+        assert rank["unsupported"]["status"] == "completed"
 
 
 @pytest.mark.parametrize(

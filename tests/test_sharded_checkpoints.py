@@ -92,6 +92,16 @@ def test_each_rank_reads_its_parts_and_all_refuse_a_damaged_file_of_one(trained)
         assert error.startswith("Rank 1 could not read the checkpoint") is (rank == 0)
 
 
+def test_each_rank_of_a_fork_reads_its_parts_and_continues_bit_for_bit(trained) -> None:
+    for rank, results in enumerate(trained[1]):
+        forked = results["fork"]
+        assert forked["sharded"]
+        assert all(forked["sharded"])
+        assert_equal(forked["end"], results["two"]["end"])
+        assert forked["error"].startswith("Rank 1 could not read the checkpoint") is (rank == 0)
+        assert "model-1.safetensors has changed since it was written" in forked["error"]
+
+
 def test_a_sharded_checkpoint_is_exported_to_one_file(trained) -> None:
     _, ranks, folder = trained
     saved = ranks[0]["two"]["saved"]

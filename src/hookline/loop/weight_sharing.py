@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from hookline.errors import TrainingError
 from hookline.tensors.sharded import is_sharded
 
-__all__ = ["share_buffers", "share_weights"]
+__all__ = ["BufferSharing", "share_buffers", "share_weights"]
 
 _BYTES = 250 * 1024 * 1024  # of tensors that are sent at once, as DDP has it
 
@@ -43,11 +43,49 @@ def share_weights(model: torch.nn.Module) -> None:
 def share_buffers(model: torch.nn.Module) -> None:
     """Give all processes the buffers of rank 0, such as the running means of batch norms.
 
-    Each process changes its own in forward. DDP shares them before the next forward that trains,
-    and FSDP2 never does: without this, processes would validate different models.
+    Each process changes its own in forward, and they are shared before the next step: without
+    this, processes would validate different models.
     """
     own = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP has it
     _broadcast([b for name, b in model.named_buffers() if name not in own and not is_sharded(b)])
+
+
+class BufferSharing:
+    """Gives all processes the buffers of rank 0 before the first forward of each step, as DDP does.
+
+    FSDP2 does not. Only buffers that are saved are shared: others are constants in most models.
+
+    Args:
+        model: the model; all processes call it equally often.
+
+    Attributes:
+        syncs: whether the next backward reduces gradients, and so ends a step.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.syncs = self._is_first = True
+        self._buffers = [
+            (module, name)
+            for module in model.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._handle: Any = None
+        if self._buffers:
+            self._handle = model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, model: torch.nn.Module, args: Any) -> None:
+        if not model.training:
+            return
+        if self._is_first:
+            own = [module._buffers[name] for module, name in self._buffers]
+            _broadcast([b for b in own if b is not None and not is_sharded(b)])
+        self._is_first = self.syncs
+
+    def close(self) -> None:
+        """Remove the hook from the model."""
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _broadcast(tensors: list[Any]) -> None:

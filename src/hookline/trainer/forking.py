@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.arguments import show_value
-from hookline.checkpoint import find_checkpoint, load_checkpoint
+from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
@@ -42,6 +42,7 @@ from hookline.trainer.forked_optimizers import (
     describe_saved_optimizers,
 )
 from hookline.trainer.rank_states import adapt_rank_states
+from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.trainer_checkpoint import (
     describe_state,
     describe_unloadable,
@@ -83,8 +84,8 @@ def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
         CheckpointError: The model or an optimizer is another one, a changed setting cannot be
             applied, or nothing is left to train. Nothing was restored then.
     """
-    found = find_checkpoint(Path(path))
-    checkpoint = load_checkpoint(found)
+    found = trainer.strategy.processes.call_on_main(lambda: find_checkpoint(Path(path)))
+    checkpoint = read_checkpoint(trainer, found)
     folder = find_run_of_checkpoint(found)
     manifest = {} if folder is None else OpenedRun(folder).manifest
     check_trainer_state(checkpoint)

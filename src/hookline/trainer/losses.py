@@ -49,7 +49,11 @@ class LossComputer:
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Return the loss, a tensor with one element, and further metrics."""
         if self.step_fn is not None:
-            return _checked(self.step_fn(model, batch), "step_fn")
+            try:
+                return _checked(self.step_fn(model, batch), "step_fn")
+            except AttributeError as error:
+                _explain_wrapper(error, model)
+                raise
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             inputs, targets = batch
             outputs = model(inputs)
@@ -116,6 +120,25 @@ class LossComputer:
             return F.cross_entropy(_classes_second(outputs, targets), targets.long())
         except IndexError as error:
             raise _explain_index_error(error, outputs, targets) from error
+
+
+def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:
+    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper.
+
+    Raises:
+        TrainingError: it is.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return
+    name, kind = error.name, type(model.module).__name__
+    if error.obj is model and name is not None and hasattr(model.module, name):
+        raise TrainingError(
+            f"step_fn(model, batch) uses `model.{name}`, but with several processes `model` is the "
+            f"DistributedDataParallel around the {kind}: calling it averages the gradients of all "
+            f"processes, and methods of the {kind} would not. Expected a call `model(…)`. Do the "
+            f"work of `{name}` in the {kind}'s forward; what is only read is in "
+            f"`getattr(model, 'module', model).{name}`."
+        ) from error
 
 
 def _classes_second(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -296,8 +296,8 @@ class AttachedLoop(RecordedLoop):
             if ends_together:
                 self._agree()  # on the checkpoints that have just been finished
             if self.started:
-                ending = self._checkpoints.ending if self._checkpoints is not None else nullcontext
-                with ending(ends_together):
+                # In all processes or in none: a hook of rank 0 may save.
+                with self._make_checkpoints().ending() if ends_together else nullcontext():
                     self._fire("on_train_end")
         except BaseException as error:
             if self._context.exception is None:

@@ -38,8 +38,8 @@ class LoadedCheckpoint:
 
         Loading has restored them. Call this before the next step if the loop draws random numbers
         to find its data again, such as by iterating over a shuffled loader. Of several processes,
-        each has its own states if all of them have saved together (a sharded model). Otherwise
-        those of rank 0 were saved, and the others keep theirs.
+        each has its own states if all of them have saved together. If rank 0 has saved alone, the
+        others keep theirs.
         """
         if self._random is not None:
             restore_random_state(dict(self._random), self._device)

@@ -30,7 +30,7 @@ log = logging.getLogger("hookline")
 
 _SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
 _VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
-_CALL_SECONDS = 60.0  # within which all processes have to save or load a sharded checkpoint
+_CALL_SECONDS = 60.0  # within which all processes have to save or load a checkpoint
 
 
 class LoopAgreement:
@@ -58,7 +58,7 @@ class LoopAgreement:
         self.hooks_toggled = False
         self.records = StepRecords(self.processes)
         self.logged = Means()
-        self._validates_alone = False
+        self._validates_alone = self._saves_alone = False
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether a process has set the flag; all processes have to call this."""
@@ -96,6 +96,26 @@ class LoopAgreement:
                 "with its part of the batches: `with session.validation():`.",
                 _join(missing),
                 _VALIDATION_SECONDS,
+            )
+        return not missing
+
+    def begin_save(self) -> bool:
+        """Return whether all processes save now, so that the state of each is in the checkpoint.
+
+        A loop may save in rank 0 only. It waits once for the others, and not again.
+        """
+        if self._saves_alone:
+            return False
+        missing = missing_ranks("save_checkpoint", range(self.processes.size), _CALL_SECONDS)
+        if missing:
+            self._saves_alone = True
+            log.warning(
+                "Rank %s has not called session.save_checkpoint() within %g s. From now on "
+                "checkpoints have the random state of rank 0 only: a resumed loop has other random "
+                "numbers in the other processes, such as those of dropout. Call it in all "
+                "processes, at the same place of the loop; rank 0 writes.",
+                _join(missing),
+                _CALL_SECONDS,
             )
         return not missing
 

@@ -212,8 +212,9 @@ class Session(LoopPhases):
         written in the background; `on_checkpoint_save` is fired when the checkpoint is durable.
         What a hook asks for, or the loop within a step, is saved before the next step begins.
 
-        Of several processes, rank 0 writes. A sharded model (FSDP2) is written by all of them, each
-        its part: all have to call this together, unless a hook calls it, of any process.
+        Of several processes, rank 0 writes, and a sharded model (FSDP2) is written by all of them,
+        each its part. Call this in all processes together, so that the random state of each is
+        saved; a hook may call it in rank 0 only.
 
         Args:
             path: the checkpoint's folder; None: `checkpoints/step_…` in the run's folder.

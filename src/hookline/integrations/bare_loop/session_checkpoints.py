@@ -18,6 +18,7 @@ from hookline.integrations.bare_loop.loop_agreement import meet, trains_together
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.session_state import (
     collect_session,
+    rank_state,
     read_for_session,
     restore_session,
 )
@@ -63,6 +64,7 @@ class SessionCheckpoints:
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._prepares = False
         self._rank_states: list[Any] | None = None  # of all processes, where all save together
+        self._last_states: list[Any] | None = None  # the same, at the end of training
         self._saved: list[SaveResult] = []  # that the other processes do not know of yet
 
     # -- saving -----------------------------------------------------------------------------------
@@ -77,16 +79,24 @@ class SessionCheckpoints:
         self._prepares = is_main_process()
 
     def save(self, path: Path | None, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
-        """Save now; return the folder if it is durable already."""
+        """Save now; return the folder if it is durable already.
+
+        Rank 0 writes. If all processes call this, the checkpoint has the state of each.
+        """
+        session = self._session
+        rank_states, agreement = self._last_states, session._agreement
+        if agreement is not None and not session._ended and agreement.begin_save():
+            agreement.records.report(session.run)
+            rank_states = self._gather_rank_states()
         if not is_main_process():
             return None
         self.save_requested()
-        self._extra = dict(extra)
+        self._extra, self._rank_states = dict(extra), rank_states
         folder = self._folder_for(path)
         try:
             results = self._saving.save([folder], wait=wait)
         finally:
-            self._extra = {}
+            self._extra, self._rank_states = {}, None
         return next((result.path for result in results if result.requested == folder), None)
 
     def request(self, path: Path | None, extra: Mapping[str, Any]) -> None:
@@ -129,7 +139,7 @@ class SessionCheckpoints:
         if self._random is not None:
             requests, self._requests = self._requests, []
             self._saving.save(requests)
-            self._extra, self._random = {}, None
+            self._extra, self._random, self._rank_states = {}, None, None
 
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
@@ -156,13 +166,11 @@ class SessionCheckpoints:
             log.exception("The last checkpoint could not be saved.")
 
     @contextmanager
-    def ending(self, together: bool) -> Generator[None]:
-        """Fire `on_train_end` in the block.
-
-        Args:
-            together: whether all processes do, and none has failed.
-        """
+    def ending(self) -> Generator[None]:
+        """Fire `on_train_end` in the block, in all processes that train together."""
+        self._last_states = self._gather_rank_states()
         yield
+        self._last_states = None
 
     # -- several processes ------------------------------------------------------------------------
 
@@ -176,6 +184,14 @@ class SessionCheckpoints:
         self.exchange_saved()
         assert self._session._agreement is not None
         self._session._agreement.records.report(self._session.run)  # before it is saved
+        if self._processes.share(bool(self._requests)):
+            self._rank_states = self._gather_rank_states()
+
+    def _gather_rank_states(self) -> list[Any] | None:
+        """Return the state of each process in rank 0. All processes have to call this."""
+        session = self._session
+        random = self._random or random_state(device_of(session.model))
+        return self._processes.gather_on_main(rank_state(session, random))
 
     def exchange_saved(self) -> None:
         """Tell hooks of all processes what rank 0 has saved. All processes have to call this."""

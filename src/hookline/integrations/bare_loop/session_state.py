@@ -20,7 +20,7 @@ from hookline.loop.event_context import device_of
 from hookline.loop.loading import load_optimizer, load_weights
 from hookline.loop.means import add_means
 from hookline.loop.model_watch import ModelGroup
-from hookline.loop.processes import is_main_process
+from hookline.loop.processes import is_main_process, world_size
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_session_state, reported_damage
 from hookline.loop.state_differences import (
@@ -115,10 +115,10 @@ def _adapt_rank_states(session: AttachedLoop, state: dict[str, Any]) -> None:
 
     A process that has no random state in the checkpoint keeps its own.
     """
-    rank, size = 0, 1
-    if trains_together(session.model, session.optimizers):
+    rank, size, saved = 0, 1, state.pop("ranks", None)
+    together = trains_together(session.model, session.optimizers)
+    if together or (saved is not None and len(saved) == world_size() and dist.is_initialized()):
         rank, size = dist.get_rank(), dist.get_world_size()
-    saved = state.pop("ranks", None)
     if saved is None:
         state["random"] = state.get("random") if is_main_process() else None
     elif len(saved) == size:
@@ -149,7 +149,7 @@ def read_for_session(session: AttachedLoop, found: Path, *, strict: bool) -> Che
     _adapt_rank_states(session, checkpoint.state)
     here, state = collect_session(session, {}, {}), checkpoint.state
     with reported_damage(checkpoint):
-        problems = describe_hook_states(session.hooks, state["hooks"], session.model)
+        problems = describe_hook_states(session.hooks, state["hooks"], unwrapped(session.model))
         if state.get("random") is not None:
             problems += describe_random_state(state["random"])
         return fit_checkpoint(

@@ -108,14 +108,11 @@ class ShardedCheckpoints(SessionCheckpoints):
         super().finish(failed=failed or not together, together=together)
 
     @contextmanager
-    def ending(self, together: bool) -> Generator[None]:
+    def ending(self) -> Generator[None]:
         """Fire `on_train_end` in the block; what a hook of one process saves, all of them save.
 
         A hook in rank 0 saves at once, and the others wait for that after their own hooks.
         """
-        if not together:
-            yield
-            return
         self._is_ending, processes = True, self._processes
         yield
         self._is_ending = False

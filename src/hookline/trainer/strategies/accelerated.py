@@ -10,6 +10,7 @@ import torch
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import TrainingError
 from hookline.loop.processes import join_processes
+from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.data_parallel import CallCheck
 from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
@@ -43,6 +44,7 @@ class Accelerated(SingleProcess):
         self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
         self._seen_trigger = accelerator.flag_tensor
         self._check: CallCheck | None = None
+        self._sharing: BufferSharing | None = None  # of buffers, with FSDP2
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -85,6 +87,10 @@ class Accelerated(SingleProcess):
         self._model = model
         if not getattr(model, "_is_accelerate_prepared", False):
             given.insert(0, model)
+            if self.is_sharded:
+                from hookline.trainer.strategies.fully_sharded import check_scalars
+
+                check_scalars(model)
         for one in _prepare(accelerator, given):
             if isinstance(one, torch.nn.Module):
                 self._model = one
@@ -112,6 +118,7 @@ class Accelerated(SingleProcess):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the prepared model, which the loop calls."""
         self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
+        self._sharing = BufferSharing(self._model) if self.is_sharded else None
         self.begin_batch(completes_step=True, sync=True)
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             self._check = CallCheck(self._model)
@@ -122,6 +129,9 @@ class Accelerated(SingleProcess):
         if self._check is not None:
             self._check.close()
             self._check = None
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
         self.begin_batch(completes_step=True, sync=True)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -133,6 +143,8 @@ class Accelerated(SingleProcess):
         sync = sync or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
         if self.forward_is_collective:
             model.set_requires_gradient_sync(sync)
+            if self._sharing is not None:
+                self._sharing.syncs = sync
         elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = sync
 

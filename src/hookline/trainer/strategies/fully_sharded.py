@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hookline.config.trainer_config import FSDPConfig
 from hookline.errors import TrainingError, listed
 from hookline.loop.processes import OneProcess
+from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.name_patterns import matches_glob
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
-__all__ = ["FullySharded"]
+__all__ = ["FullySharded", "check_scalars"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +54,7 @@ class FullySharded(SingleProcess):
         self._dtype = None  # FSDP2 casts by itself
         self._config = config
         self._model: Any = None
+        self._sharing: BufferSharing | None = None
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -61,6 +63,7 @@ class FullySharded(SingleProcess):
         if isinstance(model, FSDPModule):  # the user has sharded it
             self._model = model
             return model, optimizers
+        check_scalars(model)
         for optimizer in optimizers:
             if optimizer.state:
                 raise TrainingError(
@@ -95,19 +98,44 @@ class FullySharded(SingleProcess):
             fully_shard(module, **options)
         fully_shard(model, **options)
 
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the model, whose processes have rank 0's buffers in every step from now on."""
+        self._sharing = BufferSharing(model)
+        return model
+
     def unwrap(self) -> None:
         """Reduce gradients again in every backward, also after a run that ended within a step."""
+        if self._sharing is not None:
+            self._sharing.close()
+            self._sharing = None
         self._model.set_requires_gradient_sync(True)
 
     def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
         self._model.set_requires_gradient_sync(sync)
+        if self._sharing is not None:
+            self._sharing.syncs = sync
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
     ) -> torch.Tensor:
         """Clip an optimizer's gradients by their norm over all ranks; return it."""
         return whole(super().clip(optimizer, norm, value))
+
+
+def check_scalars(model: torch.nn.Module) -> None:
+    """Raise if the model has a parameter that FSDP2 cannot shard.
+
+    Raises:
+        TrainingError: a parameter has no dimension.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
+    if scalars:
+        raise TrainingError(
+            f"FSDP2 shards parameters by their first dimension, and these have none, because they "
+            f"are scalars: {listed(scalars)}. Expected parameters with one dimension or more. Make "
+            "them with one element, as `nn.Parameter(torch.ones(1))`, or use strategy='ddp'."
+        )
 
 
 def find_units(model: torch.nn.Module, wrap: Sequence[str]) -> list[torch.nn.Module]:
