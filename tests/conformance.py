@@ -152,6 +152,14 @@ class Toggling(hookline.Hook):
             trainer.hooks.disable_hook("toggling")
 
 
+class StopsAlone(hookline.Hook):
+    """Asks to stop in the last process only."""
+
+    def on_step_end(self, trainer, step):
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            trainer.stop("one process asked")
+
+
 class Halve(hookline.UpdateHook):
     def __call__(self, gradients):
         return {name: gradient / 2 for name, gradient in gradients.items()}

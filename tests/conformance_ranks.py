@@ -10,12 +10,15 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from conformance import Halve, run
+from conformance import Halve, StopsAlone, run
 from hosts import LOOPS_OF_RANKS, MISSING
 from rank_checks import check_in_all_ranks
+
+import hookline
 
 
 def run_loops() -> None:
@@ -24,11 +27,32 @@ def run_loops() -> None:
     found = {}
     for name in chosen or LOOPS_OF_RANKS:
         begun = time.monotonic()
-        own = Path(folder) / name.replace(" ", "_")
-        found[name] = run(LOOPS_OF_RANKS[name], own, Halve(), missing=MISSING.get(name, ()))
+        loop, own = LOOPS_OF_RANKS[name], Path(folder) / name.replace(" ", "_")
+        found[name] = run(loop, own, Halve(), missing=MISSING.get(name, ()))
+        _, stopped = loop([StopsAlone()], own)
+        found[name]["stopped"] = stopped.step, stopped.status
         if dist.get_rank() == 0:
             print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
+    if not chosen:
+        found["language model"] = train_language_model(Path(folder) / "language_model")
     torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
+
+
+def train_language_model(folder: Path) -> dict[str, Any]:
+    """Train a small GPT-2 with checkpoints, in Hugging Face's trainer."""
+    from test_transformers import Watch, make_trainer, records
+
+    watch, saving = Watch(), {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(folder / "out", bf16=False, ddp_backend="gloo", **saving)
+    session = hookline.attach(trainer, hooks=[watch], runs=folder / "runs")
+    trainer.train()
+    return {
+        "losses": watch.losses,
+        "norms": watch.norms,
+        "records": records(session, "train/loss") if dist.get_rank() == 0 else None,
+        "log": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "last": getattr(hookline.get_last_checkpoint(folder / "out"), "name", None),
+    }
 
 
 if __name__ == "__main__":

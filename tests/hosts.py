@@ -130,6 +130,8 @@ def in_bare_loop(
                         session.clip(MAX_NORM)
                         optimizer.step()
                         optimizer.zero_grad()
+                    if session.should_stop:
+                        return model, session
                 with session.validation():
                     for x, y in session.batches(make_loader(2, seed=2, shared=True)):
                         with torch.no_grad():
@@ -153,6 +155,8 @@ def in_accelerate_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
                             accelerator.clip_grad_norm_(prepared.parameters(), MAX_NORM)
                         optimizer.step()
                         optimizer.zero_grad()
+                    if session.should_stop:
+                        return model, session
                 with session.validation():
                     for x, y in session.batches(make_loader(2, seed=2, shared=True)):
                         with torch.no_grad():

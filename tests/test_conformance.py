@@ -43,8 +43,8 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     """What they see in each of two processes, beside an update, by loop."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("conformance_ranks.py", folder)
-    both = [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-    return {name: [found[name] for found in both] for name in LOOPS_OF_RANKS}
+    first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))
+    return {name: [first[name], second[name]] for name in first}
 
 
 def comparable(events: list[str], loop: str) -> list[str]:
@@ -72,9 +72,10 @@ def assert_same_values(found: dict[str, list[float]], expected: dict[str, list[f
 def assert_same_files(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Compare what was recorded, written and sent."""
     for name, records in expected["records"].items():
-        assert [step for step, _ in found["records"][name]] == [step for step, _ in records], name
-        values = [value for _, value in records]
-        assert [value for _, value in found["records"][name]] == pytest.approx(values, rel=TOLERANCE)
+        steps, values = zip(*records, strict=True)
+        found_steps, found_values = zip(*found["records"][name], strict=True)
+        assert found_steps == steps, name
+        assert found_values == pytest.approx(values, rel=TOLERANCE), name
     for key in ("recorded status", "saved", "written", "notifications"):
         assert found[key] == expected[key], key
     assert found["written"] == sorted(WRITTEN)
@@ -118,6 +119,22 @@ def test_hooks_see_the_same_in_two_processes(loop, updated, of_ranks) -> None:
         assert_same_values({**found["values"], **means}, updated["values"])
     assert_same_files(both[0], updated)
     assert both[1]["notifications"] == 0
+
+
+@pytest.mark.parametrize("loop", LOOPS_OF_RANKS)
+def test_all_processes_stop_when_one_asks(loop, of_ranks) -> None:
+    assert [found["stopped"] for found in of_ranks[loop]] == [(2, "stopped")] * 2
+
+
+def test_the_loss_of_a_language_model_in_two_processes(of_ranks) -> None:
+    """Hugging Face divides by the tokens of both, so each process has a part of the loss."""
+    first, second = of_ranks["language model"]
+    assert first["norms"] == pytest.approx(second["norms"], rel=TOLERANCE)
+    assert first["losses"] != second["losses"]
+    means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    assert [value for _, value in first["records"]] == pytest.approx(means, rel=TOLERANCE)
+    assert first["log"] == pytest.approx(means, rel=1e-3)
+    assert first["last"] == second["last"] == "checkpoint-4"  # complete, with the files of both
 
 
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "trainer"])

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -431,39 +429,6 @@ def test_every_event_is_given_or_named_as_missing():
     assert [event for event, _ in HOST.rows()] == list(EVENTS)
     assert all(place for event, place in HOST.rows() if event not in HOST.missing)
     assert set(HOST.places) | set(HOST.missing) <= set(EVENTS)
-
-
-DDP = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_transformers import *
-folder = Path({folder!r})
-watch = Watch()
-saving = {{"save_strategy": "steps", "save_steps": 2}}
-trainer = make_trainer(folder / "out", bf16=False, ddp_backend="gloo", **saving)
-session = hookline.attach(trainer, hooks=[watch], runs=folder / "runs")
-trainer.train()
-rank = trainer.args.process_index
-(folder / f"rank_{{rank}}.json").write_text(json.dumps([watch.losses, watch.norms, watch.events]))
-"""
-
-
-def test_two_ranks_record_the_mean_over_both(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(DDP.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, str(script)], check=True, timeout=300, env=environment)
-    first, second = (json.loads((tmp_path / f"rank_{i}.json").read_text()) for i in range(2))
-    assert first[1] == pytest.approx(second[1], rel=1e-5)  # the norm of averaged gradients
-    assert first[0] != second[0]
-    (run,) = (tmp_path / "runs").iterdir()
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    losses = [line["value"] for line in lines if line["name"] == "train/loss"]
-    means = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]
-    assert losses == pytest.approx(means, rel=1e-5)
-    assert hookline.get_last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-4"
 
 
 # -- TRL ------------------------------------------------------------------------------------------
