@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from conformance import Halve, StopsAlone, run
-from hosts import LOOPS_OF_RANKS, MISSING
+from hosts import LOOPS_OF_RANKS, missing_events
 from rank_checks import check_in_all_ranks
 
 import hookline
@@ -28,7 +28,7 @@ def run_loops() -> None:
     for name in chosen or LOOPS_OF_RANKS:
         begun = time.monotonic()
         loop, own = LOOPS_OF_RANKS[name], Path(folder) / name.replace(" ", "_")
-        found[name] = run(loop, own, Halve(), missing=MISSING.get(name, ()))
+        found[name] = run(loop, own, Halve(), missing=missing_events(name))
         _, stopped = loop([StopsAlone()], own)
         found[name]["stopped"] = stopped.step, stopped.status
         if dist.get_rank() == 0:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -74,10 +75,12 @@ def make_loader(n: int = BATCHES, seed: int = 1, *, shared: bool = False) -> Dat
     return DataLoader(data, batch_size=BATCH_SIZE // count_ranks(), sampler=sampler)
 
 
-def shard(model: nn.Module) -> nn.Module:
+def shard(model: nn.Module, **options: Any) -> nn.Module:
     """Shard the parameters with FSDP2."""
-    fully_shard(model.body)  # type: ignore[arg-type]
-    return fully_shard(model)
+    if not isinstance(next(model.parameters()), DTensor):
+        fully_shard(model.body, **options)  # type: ignore[arg-type]
+        fully_shard(model, **options)
+    return model
 
 
 def in_trainer(hooks: list[Any], folder: Path, **fields: Any) -> tuple[nn.Module, Any]:
@@ -164,11 +167,31 @@ def in_accelerate_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
     return model, session
 
 
-def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+def use_fsdp_on_cpu(trainer: Any) -> None:
+    """Set the state of the trainer's Accelerator as it is on GPUs: on CPUs it would use DDP."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def in_transformers(
+    hooks: list[Any], folder: Path, *, sharded: bool = False
+) -> tuple[nn.Module, Any]:
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if sharded:
+                use_fsdp_on_cpu(self)
+
         def _get_train_sampler(self, *args: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
@@ -177,7 +200,6 @@ def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         return {"x": torch.stack(x), "labels": torch.stack(y)}
 
     model = make_model()
-    optimizer = make_optimizer(model)
     args = TrainingArguments(
         str(folder / "out"),
         num_train_epochs=EPOCHS,
@@ -185,6 +207,7 @@ def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         per_device_eval_batch_size=BATCH_SIZE // count_ranks(),
         gradient_accumulation_steps=ACCUMULATE,
         max_grad_norm=MAX_NORM,
+        lr_scheduler_type="constant",
         eval_strategy="epoch",
         save_strategy="no",
         logging_strategy="no",
@@ -199,20 +222,27 @@ def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         train_dataset=make_loader().dataset,
         eval_dataset=make_loader(2, seed=2).dataset,
         data_collator=collate,
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     )
     session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
     trainer.train()
     return model, session
 
 
-def in_lightning(hooks: list[Any], folder: Path, strategy: Any = "auto") -> tuple[nn.Module, Any]:
+def in_lightning(
+    hooks: list[Any], folder: Path, *, strategy: str = "auto"
+) -> tuple[nn.Module, Any]:
     import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = make_model()
+
+        def configure_model(self) -> None:
+            if strategy == "fsdp":
+                shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return F.mse_loss(self.net(batch[0]), batch[1])
@@ -233,7 +263,7 @@ def in_lightning(hooks: list[Any], folder: Path, strategy: Any = "auto") -> tupl
         num_sanity_val_steps=0,
         accelerator="cpu",
         devices=count_ranks(),
-        strategy=strategy,
+        strategy=ModelParallelStrategy() if strategy == "fsdp" else strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -303,8 +333,9 @@ LOOPS_OF_RANKS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = 
     "bare loop with ddp": partial(in_bare_loop, wrap=DistributedDataParallel),
     "bare loop with fsdp": partial(in_bare_loop, wrap=shard),
     "accelerate loop": in_accelerate_loop,
-    "transformers": in_transformers,
-    "lightning": partial(in_lightning, strategy="ddp"),
+    "transformers with ddp": in_transformers,
+    "transformers with fsdp": partial(in_transformers, sharded=True),
+    "lightning with ddp": partial(in_lightning, strategy="ddp"),
     "ignite": in_ignite,
 }
 """The loops and strategies, in several processes."""
@@ -314,4 +345,9 @@ MISSING = {
     "ignite": {"on_before_backward"},
     "accelerate loop": {"on_before_backward"},  # the Accelerator runs backward
 }
-"""Events that a loop does not give; hooks that need them are refused."""
+"""Events that a loop does not give, also in several processes; hooks that need them are refused."""
+
+
+def missing_events(name: str) -> set[str]:
+    """Return the events that a loop of these names does not give."""
+    return MISSING.get(name.partition(" with ")[0], set())
