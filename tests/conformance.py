@@ -160,9 +160,19 @@ class StopsAlone(hookline.Hook):
             trainer.stop("one process asked")
 
 
-class Halve(hookline.UpdateHook):
+class HalveHead(hookline.UpdateHook):
+    """Halves the gradients of one layer: clipping would undo halving all of them."""
+
     def __call__(self, gradients):
-        return {name: gradient / 2 for name, gradient in gradients.items()}
+        return {name: value / 2 for name, value in gradients.items() if "head." in name}
+
+
+class Norms(hookline.Hook):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, grad_norm):
+        self.seen.append(grad_norm)
 
 
 def built_ins(folder: Path, webhook: str) -> list[Any]:

@@ -12,10 +12,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from conformance import Halve, StopsAlone, run
-from hosts import LOOPS_OF_RANKS, missing_events
+from conformance import HalveHead, Norms, StopsAlone, run
+from hosts import LOOPS_OF_RANKS, in_lightning, missing_events
 from rank_checks import check_in_all_ranks
 
 import hookline
@@ -28,14 +29,24 @@ def run_loops() -> None:
     for name in chosen or LOOPS_OF_RANKS:
         begun = time.monotonic()
         loop, own = LOOPS_OF_RANKS[name], Path(folder) / name.replace(" ", "_")
-        found[name] = run(loop, own, Halve(), missing=missing_events(name))
+        found[name] = run(loop, own, HalveHead(), missing=missing_events(name))
         _, stopped = loop([StopsAlone()], own)
         found[name]["stopped"] = stopped.step, stopped.status
+        norms = Norms()
+        loop([norms, hookline.EMA(decay=0.5)], own)
+        found[name]["norms beside averages"] = norms.seen
         if dist.get_rank() == 0:
             print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
     if not chosen:
+        refuse_sharded_lightning(Path(folder))
         found["language model"] = train_language_model(Path(folder) / "language_model")
     torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
+
+
+def refuse_sharded_lightning(folder: Path) -> None:
+    """A sharded LightningModule is refused before the first step."""
+    with pytest.raises(hookline.LoopError, match="ModelParallelStrategy"):
+        in_lightning([Norms()], folder, strategy="fsdp")
 
 
 def train_language_model(folder: Path) -> dict[str, Any]:
