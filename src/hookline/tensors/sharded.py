@@ -68,7 +68,7 @@ def reshard(model: torch.nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in () if fsdp is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
-            module.reshard()
+            cast(Any, module).reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
