@@ -1,23 +1,33 @@
-"""One training, written for every loop that hooks run in.
+"""One training, written for every loop that hooks run in, in one process or in several.
 
 The model, the data and their order, the optimizer, accumulation, clipping and validation are the
-same in all of them: two epochs of three steps, two batches each.
+same in all of them: two epochs of three steps, two batches each. Several processes share each
+batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hookline
 
 BATCHES, BATCH_SIZE, ACCUMULATE, EPOCHS, MAX_NORM = 6, 4, 2, 2, 0.5
+
+
+class Head(nn.Linear):
+    """The last layer, of a type of its own: its name is another one in a LightningModule."""
 
 
 class Net(nn.Module):
@@ -26,7 +36,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
-        self.head = nn.Linear(8, 1)
+        self.head = Head(8, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         outputs = self.head(self.body(x))
@@ -44,22 +54,36 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def make_loader(n: int = BATCHES, seed: int = 1) -> DataLoader[Any]:
+def count_ranks() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def make_loader(n: int = BATCHES, seed: int = 1, *, shared: bool = False) -> DataLoader[Any]:
+    """Return a loader, with the batch size of one process.
+
+    Args:
+        n: the number of batches of all processes.
+        seed: of the data.
+        shared: whether it gives only the samples of this process; else the loop shares them.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n * BATCH_SIZE, 3, generator=generator)
-    return DataLoader(TensorDataset(x, 3 * x.sum(1, keepdim=True)), batch_size=BATCH_SIZE)
+    data = TensorDataset(x, 3 * x.sum(1, keepdim=True))
+    is_part = shared and count_ranks() > 1
+    sampler: Any = DistributedSampler(data, shuffle=False) if is_part else None
+    return DataLoader(data, batch_size=BATCH_SIZE // count_ranks(), sampler=sampler)
 
 
-def validate(model: nn.Module) -> torch.Tensor:
-    """Return the mean loss of the validation."""
-    model.eval()
-    with torch.no_grad():
-        losses = [F.mse_loss(model(x), y) for x, y in make_loader(2, seed=2)]
-    model.train()
-    return torch.stack(losses).mean()
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """Shard the parameters with FSDP2."""
+    if not isinstance(next(model.parameters()), DTensor):
+        fully_shard(model.body, **options)  # type: ignore[arg-type]
+        fully_shard(model, **options)
+    return model
 
 
-def in_trainer(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+def in_trainer(hooks: list[Any], folder: Path, **fields: Any) -> tuple[nn.Module, Any]:
     model = make_model()
     config = hookline.TrainerConfig(
         max_epochs=EPOCHS,
@@ -68,6 +92,7 @@ def in_trainer(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         runs=str(folder / "runs"),
         progress="off",
         seed=None,
+        **fields,
     )
     trainer = hookline.Trainer(
         config, model, make_optimizer(model), loss_fn=F.mse_loss, hooks=hooks
@@ -94,20 +119,24 @@ def in_accelerate_trainer(hooks: list[Any], folder: Path) -> tuple[nn.Module, An
     return model, trainer
 
 
-def in_bare_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
-    model = make_model()
+def in_bare_loop(
+    hooks: list[Any], folder: Path, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> tuple[nn.Module, Any]:
+    model = wrap(make_model())
     optimizer = make_optimizer(model)
     with hookline.attach(model, optimizer, hooks=hooks, runs=folder / "runs") as session:
         for _ in range(EPOCHS):
             with session.epoch():
-                for i, (x, y) in enumerate(session.batches(make_loader())):
+                for i, (x, y) in enumerate(session.batches(make_loader(shared=True))):
                     session.backward(F.mse_loss(model(x), y), accumulate=ACCUMULATE)
                     if (i + 1) % ACCUMULATE == 0:
                         session.clip(MAX_NORM)
                         optimizer.step()
                         optimizer.zero_grad()
+                    if session.should_stop:
+                        return model, session
                 with session.validation():
-                    for x, y in session.batches(make_loader(2, seed=2)):
+                    for x, y in session.batches(make_loader(2, seed=2, shared=True)):
                         with torch.no_grad():
                             session.log("loss", F.mse_loss(model(x), y))
     return model, session
@@ -129,18 +158,40 @@ def in_accelerate_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
                             accelerator.clip_grad_norm_(prepared.parameters(), MAX_NORM)
                         optimizer.step()
                         optimizer.zero_grad()
+                    if session.should_stop:
+                        return model, session
                 with session.validation():
-                    for x, y in session.batches(make_loader(2, seed=2)):
+                    for x, y in session.batches(make_loader(2, seed=2, shared=True)):
                         with torch.no_grad():
                             session.log("loss", F.mse_loss(prepared(x), y))
     return model, session
 
 
-def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+def use_fsdp_on_cpu(trainer: Any) -> None:
+    """Set the state of the trainer's Accelerator as it is on GPUs: on CPUs it would use DDP."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def in_transformers(
+    hooks: list[Any], folder: Path, *, sharded: bool = False
+) -> tuple[nn.Module, Any]:
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
 
     class InOrder(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if sharded:
+                use_fsdp_on_cpu(self)
+
         def _get_train_sampler(self, *args: Any) -> Any:
             return SequentialSampler(self.train_dataset)
 
@@ -149,14 +200,14 @@ def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         return {"x": torch.stack(x), "labels": torch.stack(y)}
 
     model = make_model()
-    optimizer = make_optimizer(model)
     args = TrainingArguments(
         str(folder / "out"),
         num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH_SIZE,
-        per_device_eval_batch_size=BATCH_SIZE,
+        per_device_train_batch_size=BATCH_SIZE // count_ranks(),
+        per_device_eval_batch_size=BATCH_SIZE // count_ranks(),
         gradient_accumulation_steps=ACCUMULATE,
         max_grad_norm=MAX_NORM,
+        lr_scheduler_type="constant",
         eval_strategy="epoch",
         save_strategy="no",
         logging_strategy="no",
@@ -171,27 +222,34 @@ def in_transformers(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         train_dataset=make_loader().dataset,
         eval_dataset=make_loader(2, seed=2).dataset,
         data_collator=collate,
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     )
     session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
     trainer.train()
     return model, session
 
 
-def in_lightning(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+def in_lightning(
+    hooks: list[Any], folder: Path, *, strategy: str = "auto"
+) -> tuple[nn.Module, Any]:
     import lightning.pytorch as lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = make_model()
 
+        def configure_model(self) -> None:
+            if strategy == "fsdp":
+                shard(self.net, mesh=self.device_mesh["data_parallel"])
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return F.mse_loss(self.net(batch[0]), batch[1])
 
         def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = F.mse_loss(self.net(batch[0]), batch[1])
-            self.log("val_loss", loss, batch_size=len(batch[0]))
+            self.log("val_loss", loss, batch_size=len(batch[0]), sync_dist=True)
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -204,6 +262,8 @@ def in_lightning(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         gradient_clip_val=MAX_NORM,
         num_sanity_val_steps=0,
         accelerator="cpu",
+        devices=count_ranks(),
+        strategy=ModelParallelStrategy() if strategy == "fsdp" else strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -211,16 +271,22 @@ def in_lightning(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         default_root_dir=str(folder),
     )
     session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
-    trainer.fit(module, make_loader(), make_loader(2, seed=2))
+    # Shared here: Lightning's own sampler for several processes shuffles the training data.
+    trainer.fit(module, make_loader(shared=True), make_loader(2, seed=2, shared=True))
     return module.net, session
 
 
 def in_ignite(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
+    import ignite.distributed as idist
     from ignite.engine import Engine, Events
     from ignite.metrics import Loss
 
-    model = make_model()
-    optimizer = make_optimizer(model)
+    model = idist.auto_model(make_model())
+    optimizer = idist.auto_optim(make_optimizer(model))
+    loader, val_loader = (
+        idist.auto_dataloader(loader.dataset, batch_size=BATCH_SIZE, shuffle=False)
+        for loader in (make_loader(), make_loader(2, seed=2))
+    )
 
     def train(engine: Engine, batch: Any) -> None:
         x, y = batch
@@ -244,10 +310,8 @@ def in_ignite(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
         hooks=hooks,
         runs=folder / "runs",
     )
-    trainer.add_event_handler(
-        Events.EPOCH_COMPLETED, lambda _: evaluator.run(make_loader(2, seed=2))
-    )
-    trainer.run(make_loader(), max_epochs=EPOCHS)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda _: evaluator.run(val_loader))
+    trainer.run(loader, max_epochs=EPOCHS)
     return model, session
 
 
@@ -260,3 +324,30 @@ LOOPS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
     "lightning": in_lightning,
     "ignite": in_ignite,
 }
+"""The loops, in one process."""
+
+LOOPS_OF_RANKS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
+    "trainer with ddp": partial(in_trainer, strategy="ddp"),
+    "trainer with fsdp": partial(in_trainer, strategy="fsdp", fsdp={"wrap": ["Sequential"]}),
+    "accelerate trainer": in_accelerate_trainer,
+    "bare loop with ddp": partial(in_bare_loop, wrap=DistributedDataParallel),
+    "bare loop with fsdp": partial(in_bare_loop, wrap=shard),
+    "accelerate loop": in_accelerate_loop,
+    "transformers with ddp": in_transformers,
+    "transformers with fsdp": partial(in_transformers, sharded=True),
+    "lightning with ddp": partial(in_lightning, strategy="ddp"),
+    "ignite": in_ignite,
+}
+"""The loops and strategies, in several processes."""
+
+MISSING = {
+    "transformers": {"on_before_backward"},
+    "ignite": {"on_before_backward"},
+    "accelerate loop": {"on_before_backward"},  # the Accelerator runs backward
+}
+"""Events that a loop does not give, also in several processes; hooks that need them are refused."""
+
+
+def missing_events(name: str) -> set[str]:
+    """Return the events that a loop of these names does not give."""
+    return MISSING.get(name.partition(" with ")[0], set())

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
-from loops import run_on_two_ranks, same, weights
+from loops import same, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -742,57 +742,3 @@ def test_malicious_versions_are_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "2.6.3")
     with pytest.raises(LoopError, match=r"lightning 2\.6\.3 is installed.*malicious"):
         lightning_package.callback_classes()
-
-
-# -- several processes ----------------------------------------------------------------------------
-
-
-TWO_RANKS = """
-import json, logging, sys, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-sys.path.insert(0, {tests!r})
-import lightning.pytorch as lightning
-import torch
-import hookline
-from test_lightning import Module, StopIn, data, make_trainer, module, recorder
-
-folder = Path({folder!r})
-seen = recorder("on_after_forward", "on_step_end", "on_gradients_ready", "on_epoch_end")
-trainer = make_trainer(folder, strategy="ddp", devices=2, accumulate_grad_batches=2)
-session = hookline.attach(
-    trainer, hooks=[seen, hookline.probes.Monitor("net.0")], runs=folder / "runs"
-)
-trainer.fit(module(), data(8), data(2))
-rank = trainer.global_rank
-assert seen.names.count("on_after_forward") == 8
-assert all(k["outputs"].shape == (4, 1) for k in seen.named("on_after_forward"))
-assert (session.run is None) == (rank == 1)
-found = dict(
-    losses=[k["loss"] for k in seen.named("on_step_end")],
-    gradients=[float(k["gradients"][0].sum()) for k in seen.named("on_gradients_ready")],
-    epochs=[float(k["metrics"]["train/loss"]) for k in seen.named("on_epoch_end")],
-)
-(folder / f"rank{{rank}}.json").write_text(json.dumps(found))
-
-stops = make_trainer(folder, strategy="ddp", devices=2)  # one rank asks, both stop
-asks = hookline.attach(stops, hooks=[StopIn(2 if rank == 1 else 100)])
-stops.fit(module(), data(8))
-assert asks.step == 2, asks.step
-"""
-
-
-def test_two_processes_record_the_mean_of_their_losses(tmp_path) -> None:
-    tests = str(Path(__file__).parent)
-    run_on_two_ranks(TWO_RANKS.format(tests=tests, folder=str(tmp_path)), tmp_path)
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first["losses"] != second["losses"]
-    assert first["gradients"] == second["gradients"]
-    assert first["epochs"] == second["epochs"]
-    (folder,) = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    recorded = [row["value"] for row in rows if row["name"] == "train/loss"]
-    means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
-    assert recorded == pytest.approx(means)
-    assert len(means) == 4

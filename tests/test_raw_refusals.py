@@ -338,3 +338,10 @@ def test_a_mistake_in_the_arguments_of_attach_is_explained(options, message):
 def test_parsed_command_line_arguments_are_hyperparameters():
     session = hookline.attach(*make(), hooks=None, hparams=argparse.Namespace(width=3))
     assert session.hparams == {"width": 3}
+
+
+def test_something_else_than_a_model_or_a_trainer_is_refused_with_what_can_be_attached():
+    with pytest.raises(
+        hookline.ArgumentError, match=r"torch\.nn\.Module, not 3.*Lightning.*Ignite"
+    ):
+        hookline.attach(3)

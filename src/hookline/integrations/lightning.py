@@ -31,6 +31,7 @@ from hookline.integrations.lightning_package import (
     find_package,
 )
 from hookline.loop.model_watch import CalledModules
+from hookline.tensors.sharded import is_sharded
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -151,6 +152,12 @@ class HooklineCallback(_Callback):
             raise LoopError(
                 "This LightningModule has no optimizer, so no step can be seen. Return one from "
                 "`configure_optimizers`, or train without hooks."
+            )
+        if any(map(is_sharded, pl_module.parameters())):
+            raise LoopError(
+                "This LightningModule is sharded (ModelParallelStrategy), where hooks are not "
+                'supported yet. Use strategy="ddp", or FSDP2 in Hookline\'s trainer, in a loop of '
+                "your own, or in a Hugging Face Trainer."
             )
         if pl_module.hparams:
             session.use_config(pl_module.hparams)

@@ -15,6 +15,7 @@ __all__ = [
     "local",
     "local_with_groups",
     "needs_collective",
+    "reshard",
     "shard_from_local",
     "shard_index",
     "shard_like",
@@ -57,6 +58,17 @@ def needs_collective(tensor: Tensor) -> bool:
     sharded = cast(Any, tensor)
     sizes = zip(sharded.placements, sharded.device_mesh.shape, strict=True)
     return any(size > 1 and not place.is_replicate() for place, size in sizes)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Drop the whole values that FSDP2 has kept of parameters since the last forward.
+
+    Whoever changes the parts calls this: the next forward would use the old values.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in () if fsdp is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
+            cast(Any, module).reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.full_tensor import full_tensor
 from hookline.tensors.name_patterns import module_places
-from hookline.tensors.sharded import is_sharded, local, shard_like
+from hookline.tensors.sharded import is_sharded, local, reshard, shard_like
 
 __all__ = ["EMA"]
 
@@ -257,6 +257,7 @@ class EMA(BuiltIn):
         self._training_weights = kept
         averages = [local(self._averages[name]) for name in self._weights]
         _copy([*map(local, self._weights.values())], averages)
+        reshard(self._model)
 
     @torch.no_grad()
     def _restore_weights(self) -> None:
@@ -264,6 +265,8 @@ class EMA(BuiltIn):
         if kept is None:
             return
         _copy([local(self._weights[name]) for name in kept], [*map(local, kept.values())])
+        if self._model is not None:
+            reshard(self._model)
         self._training_weights = None
         self._handle.remove()
         self._handle = None

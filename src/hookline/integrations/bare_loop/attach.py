@@ -193,7 +193,9 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(
-            f"attach(model, …) takes a torch.nn.Module, not {describe_value(model)}."
+            f"attach(model, …) takes a torch.nn.Module, not {describe_value(model)}. Instead of a "
+            "model it takes a Trainer of transformers, TRL or Lightning, an Ignite Engine, or an "
+            "Accelerator."
         )
     check_supported(model)
     is_several = isinstance(given, Iterable) and not isinstance(

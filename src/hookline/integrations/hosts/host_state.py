@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from hookline.checkpoint import load_checkpoint, save_checkpoint
 from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, CollectiveError
 from hookline.integrations.bare_loop.state_dicts import collect_state
 from hookline.loop.processes import is_main_process
 from hookline.loop.saved_state import check_host_state, reported_damage
+from hookline.tensors.full_tensor import full_tensor
 
 if TYPE_CHECKING:
     from hookline.integrations.hosts.host_session import HostSession
@@ -30,19 +31,20 @@ log = logging.getLogger("hookline")
 def save(session: HostSession, folder: Path) -> None:
     """Save the hooks' state in a host's checkpoint, and mark it as complete; on the first rank.
 
-    A failure is logged: the host's checkpoint itself is there.
+    All ranks call this: what is sharded is gathered. A failure is logged: the host's checkpoint
+    itself is there.
     """
-    if not is_main_process():
-        return
     try:
-        state = collect_state(session)
+        state = full_tensor(collect_state(session))
+        if not is_main_process():
+            return
         info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
         unmark(folder)  # the host may have written this checkpoint again
         save_checkpoint(folder / HOOKS_FOLDER, model={}, state=state, info=info)
         if session.run is not None:
             session.run.flush(durable=True)
         mark_complete(folder)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, CollectiveError, OSError) as error:
         log.warning("The state of the hooks was not saved with %s: %s", folder, error)
 
 

@@ -1,0 +1,73 @@
+"""Run by `torchrun` with two ranks: the hooks of `conformance.py` in all loops and strategies.
+
+Each rank writes what its hooks saw, by loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance import HalveHead, Norms, StopsAlone, run
+from hosts import LOOPS_OF_RANKS, in_lightning, missing_events
+from rank_checks import check_in_all_ranks
+
+import hookline
+
+
+def run_loops() -> None:
+    """Train in one loop after the other, in the same process group."""
+    folder, *chosen = sys.argv[1:]
+    found = {}
+    for name in chosen or LOOPS_OF_RANKS:
+        begun = time.monotonic()
+        loop, own = LOOPS_OF_RANKS[name], Path(folder) / name.replace(" ", "_")
+        found[name] = run(loop, own, HalveHead(), missing=missing_events(name))
+        _, stopped = loop([StopsAlone()], own)
+        found[name]["stopped"] = stopped.step, stopped.status
+        norms = Norms()
+        loop([norms, hookline.EMA(decay=0.5)], own)
+        found[name]["norms beside averages"] = norms.seen
+        if dist.get_rank() == 0:
+            print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
+    if not chosen:
+        refuse_sharded_lightning(Path(folder))
+        found["language model"] = train_language_model(Path(folder) / "language_model")
+    torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
+
+
+def refuse_sharded_lightning(folder: Path) -> None:
+    """A sharded LightningModule is refused before the first step."""
+    with pytest.raises(hookline.LoopError, match="ModelParallelStrategy"):
+        in_lightning([Norms()], folder, strategy="fsdp")
+
+
+def train_language_model(folder: Path) -> dict[str, Any]:
+    """Train a small GPT-2 with checkpoints, in Hugging Face's trainer."""
+    from test_transformers import Watch, make_trainer, records
+
+    watch, saving = Watch(), {"save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(folder / "out", bf16=False, ddp_backend="gloo", **saving)
+    session = hookline.attach(trainer, hooks=[watch], runs=folder / "runs")
+    trainer.train()
+    return {
+        "losses": watch.losses,
+        "norms": watch.norms,
+        "records": records(session, "train/loss") if dist.get_rank() == 0 else None,
+        "log": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "last": getattr(hookline.get_last_checkpoint(folder / "out"), "name", None),
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for library in ("transformers", "lightning.pytorch"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    check_in_all_ranks(run_loops)
