@@ -32,12 +32,14 @@ class BackwardLoss:
         given: whether the loop gave its own loss (`session.backward`).
         divisor: the constant that it was divided by last; None without one.
         compiled: whether it comes out of a compiled function, which hides a division.
+        host_divisor: the number that it was divided by, where a host says so.
     """
 
     loss: torch.Tensor | None
     given: bool = False
     divisor: float | None = None
     compiled: bool = False
+    host_divisor: float | None = None
 
 
 class LossTracker:
@@ -52,7 +54,7 @@ class LossTracker:
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
         has_stepped: whether one of several optimizers has stepped, and the step goes on.
-        divisor: the number that each loss was divided by, where a host says so.
+        divisor: the number that each loss is divided by from now on, where a host says so.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class LossTracker:
         # Gradients were dropped since the last backward, if there was one: it had no step.
         if not had_gradients and not self.has_stepped:
             self._step.clear()
+        seen.host_divisor = self.divisor
         self._step.append(seen)
         self._batch.append(seen)
 
@@ -194,8 +197,8 @@ class LossTracker:
             seen: the loss.
             count: the number of backwards in its step; 0 while the step is in progress.
         """
-        if self.divisor is not None:
-            return self.divisor
+        if seen.host_divisor is not None:
+            return seen.host_divisor
         if seen.given or self._divided is False:
             return 1.0
         if self._divided:
