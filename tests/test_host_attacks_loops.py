@@ -169,6 +169,25 @@ def test_two_optimizers_that_step_in_turn_do_not_share_a_division():
     assert losses.steps == pytest.approx(pairs(own))
 
 
+def test_an_engine_that_fails_before_it_starts_can_run_again():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(engine: Engine, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+
+    losses, engine = StepLosses(), Engine(train_step)
+    session = hookline.attach(engine, model=model, optimizer=optimizer, hooks=[losses])
+    with pytest.raises(ValueError, match="epoch_length"):
+        engine.run(max_epochs=1)
+    engine.run(loader(3), max_epochs=1)
+    assert len(losses.steps) == 3
+    assert session.status == "completed"
+    assert "run" not in vars(engine)
+
+
 @pytest.mark.parametrize(("batches", "accumulate"), [(1, 2), (3, 4), (5, 2)])
 def test_accelerates_division_is_undone_in_steps_with_fewer_batches(batches, accumulate):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
