@@ -51,11 +51,11 @@ def mark_complete(folder: Path) -> None:
     sync(folder.parent)
 
 
-def unmark(folder: Path) -> None:
+def unmark(folder: Path, name: str = HOOKS_FOLDER) -> None:
     """Remove what `mark_complete` and the hooks have written: the host saves this one again."""
     (folder / _MARK).unlink(missing_ok=True)
-    if is_checkpoint(folder / HOOKS_FOLDER):
-        shutil.rmtree(folder / HOOKS_FOLDER)
+    if is_checkpoint(folder / name):
+        shutil.rmtree(folder / name)
 
 
 def describe_incomplete(folder: Path, *, verify: bool = True) -> str | None:

@@ -118,7 +118,8 @@ class EngineSession(HostSession):
             with SignalWatch(self._requests, ("SIGTERM", "SIGUSR1")):
                 result = run(*args, **kwargs)
         except BaseException as error:
-            self._leave(error)
+            if self._is_connected:  # else it has failed before training started
+                self._leave(error)
             raise
         if not self._is_interrupted:  # else the next `run` continues
             self._leave(self._handled_exception)

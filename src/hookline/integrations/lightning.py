@@ -125,6 +125,7 @@ class HooklineCallback(_Callback):
         self._is_between_steps = True
         self._host_step = 0  # under which the trainer logs what this batch gives
         self._logged: dict[str, Any] = {}  # what the record has already
+        self._shown: dict[str, Any] = {}  # what hooks have had as metrics of batches
         self._known_before: dict[str, Any] = {}  # metrics at the start of a validation
 
     @property
@@ -179,6 +180,8 @@ class HooklineCallback(_Callback):
         if not trainer.ckpt_path:
             return
         path = Path(trainer.ckpt_path)
+        if self._loaded is None and not trainer.global_step:
+            return  # a copy of the start, as LearningRateFinder makes it
         state = None if self._loaded is None else unpack_state(self._loaded, path)
         self._loaded = None
         self.session.restore(path, state, step=trainer.global_step // optimizers)
@@ -209,7 +212,8 @@ class HooklineCallback(_Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.session.detach()
+            if self.session.started:  # else this was no training, as `Tuner.lr_find`
+                self.session.detach()
             self._release()
 
     def _release(self) -> None:
@@ -238,8 +242,8 @@ class HooklineCallback(_Callback):
         self._notify_saved()
         automatic = pl_module.automatic_optimization
         self._host_step = trainer.global_step if automatic else self.session.step
-        divisor = trainer.accumulate_grad_batches if automatic else 1
-        self.session.start_batch(batch, divisor=float(divisor), idx=batch_idx)
+        divisor = float(trainer.accumulate_grad_batches) if automatic else None
+        self.session.start_batch(batch, divisor=divisor, idx=batch_idx)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -298,7 +302,10 @@ class HooklineCallback(_Callback):
     def _batch_metrics(self) -> dict[str, Any]:
         """Return what the module has logged in this batch, under its own names."""
         assert self._trainer is not None
-        return _new_values(self._trainer.callback_metrics, self._logged)
+        values = self._trainer.callback_metrics
+        new = _new_values(values, self._shown)
+        self._shown |= values
+        return new
 
     def _record(self, trainer: Trainer) -> None:
         """Record what the module has logged since the last time.
@@ -354,6 +361,7 @@ class HooklineCallback(_Callback):
         new = _new_values(trainer.callback_metrics, self._known_before)
         self._known_before = {}
         self._logged |= new
+        self._shown |= new
         self.session.end_validation(_validation_names(new))
         self.session.end_step()
         self._request_stop(trainer)

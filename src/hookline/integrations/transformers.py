@@ -19,7 +19,6 @@ from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
@@ -94,7 +93,8 @@ class HooklineCallback(TrainerCallback):
             **session_options(hooks, **options),
         )
         self._trainer: Trainer | None = None
-        self._resumes_from: Path | None = None
+        self._epoch: int | None = None
+        self._hooks_folder = host_state.HOOKS_FOLDER
         self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
 
@@ -138,16 +138,12 @@ class HooklineCallback(TrainerCallback):
     # -- wrapped methods --------------------------------------------------------------------------
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else kwargs.get("resume_from_checkpoint")
-        assert self._trainer is not None
-        if given is True:
-            given = get_last_checkpoint(self._trainer.args.output_dir)  # type: ignore[no-untyped-call]
-        self._resumes_from = Path(given) if isinstance(given, str | os.PathLike) else None
         try:
             with self.session:
                 result = train(*args, **kwargs)
         finally:
-            self._unbind()
+            if self.session.has_ended:  # else it has failed before training started
+                self._unbind()
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
         return result
@@ -173,8 +169,8 @@ class HooklineCallback(TrainerCallback):
         finally:
             self._validation_depth = 0
             self.session.leave_validation()
-        if self._epoch_has_ended:
-            self._end_epoch()
+        self._end_epoch()
+        self.session.end_step()
         assert self._trainer is not None
         self._request_stop(self._trainer.control)
         return metrics
@@ -208,9 +204,14 @@ class HooklineCallback(TrainerCallback):
     ) -> None:
         if self._trainer is None:  # the callback was added after the trainer was made
             self.bind(self._find_trainer())
-            self._resumes_from = _checkpoint_folder(args, state) if state.global_step else None
         trainer, session = self._trainer, self.session
         assert trainer is not None
+        if state.is_hyper_param_search:
+            raise LoopError(
+                "hyperparameter_search starts training several times, and a session belongs to "
+                "one. Search without hooks, and attach to the training with what it has found."
+            )
+        self._hooks_folder = _hooks_folder(self, trainer)
         session.use_config(args)
         optimizer = unwrap_optimizer(trainer.optimizer)
         model: Any = trainer.model_wrapped
@@ -221,19 +222,27 @@ class HooklineCallback(TrainerCallback):
             scaler=trainer.accelerator.scaler,
             signals=("SIGTERM", "SIGUSR1"),
         )
-        if self._resumes_from is not None and state.global_step:
-            saved = host_state.load(session, self._resumes_from)
-            session.restore(self._resumes_from, saved, step=state.global_step)
+        if state.global_step:
+            folder = _resumed_folder() or _checkpoint_folder(args, state)
+            saved = host_state.load(folder, self._hooks_folder)
+            session.restore(folder, saved, step=state.global_step)
         session.begin()
+        session.end_step()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.session.start_epoch(int((state.epoch or 0) + 1e-6))
+        if self.session.is_training:
+            self._end_epoch()
+            first = int((state.epoch or 0) + 1e-6)
+            self._epoch = first if self._epoch is None else self._epoch + 1
+            self.session.start_epoch(self._epoch)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if not self.session.is_training:
+            return
         self._epoch_has_ended = True
         if self.session.received_signal is not None:  # the process is about to be killed
             control.should_evaluate = False
@@ -242,8 +251,11 @@ class HooklineCallback(TrainerCallback):
         self._request_stop(control)
 
     def _end_epoch(self) -> None:
-        self._epoch_has_ended = False
-        self.session.end_epoch()
+        """End an epoch whose batches are over, unless that was done."""
+        if self._epoch_has_ended and self.session.is_training:
+            self._epoch_has_ended = False
+            self.session.end_epoch()
+            self.session.end_step()
 
     def _request_stop(self, control: TrainerControl) -> None:
         """Let the trainer stop, and save before, if hooks or a signal ask for it."""
@@ -255,13 +267,15 @@ class HooklineCallback(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.session.end_batch()
+        if self.session.is_training:
+            self.session.end_batch()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.session.end_step()
-        self._request_stop(control)
+        if self.session.is_training:
+            self.session.end_step()
+            self._request_stop(control)
 
     def on_log(
         self,
@@ -295,15 +309,34 @@ class HooklineCallback(TrainerCallback):
             return
         trainer = self._trainer
         assert trainer is not None
+        self._end_epoch()  # another callback has kept the trainer from validating
         folder = _checkpoint_folder(args, state)
         trainer.accelerator.wait_for_everyone()  # every rank writes its random states
-        host_state.save(self.session, folder)
+        host_state.save(self.session, folder, self._hooks_folder)
         self.session.notify_checkpoint_saved(str(folder))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._end_epoch()
         self.session.detach()
+
+
+def _resumed_folder() -> Path | None:
+    """Return the checkpoint that the running `Trainer.train` has loaded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Trainer.train.__code__:
+        frame = frame.f_back
+    given = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
+    return Path(given) if isinstance(given, str | os.PathLike) else None
+
+
+def _hooks_folder(callback: HooklineCallback, trainer: Trainer) -> str:
+    """Return where the state of these hooks is in a checkpoint: a trainer may have two sessions."""
+    handler = trainer.callback_handler
+    own = [each for each in handler.callbacks if isinstance(each, HooklineCallback)]
+    place = own.index(callback)
+    return f"{host_state.HOOKS_FOLDER}_{place + 1}" if place else host_state.HOOKS_FOLDER
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -315,6 +348,9 @@ def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"Expected a transformers.Trainer, not a {type(trainer).__name__}.")
     callback = HooklineCallback(hooks, **options)
+    for other in list(trainer.callback_handler.callbacks):
+        if isinstance(other, HooklineCallback) and other.session.has_ended:
+            trainer.remove_callback(other)
     callback.bind(trainer)
     trainer.add_callback(callback)
     return callback.session

@@ -50,7 +50,9 @@ def attach_to_loop(
     """Attach hooks to a bare loop; see `hookline.attach`."""
     checked = session_options(hooks, **options)
     parts = loop_parts(model, optimizer, schedulers, scaler)
-    return Session(**parts, watch_generation=watch_generation, **checked)
+    session = Session(**parts, watch_generation=watch_generation, **checked)
+    session._step_watch.losses.expect_divisor(_accumulated_batches(optimizer))
+    return session
 
 
 def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict[str, Any]:
@@ -188,6 +190,13 @@ def unwrap_optimizer(optimizer: Any) -> Any:
         while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             optimizer = optimizer.optimizer
     return optimizer
+
+
+def _accumulated_batches(given: Any) -> int:
+    """Return by which number Accelerate divides losses; 0 without a prepared optimizer."""
+    first = next(iter(given), None) if isinstance(given, list | tuple) else given
+    count = getattr(getattr(first, "gradient_state", None), "num_steps", 0)
+    return count if isinstance(count, int) else 0
 
 
 def _optimizers(given: Any, model: Any) -> list[torch.optim.Optimizer]:

@@ -32,12 +32,16 @@ class BackwardLoss:
         given: whether the loop gave its own loss (`session.backward`).
         divisor: the constant that it was divided by last; None without one.
         compiled: whether it comes out of a compiled function, which hides a division.
+        host_divisor: the number that it was divided by, where a host says so.
+        turn: how many times optimizers have stepped before it, in its step.
     """
 
     loss: torch.Tensor | None
     given: bool = False
     divisor: float | None = None
     compiled: bool = False
+    host_divisor: float | None = None
+    turn: int = 0
 
 
 class LossTracker:
@@ -51,8 +55,8 @@ class LossTracker:
 
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
-        has_stepped: whether one of several optimizers has stepped, and the step goes on.
-        divisor: the number that each loss was divided by, where a host says so.
+        turns: how many times optimizers have stepped, while the step goes on with others.
+        divisor: the number that each loss is divided by from now on, where a host says so.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class LossTracker:
         divided: bool | None = None,
     ) -> None:
         self.wanted = False
-        self.has_stepped = False
+        self.turns = 0
         self.divisor: float | None = None
         self._context = context
         self._scaler = scaler
@@ -73,12 +77,16 @@ class LossTracker:
         self._is_given = False
         self._group = 0  # the number of backwards that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
-        self._backwards = 0  # in the step that ends now; 0 while it is in progress
+        self._counts: dict[int, int] = {}  # backwards of the step that ends, by turn
 
     @property
     def reads_graphs(self) -> bool:
         """Whether it must be found out by which number losses were divided."""
         return self.wanted and self._divided is not False and self.divisor is None
+
+    def expect_divisor(self, count: int) -> None:
+        """Undo a division by this number also in steps with fewer batches, and in the first."""
+        self._group = max(self._group, count)
 
     def set_loss(self, loss: torch.Tensor | None) -> None:
         """Set the loss that the loop runs backward on; None after it."""
@@ -120,8 +128,9 @@ class LossTracker:
 
     def _add(self, seen: BackwardLoss, had_gradients: bool) -> None:
         # Gradients were dropped since the last backward, if there was one: it had no step.
-        if not had_gradients and not self.has_stepped:
+        if not had_gradients and not self.turns:
             self._step.clear()
+        seen.host_divisor, seen.turn = self.divisor, self.turns
         self._step.append(seen)
         self._batch.append(seen)
 
@@ -135,21 +144,22 @@ class LossTracker:
 
     def set_batch_loss(self) -> LazyFloat | None:
         """Set the context's loss to that of the batch that ends; return it."""
-        self._set(self._batch, self._backwards)
+        self._set(self._batch, self._counts)
         loss: LazyFloat | None = self._context.known_loss
         return loss
 
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
         losses = self._first or self._step
-        self._set(losses, len(losses))
+        self._set(losses, _count_turns(losses))
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
         losses = self._first or self._step
-        self._backwards = len(losses)
-        self._learn(losses)
-        own = self._set(losses, len(losses))
+        self._counts = _count_turns(losses)
+        for turn in self._counts:
+            self._learn([seen for seen in losses if seen.turn == turn])
+        own = self._set(losses, self._counts)
         if own:
             self._context.latest_loss = self._context.known_loss
             for loss in own:
@@ -159,13 +169,13 @@ class LossTracker:
         """Forget the losses of the step."""
         self._step.clear()
         self._first = []
-        self._backwards = 0
-        self.has_stepped = False
+        self._counts = {}
+        self.turns = 0
 
     # -- losses that the loop has divided ---------------------------------------------------------
 
     def _learn(self, losses: list[BackwardLoss]) -> None:
-        """Find out from a whole step whether its losses were divided; say so once."""
+        """Find out from the backwards of a whole turn whether losses are divided; say so once."""
         count = len(losses)
         if self._divided:
             self._group = max(self._group, count)
@@ -192,10 +202,10 @@ class LossTracker:
 
         Args:
             seen: the loss.
-            count: the number of backwards in its step; 0 while the step is in progress.
+            count: the number of backwards in its turn; 0 while the step is in progress.
         """
-        if self.divisor is not None:
-            return self.divisor
+        if seen.host_divisor is not None:
+            return seen.host_divisor
         if seen.given or self._divided is False:
             return 1.0
         if self._divided:
@@ -207,13 +217,13 @@ class LossTracker:
             return seen.divisor
         return 1.0
 
-    def _set(self, losses: list[BackwardLoss], count: int) -> list[torch.Tensor]:
+    def _set(self, losses: list[BackwardLoss], counts: dict[int, int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context = self._context
         context.known_loss, context.why_no_loss = None, ""
         own: list[torch.Tensor] = []
         for seen in losses:
-            divisor = self._divisor(seen, count)
+            divisor = self._divisor(seen, counts.get(seen.turn, 0))
             if seen.loss is not None and divisor is not None:
                 own.append(seen.loss if divisor == 1.0 else seen.loss * divisor)
             elif seen.loss is not None:
@@ -234,6 +244,14 @@ class LossTracker:
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own
+
+
+def _count_turns(losses: list[BackwardLoss]) -> dict[int, int]:
+    """Return the number of backwards in each turn: a loss is divided among those of its turn."""
+    counts: dict[int, int] = {}
+    for seen in losses:
+        counts[seen.turn] = counts.get(seen.turn, 0) + 1
+    return counts
 
 
 def _is(divisor: float | None, count: int) -> bool:

@@ -370,7 +370,7 @@ class StepWatch:
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
         self._closure_evaluated = False
-        self.losses.has_stepped = True
+        self.losses.turns += 1
         if len(self._stepped) == len(self.optimizers):
             self._end_all_turns()
             single = self.scaler is None and len(self.optimizers) == 1

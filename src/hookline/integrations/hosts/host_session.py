@@ -73,6 +73,7 @@ class HostSession(Session):
         self._is_connected = False
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
         self._batch_idx = 0
+        self._known_before: tuple[int | None, int | None] = (None, None)  # before a validation
         self._requests = ControlRequests()
         self._cleanup = ExitStack()
         self._supplied |= host.supplied
@@ -299,9 +300,13 @@ class HostSession(Session):
     # -- validation -------------------------------------------------------------------------------
 
     def start_validation(self) -> None:
-        """Begin a validation."""
+        """Begin a validation; one before the first epoch and batch has the numbers of the start."""
         self._reach_boundary()
-        self._context.known_batch = None
+        context = self._context
+        context.known_batch = None
+        self._known_before = context.known_epoch, context.known_tokens
+        context.known_epoch = context.known_epoch or 0
+        context.known_tokens = context.known_tokens or 0
         self._begin_validation()
         self._fire("on_validation_start")
 
@@ -327,8 +332,11 @@ class HostSession(Session):
 
     def leave_validation(self) -> None:
         """Leave a validation, also one that has failed."""
+        if self._validation is None:
+            return
         self._leave_validation()
         self._context.known_batch = None
+        self._context.known_epoch, self._context.known_tokens = self._known_before
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -23,24 +23,24 @@ from hookline.tensors.full_tensor import full_tensor
 if TYPE_CHECKING:
     from hookline.integrations.hosts.host_session import HostSession
 
-__all__ = ["load", "save"]
+__all__ = ["HOOKS_FOLDER", "load", "save"]
 
 log = logging.getLogger("hookline")
 
 
-def save(session: HostSession, folder: Path) -> None:
+def save(session: HostSession, folder: Path, name: str = HOOKS_FOLDER) -> None:
     """Save the hooks' state in a host's checkpoint, and mark it as complete; on the first rank.
 
-    All ranks call this: what is sharded is gathered. A failure is logged: the host's checkpoint
-    itself is there.
+    Each of several sessions has a folder `name` of its own in it. All ranks call this: what is
+    sharded is gathered. A failure is logged: the host's checkpoint itself is there.
     """
     try:
         state = full_tensor(collect_state(session))
         if not is_main_process():
             return
         info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
-        unmark(folder)  # the host may have written this checkpoint again
-        save_checkpoint(folder / HOOKS_FOLDER, model={}, state=state, info=info)
+        unmark(folder, name)  # the host may have written this checkpoint again
+        save_checkpoint(folder / name, model={}, state=state, info=info)
         if session.run is not None:
             session.run.flush(durable=True)
         mark_complete(folder)
@@ -48,11 +48,11 @@ def save(session: HostSession, folder: Path) -> None:
         log.warning("The state of the hooks was not saved with %s: %s", folder, error)
 
 
-def load(session: HostSession, folder: Path) -> dict[str, Any] | None:
+def load(folder: Path, name: str = HOOKS_FOLDER) -> dict[str, Any] | None:
     """Return what was saved of the hooks in a host's checkpoint; None if nothing was."""
-    if not os.path.lexists(folder / HOOKS_FOLDER):
+    if not os.path.lexists(folder / name):
         return None
-    checkpoint = load_checkpoint(folder / HOOKS_FOLDER)
+    checkpoint = load_checkpoint(folder / name)
     with reported_damage(checkpoint):
         check_host_state(checkpoint)
         return checkpoint.state
