@@ -372,6 +372,7 @@ class Trainer(TrainerRun):
                 reason = "the scaler found non-finite gradients"
             if reason:
                 context.reason = reason
+                self._recorder.step_skipped(context.step, reason, idx)
                 if fire.on_step_skipped is not None:
                     fire.on_step_skipped(context)
                 continue
@@ -451,7 +452,7 @@ class Trainer(TrainerRun):
         if self._saving is not None and self._saving.busy:
             self._saving.report()
         if (reason := self.strategy.stop_reason()) is not None:
-            requests.stop(reason)
+            self.stop(reason)
         stop, save, signaled, toggled, saved = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
@@ -464,7 +465,7 @@ class Trainer(TrainerRun):
         if toggled:
             self._agree_on_hooks()
         if stop:
-            requests.stop("another process asked for it")  # the first reason is kept
+            self.stop("another process asked for it")  # the first reason is kept
         stop = stop or self._context.step >= self._limit
         if signaled and not stop:  # training that stops here ends in any case
             self._leave()

@@ -161,6 +161,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.hooks.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
         self._hook_agreement = HookAgreement(self.hooks, processes)
         self.hooks.on_change = self._hooks_changed
+        self.hooks.failures.on_failure = self._hook_failed
         self._hooks_changed()
 
     # -- data and loss ----------------------------------------------------------------------------
@@ -402,7 +403,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def stop(self, reason: str = "") -> None:
         """Stop training after this step."""
+        is_first = self._requests.stop_reason is None
         self._requests.stop(reason)
+        if is_first:
+            self._recorder.stop_requested(self._context.step, self._requests.stop_reason)
 
     @property
     def should_stop(self) -> bool:

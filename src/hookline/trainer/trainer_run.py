@@ -374,6 +374,7 @@ class TrainerRun(TrainerBase):
         requests = self._requests
         signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
         received = signal.SIGINT if signal.SIGINT in signals else signals[0]
+        self._recorder.event("signal", step=self.step, signal=received.name)
         paths = self._requested_paths()
         if not can_save:
             paths = []
@@ -496,7 +497,7 @@ class TrainerRun(TrainerBase):
             self._step_records.report(self._recorder.run)
             (stopped,) = self.strategy.any_rank(self._requests.stop_reason is not None)
             if stopped:
-                self._requests.stop("another process asked for it")  # the first reason is kept
+                self.stop("another process asked for it")  # the first reason is kept
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
         if self._requests.checkpoints:
@@ -540,7 +541,7 @@ class TrainerRun(TrainerBase):
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
             self._recorder.close(
-                context.status, self._requests.stop_reason, summary, context.exception
+                context.status, self._requests.stop_reason, summary, context.exception, self.step
             )
 
     def _summary_of_all(self) -> Summary:

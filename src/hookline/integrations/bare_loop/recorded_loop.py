@@ -85,10 +85,20 @@ class RecordedLoop(TrainingLoop[HookManager]):
         if agreement is not None:  # the means over all processes, later
             agreement.keep_step(loss)
 
+    def _record_skip(self, reason: str, optimizer_idx: int) -> None:
+        if self._recorder is not None:
+            self._recorder.step_skipped(self._context.step, reason, optimizer_idx)
+
+    def _record_stop(self, reason: str) -> None:
+        """Record a request to stop; of several, the first."""
+        if self._recorder is not None and self._stop.reason is None:
+            self._recorder.stop_requested(self._context.step, reason)
+
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:
-            self._recorder.end_step(self._context.step, self._context.known_epoch, None)
-            self._recorder.close(status, self._stop.reason, self.hooks.summary(), error)
+            step = self._context.step
+            self._recorder.end_step(step, self._context.known_epoch, None)
+            self._recorder.close(status, self._stop.reason, self.hooks.summary(), error, step)
             self._recorder = None
 
     def _announce(self, text: str) -> None:
