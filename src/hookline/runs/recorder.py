@@ -155,15 +155,17 @@ class Recorder(EventRecorder):
         summary: Summary,
         error: BaseException | None,
         step: int | None = None,
+        **fields: Any,
     ) -> None:
-        """End the run; nothing is recorded afterwards."""
+        """End the run, with further fields for its last event; nothing is recorded afterwards."""
         if self.run is not None:
             end = {"status": status, "reason": reason, "step": step}
             if error is not None:
                 end["error"] = mask_text(f"{type(error).__name__}: {error}")
                 end["traceback"] = format_traceback(error)
             skipped = self.skipped_steps
-            self.run.event("end", **end, skipped_steps=skipped, hooks=summary.as_dict())
+            hooks = summary.as_dict()
+            self.run.event("end", **end, **fields, skipped_steps=skipped, hooks=hooks)
             self.run.close(status, error)
             self.run = None
 

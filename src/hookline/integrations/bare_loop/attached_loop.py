@@ -421,6 +421,8 @@ class AttachedLoop(RecordedLoop):
         if batch is None or batch.ended:
             return
         batch.ended = True
+        if self._step_watch.phases.timed:
+            self._step_watch.phases.end_part()
         if self._validation is not None:
             self._context.metrics = Metrics(batch.logged)
             self._context.known_loss = batch.logged.get("loss")
