@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.loop.phase_times import PHASES, PhaseTimes
-from hookline.runs import system_sampler
+from hookline.runs.system_sampler import SystemSampler
 
 STEPS = 30
 
@@ -103,7 +103,7 @@ def ignite(folder):
 @pytest.fixture(scope="module", params=[fit, loop, ignite])
 def run(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(system_sampler, "SECONDS", 0.1)
+        patch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.1")
         path = request.param(tmp_path_factory.mktemp("runs"))
     assert not any(thread.name == "hookline-system" for thread in threading.enumerate())
     return request.param, hookline.open_run(path)
@@ -162,12 +162,20 @@ def test_tokens_are_recorded_where_they_are_counted(run):
     assert end["tokens_seen"] == 10 * STEPS
 
 
-def test_a_short_run_has_only_the_totals(tmp_path):
+def test_a_short_run_has_only_the_totals(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOOKLINE_SAMPLE_SECONDS")
     config = TrainerConfig(progress="off", runs=tmp_path)
     trainer = Trainer(config, *parts(), loss_fn=F.mse_loss).fit(Loader(2))
     opened = hookline.open_run(trainer.run.path)
     assert {row["name"] for row in opened.metrics()} == {"train/loss", "train/loss_epoch"}
     assert opened.events("end")[0]["times"]["forward"] > 0
+
+
+@pytest.mark.parametrize("text", ["often", "-1", "nan"])
+def test_an_interval_that_is_no_number_is_named(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", text)
+    SystemSampler(tmp_path, None).stop()
+    assert f"HOOKLINE_SAMPLE_SECONDS is '{text}'; expected a number" in caplog.text
 
 
 def test_without_a_run_nothing_is_measured():

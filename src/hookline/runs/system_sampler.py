@@ -6,6 +6,7 @@ left out; `psutil` is used where it is installed and there is no `/proc`.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -21,7 +22,9 @@ import torch
 __all__ = ["SECONDS", "SystemSampler", "SystemUsage"]
 
 SECONDS = 10.0
-"""How often the system is sampled; a shorter run has no samples."""
+"""How often the system is sampled, unless `HOOKLINE_SAMPLE_SECONDS` says otherwise."""
+
+log = logging.getLogger("hookline")
 
 _HAS_PROC = Path("/proc/self/statm").exists()  # on Linux
 
@@ -40,12 +43,14 @@ class SystemSampler:
     def __init__(self, folder: Path, device: torch.device | None) -> None:
         self.sample: dict[str, float] | None = None
         self._stopped = threading.Event()
+        self._seconds = _read_seconds()
         self._usage = SystemUsage(folder, device)
         self._thread = threading.Thread(target=self._run, name="hookline-system", daemon=True)
-        self._thread.start()
+        if self._seconds > 0:
+            self._thread.start()
 
     def _run(self) -> None:
-        while not self._stopped.wait(SECONDS):
+        while not self._stopped.wait(self._seconds):
             self.sample = self._usage.read()
 
     def take(self) -> dict[str, float]:
@@ -56,7 +61,7 @@ class SystemSampler:
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)  # a disk that does not respond may keep it
 
 
@@ -125,6 +130,24 @@ class SystemUsage:
         yield f"{name}/memory_percent", 100 * (1 - free / total)
         # For CUDA, this needs the package of NVIDIA's management library.
         yield f"{name}/utilization_percent", float(module.utilization(device))
+
+
+def _read_seconds() -> float:
+    """Return how often the system is sampled; 0 for never."""
+    text = os.environ.get("HOOKLINE_SAMPLE_SECONDS", "")
+    try:
+        seconds = float(text) if text else SECONDS
+        if 0 <= seconds < threading.TIMEOUT_MAX:
+            return seconds
+    except ValueError:
+        pass
+    log.warning(
+        "HOOKLINE_SAMPLE_SECONDS is %r; expected a number of seconds, or 0 for no samples. The "
+        "system is sampled every %g s.",
+        text,
+        SECONDS,
+    )
+    return SECONDS
 
 
 def _machine_times() -> tuple[float, float]:
