@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 from hostile_checkpoints import make_template
 from packages import install_package
+
+# Tests compare the records of runs, also of other processes: on a slow machine some would take long
+# enough for samples of the system.
+os.environ["HOOKLINE_SAMPLE_SECONDS"] = "0"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background like that, and the commands that tests interrupt would

@@ -14,13 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from hookline.dispatch.settings import HookSettings
 from hookline.printable import printable, quote_lines
 from hookline.text_tables import format_table
 
-__all__ = ["CallStats", "HookInfo", "HookStatus", "RunClock", "Summary", "make_timing_gaps"]
+__all__ = [
+    "CallStats",
+    "EventCost",
+    "HookInfo",
+    "HookStatus",
+    "RunClock",
+    "Summary",
+    "costs_by_event",
+    "make_timing_gaps",
+]
 
 log = logging.getLogger("hookline")
 
@@ -30,6 +39,18 @@ WINDOW = 512
 
 HookStatus = Literal["enabled", "disabled", "failed", "removed"]
 """`failed`: disabled after repeated failures, or because the loop does not provide an argument."""
+
+
+def costs_by_event(
+    call_stats: Mapping[str, CallStats], earlier: Mapping[str, EventCost] | None = None
+) -> dict[str, EventCost]:
+    """Return what was called so far, added to what an earlier hook of the same name has cost."""
+    costs = dict(earlier or {})
+    for event, stats in call_stats.items():
+        if stats.calls:
+            before = costs.get(event, EventCost(0, 0.0))
+            costs[event] = EventCost(before.calls + stats.calls, before.seconds + stats.seconds)
+    return costs
 
 
 def make_timing_gaps() -> Callable[[int], int]:
@@ -92,6 +113,13 @@ class CallStats:
         return (self.timed_ns + self.sampled_ns + untimed * mean) / 1e9
 
 
+class EventCost(NamedTuple):
+    """How often a hook was called for an event, and how long that took."""
+
+    calls: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class HookInfo:
     """One registered hook, as `describe()` and `summary()` show it."""
@@ -107,6 +135,9 @@ class HookInfo:
     calls: int
     seconds: float
     share: float
+    costs: Mapping[str, EventCost] = field(default_factory=dict[str, "EventCost"])
+    """The calls and their time by event; by method, for calls that are not events."""
+
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     purpose: str = ""
     cost: str = ""
@@ -146,6 +177,8 @@ class Summary:
         """Return the summary as a dict; options of hooks are not copied."""
         names = [one.name for one in fields(HookInfo) if one.name != "unmasked_options"]
         hooks = [{name: getattr(hook, name) for name in names} for hook in self.hooks]
+        for hook in hooks:
+            hook["costs"] = {event: cost._asdict() for event, cost in hook["costs"].items()}
         summary = {"seconds": self.seconds, "hooks": hooks}
         if self.other_ranks:
             ranks = enumerate(self.other_ranks, 1)

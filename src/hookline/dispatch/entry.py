@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, get_args
 
 from hookline.arguments import check_choice, check_flag, check_name, show_value
-from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus
+from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus, costs_by_event
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.settings import Schedule
@@ -124,7 +124,8 @@ class Entry:
 
     def info(self, elapsed: float) -> HookInfo:
         """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds."""
-        seconds = sum(stats.seconds for stats in self.call_stats.values())
+        costs = costs_by_event(self.call_stats)
+        seconds = sum(cost.seconds for cost in costs.values())
         return HookInfo(
             name=self.name,
             kind=self.hook.hookline_kind,
@@ -134,9 +135,10 @@ class Entry:
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,
-            calls=sum(stats.calls for stats in self.call_stats.values()),
+            calls=sum(cost.calls for cost in costs.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
+            costs=costs,
             options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
@@ -147,7 +149,7 @@ class Entry:
     def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
         """Return what to keep after removal; `previous` is an earlier removed hook of this name."""
         last = self.info(0.0)
-        nothing = replace(last, calls=0, seconds=0.0, failures=0, last_error=None)
+        nothing = replace(last, calls=0, seconds=0.0, costs={}, failures=0, last_error=None)
         earlier = nothing if previous is None else previous.info(0.0)
         return RemovedEntry(last, self.call_stats, earlier)
 
@@ -163,13 +165,15 @@ class RemovedEntry:
     def info(self, elapsed: float) -> HookInfo:
         """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
         last, earlier = self.last, self.previous
-        seconds = sum(stats.seconds for stats in self.call_stats.values()) + earlier.seconds
+        costs = costs_by_event(self.call_stats, earlier.costs)
+        seconds = sum(cost.seconds for cost in costs.values())
         return replace(
             last,
             status="removed",
-            calls=sum(stats.calls for stats in self.call_stats.values()) + earlier.calls,
+            calls=sum(cost.calls for cost in costs.values()),
             seconds=seconds,
             share=seconds / elapsed if elapsed else 0.0,
+            costs=costs,
             failures=last.failures + earlier.failures,
             last_error=last.last_error or earlier.last_error,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from hookline.context import read_lazy
 from hookline.dispatch.entry import Entry
@@ -12,17 +13,43 @@ from hookline.dispatch.settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError, RandomNumberError
 from hookline.masking import mask_text
 
-__all__ = ["FailureHandler"]
+__all__ = ["FailureHandler", "HookFailure"]
 
 log = logging.getLogger("hookline")
 
 
+@dataclass(frozen=True)
+class HookFailure:
+    """A failure of a hook.
+
+    Attributes:
+        hook: the hook's name.
+        event: the event that it was called for, or the method, if that is no event.
+        error: what it raised.
+        failures: how often it has failed so far.
+    """
+
+    hook: str
+    event: str
+    error: Exception
+    failures: int
+
+
 class FailureHandler:
-    """Logs and counts failures, and disables hooks that fail repeatedly."""
+    """Logs and counts failures, and disables hooks that fail repeatedly.
+
+    Args:
+        settings: how to treat failures.
+        on_disabled: called when a hook is disabled.
+
+    Attributes:
+        on_failure: called for each failure, before the hook is disabled.
+    """
 
     def __init__(self, settings: HookSettings, on_disabled: Callable[[Entry], None]) -> None:
         self._settings = settings
         self._on_disabled = on_disabled
+        self.on_failure: Callable[[HookFailure], None] | None = None
 
     def handle_failure(
         self, entry: Entry, method: str, call: int, error: Exception
@@ -38,6 +65,7 @@ class FailureHandler:
         if isinstance(error, RandomNumberError) and not entry.critical:
             entry.count_failure(method, call)
             entry.last_error = mask_text(str(error))
+            self._report(entry, method, error)
             self._disable(entry, str(error), logging.WARNING)
             return None
         if isinstance(error, HookFailedError):
@@ -45,6 +73,7 @@ class FailureHandler:
         label = entry.bindings[method].label if method in entry.bindings else method
         streak = entry.count_failure(method, call)
         entry.last_error = mask_text(f"{type(error).__name__}: {error}")
+        self._report(entry, method, error)
         is_explained = entry.critical and isinstance(error, HooklineError)  # it will be raised
         if self._settings.log_errors and not is_explained:
             log.error(
@@ -87,6 +116,7 @@ class FailureHandler:
         for entry, error in errors.items():
             entry.failures += 1
             entry.last_error = str(error)
+            self._report(entry, event, error)
             if entry.critical and fatal is None:
                 fatal = HookFailedError(
                     f"Training depends on the hook '{entry.name}', but the loop does not provide "
@@ -95,6 +125,10 @@ class FailureHandler:
                 fatal.__cause__ = error
             self._disable(entry, str(error))
         return fatal
+
+    def _report(self, entry: Entry, event: str, error: Exception) -> None:
+        if self.on_failure is not None:
+            self.on_failure(HookFailure(entry.name, event, error, entry.failures))
 
     def _disable(self, entry: Entry, reason: str, level: int = logging.ERROR) -> None:
         entry.status = "failed"

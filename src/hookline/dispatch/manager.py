@@ -94,7 +94,7 @@ class HookManager:
         self._clock = RunClock(self.settings)
         self._table = DispatcherTable(self, self._lock, self._clock.start_unless_running)
         self.dispatchers: Any = self._table.dispatchers
-        self._failures = FailureHandler(self.settings, self._apply_status)
+        self.failures = FailureHandler(self.settings, self._apply_status)
         self._next_gap = make_timing_gaps()
         self.register_hooks(() if hooks is None else hooks)
 
@@ -381,7 +381,7 @@ class HookManager:
     ) -> Exception | None:
         """Handle a hook's exception; return the error to raise after the other hooks, if any."""
         with self._lock:
-            return self._failures.handle_failure(entry, event, call, error)
+            return self.failures.handle_failure(entry, event, call, error)
 
     def handle_missing_args(
         self, entries: Sequence[Entry], event: str, context: object, error: NotSuppliedError
@@ -395,7 +395,7 @@ class HookManager:
         if isinstance(context, EventArguments):
             raise error
         with self._lock:
-            return self._failures.handle_missing_args(
+            return self.failures.handle_missing_args(
                 entries, event, context, raise_error=self.raise_on_missing_args
             )
 
@@ -435,7 +435,7 @@ class HookManager:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the states of the hooks that have one, by name, disabled ones included."""
         with self._lock:
-            return save_states(self._entries, self._failures)
+            return save_states(self._entries, self.failures)
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> StateReport:
         """Load the hooks' states; return hooks without a state and states without a hook."""

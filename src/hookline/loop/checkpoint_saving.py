@@ -6,6 +6,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class CheckpointSaving:
         collect: returns the arguments of `CheckpointSaver.save`: `model`, `state`, `info`, `sync`.
         report: called for every checkpoint that is durable or could not be written.
         hooks: the hooks whose states are saved.
+        timed: returns a block, in which the time of saving is measured.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class CheckpointSaving:
         collect: Callable[[], dict[str, Any]],
         report: Callable[[SaveResult], None],
         hooks: HookManager,
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._settings = settings
         self._collect = collect
         self._report = report
         self._hooks = hooks
+        self._timed = timed
         self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
         self._in_flight = 0
         self._grace = settings.grace_seconds or _elastic_timeout()
@@ -75,6 +79,12 @@ class CheckpointSaving:
             shared: several processes save together, each with this call.
             info: further fields for the manifest's `info`.
         """
+        with self._timed():
+            return self._save(folders, wait, shared, info)
+
+    def _save(
+        self, folders: Sequence[Path], wait: bool, shared: SharedSave | None, info: dict[str, Any]
+    ) -> list[SaveResult]:
         collected = self._collect()
         info = {**collected.pop("info"), **info}
         try:
@@ -111,6 +121,10 @@ class CheckpointSaving:
         Raises:
             CheckpointError: one could not be written, and the settings say that training stops.
         """
+        with self._timed():
+            return self._report_finished(wait)
+
+    def _report_finished(self, wait: bool) -> list[SaveResult]:
         if wait:
             self._saver.wait()
         results = self._saver.finished()

@@ -20,6 +20,7 @@ from hookline.errors import ArgumentError
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
+    from hookline.dispatch.failures import HookFailure
     from hookline.probes.sync import ProbeSync
 
 __all__ = ["TrainingLoop", "zero_grad"]
@@ -157,6 +158,11 @@ class TrainingLoop(HooksMixin[Manager]):
         self._sync_probes()
         if self._recorder is not None:
             self._recorder.hooks_changed(self._context.step, self.hooks.describe())
+
+    def _hook_failed(self, failure: HookFailure) -> None:
+        """Write a failure of a hook to the run."""
+        if self._recorder is not None:
+            self._recorder.hook_failed(self._context.step, failure)
 
     def _watch_model(self) -> None:
         raise NotImplementedError

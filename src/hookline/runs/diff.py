@@ -103,5 +103,6 @@ def _results(run: OpenedRun) -> dict[str, Any]:
     return {
         f"{metric} ({field})": getattr(summary, field)
         for metric, summary in run.results().items()
+        if not metric.startswith(("system/", "time/"))  # no two runs have the same
         for field in ("last", "best")
     }

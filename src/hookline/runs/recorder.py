@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hookline.dispatch import HookInfo, Summary
-from hookline.masking import mask_secrets, remember_secrets
+from hookline.masking import mask_secrets, mask_text, remember_secrets
+from hookline.runs.event_recorder import EventRecorder, format_traceback
 from hookline.runs.git import describe_commit, read_git_state
 from hookline.runs.jsonable import config_hash, to_jsonable
 from hookline.runs.manifest import new_run_id
@@ -22,7 +23,7 @@ __all__ = ["Recorder", "describe_loop"]
 log = logging.getLogger("hookline")
 
 
-class Recorder:
+class Recorder(EventRecorder):
     """Records a training loop, the trainer's or another one, in a run.
 
     Args:
@@ -31,10 +32,9 @@ class Recorder:
     """
 
     def __init__(self, root: str | os.PathLike[str] | Run | None) -> None:
+        super().__init__()
         self._root = root
-        self.run: Run | None = None  # None also after the run has ended
         self.run_id: str | None = None
-        self._hook_statuses: dict[str, str] = {}  # as they were written last
 
     def begin(
         self,
@@ -120,18 +120,6 @@ class Recorder:
         """Record the means of an epoch as `<name>_epoch`, apart from the values of its steps."""
         self.metrics(step, epoch, {f"{name}_epoch": value for name, value in means.items()})
 
-    def hooks_changed(self, step: int, hooks: Sequence[HookInfo]) -> None:
-        """Record the status of the hooks that were added, removed or toggled."""
-        if self.run is None:
-            return
-        now = {info.name: str(info.status) for info in hooks}
-        removed = dict.fromkeys(self._hook_statuses.keys() - now, "removed")
-        known = self._hook_statuses
-        changed = {name: s for name, s in now.items() if known.get(name) != s} | removed
-        if changed:
-            self.run.event("hooks", step=step, hooks=changed)
-        self._hook_statuses = now
-
     def flush(self) -> None:
         """Flush what was recorded so far to the disk."""
         if self.run is not None:
@@ -156,21 +144,28 @@ class Recorder:
         finally:
             self.run = run
 
-    def event(self, kind: str, **fields: Any) -> None:
-        """Record an event."""
-        if self.run is not None:
-            self.run.event(kind, **fields)
-
     def problem(self) -> str | None:
         """Return what is missing in the run, in one line; None if it is complete."""
         return None if self.run is None else self.run.problem
 
     def close(
-        self, status: str, reason: str | None, summary: Summary, error: BaseException | None
+        self,
+        status: str,
+        reason: str | None,
+        summary: Summary,
+        error: BaseException | None,
+        step: int | None = None,
+        **fields: Any,
     ) -> None:
-        """End the run; nothing is recorded afterwards."""
+        """End the run, with further fields for its last event; nothing is recorded afterwards."""
         if self.run is not None:
-            self.run.event("end", status=status, reason=reason, hooks=summary.as_dict())
+            end = {"status": status, "reason": reason, "step": step}
+            if error is not None:
+                end["error"] = mask_text(f"{type(error).__name__}: {error}")
+                end["traceback"] = format_traceback(error)
+            skipped = self.skipped_steps
+            hooks = summary.as_dict()
+            self.run.event("end", **end, **fields, skipped_steps=skipped, hooks=hooks)
             self.run.close(status, error)
             self.run = None
 

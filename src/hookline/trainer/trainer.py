@@ -206,6 +206,7 @@ class Trainer(TrainerRun):
         self._progress.epoch(self._context.epoch, length, position.batches)
         if position.batches and self._boundary(validate=self._validation_due):
             return position.batches == length
+        self._phases.wait_for_data()
         try:
             complete = self._run_batches(batches, length)
         except RuntimeError as error:
@@ -250,10 +251,13 @@ class Trainer(TrainerRun):
         reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
         processes, multi_rank = strategy.processes, not strategy.alone
         check_boundary = self._validate_every is not None or multi_rank or strategy.has_trigger
-        mean_loss = context.means.of("train/loss")
+        mean_loss, phases = context.means.of("train/loss"), self._phases
+        timed = phases.timed  # whether clocks are read in this batch
         advance = self._progress.advance if self._progress.shows else None
         self._phase = Phase.IN_STEP
         for batch, batch_idx, loader_idx, loader_name in batches:
+            if timed:
+                phases.begin_batch()
             position.batches += 1
             if multi_rank:
                 processes.stage = 0
@@ -292,9 +296,13 @@ class Trainer(TrainerRun):
                 fire.on_before_backward(context)
             if multi_rank:
                 processes.stage = 2
+            if timed:
+                phases.lap("forward")
             strategy.backward(loss)
             if fire.on_after_backward is not None:
                 fire.on_after_backward(context)
+            if timed:
+                phases.lap("backward")
             error = None
             if not reads_at_once or batch_loss - batch_loss != 0.0:  # not finite, or not known yet
                 error = self._check_loss(batch_loss)
@@ -303,6 +311,8 @@ class Trainer(TrainerRun):
             losses.append(batch_loss)
             if complete and error is None:
                 self._run_step()
+                if timed:
+                    phases.lap("optimizer")
 
             # the end of the batch, and of the step
             context.latest_loss = batch_loss
@@ -334,6 +344,10 @@ class Trainer(TrainerRun):
             ):
                 self._phase = Phase.BETWEEN_STEPS
                 return position.batches == length
+            if timed or phases.remaining <= 2:
+                timed = phases.end_batch()
+            else:
+                phases.remaining -= 1
         self._phase = Phase.BETWEEN_STEPS
         return True
 
@@ -372,6 +386,7 @@ class Trainer(TrainerRun):
                 reason = "the scaler found non-finite gradients"
             if reason:
                 context.reason = reason
+                self._recorder.step_skipped(context.step, reason, idx)
                 if fire.on_step_skipped is not None:
                     fire.on_step_skipped(context)
                 continue
@@ -413,6 +428,8 @@ class Trainer(TrainerRun):
         self._drops_gradients = False
         if self._probes is not None:
             self._probes.end_step()
+        if self._monitor is not None and self._monitor.sampler.sample is not None:
+            self._monitor.record(context.step, context.epoch)
         losses.clear()
         self._accumulated_metrics.clear()
         context.clipped_norm = context.agreed_norm = None
@@ -451,7 +468,7 @@ class Trainer(TrainerRun):
         if self._saving is not None and self._saving.busy:
             self._saving.report()
         if (reason := self.strategy.stop_reason()) is not None:
-            requests.stop(reason)
+            self.stop(reason)
         stop, save, signaled, toggled, saved = self.strategy.any_rank(
             requests.stop_reason is not None,
             bool(requests.checkpoints),
@@ -464,7 +481,7 @@ class Trainer(TrainerRun):
         if toggled:
             self._agree_on_hooks()
         if stop:
-            requests.stop("another process asked for it")  # the first reason is kept
+            self.stop("another process asked for it")  # the first reason is kept
         stop = stop or self._context.step >= self._limit
         if signaled and not stop:  # training that stops here ends in any case
             self._leave()

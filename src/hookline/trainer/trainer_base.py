@@ -26,8 +26,10 @@ from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
 from hookline.loop.hook_agreement import HookAgreement
+from hookline.loop.loop_monitor import LoopMonitor
 from hookline.loop.means import Means, means_of_all
 from hookline.loop.model_watch import ModelWatch
+from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
@@ -124,6 +126,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
         self._recorder = Recorder(None)
+        self._monitor: LoopMonitor | None = None  # of a run that is written
+        self._phases = PhaseTimes()
         self._progress = make_progress("off")
         self.train_data: Stream | None = None
         self.val_data: Stream | None = None
@@ -160,6 +164,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.hooks.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
         self._hook_agreement = HookAgreement(self.hooks, processes)
         self.hooks.on_change = self._hooks_changed
+        self.hooks.failures.on_failure = self._hook_failed
         self._hooks_changed()
 
     # -- data and loss ----------------------------------------------------------------------------
@@ -252,6 +257,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         """Validate and return the metrics; None if a signal has ended it."""
         if stream is None:
             raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
+        with self._phases.span("validation"):
+            return self._run_validation(stream, until_signal=until_signal)
+
+    def _run_validation(self, stream: Stream, *, until_signal: bool) -> Metrics | None:
         context, fire = self._context, self._dispatchers
         is_canceled = False
         train_batch = context.batch, context.batch_idx
@@ -417,7 +426,10 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def stop(self, reason: str = "") -> None:
         """Stop training after this step."""
+        is_first = self._requests.stop_reason is None
         self._requests.stop(reason)
+        if is_first:
+            self._recorder.stop_requested(self._context.step, self._requests.stop_reason)
 
     @property
     def should_stop(self) -> bool:

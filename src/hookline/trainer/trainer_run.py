@@ -8,6 +8,7 @@ import math
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -19,6 +20,8 @@ from hookline.errors import CheckpointError, HooklineError, TrainingError
 from hookline.hook import HookGroup
 from hookline.loop.checkpoint_saving import CheckpointSaving, share_saves
 from hookline.loop.hook_agreement import HookAgreement
+from hookline.loop.loop_monitor import LoopMonitor
+from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.random_state import seed_everything, set_generator_state
 from hookline.loop.step_records import StepRecords
 from hookline.loop.weight_sharing import share_buffers
@@ -94,6 +97,10 @@ class TrainerRun(TrainerBase):
         started = self.strategy.processes.call_on_main(lambda: self._start_run(restored, parent))
         run = self._recorder.run
         self._context.run = RunElsewhere(*started) if started and run is None else run
+        self._phases = PhaseTimes()
+        if run is not None:
+            self._monitor = LoopMonitor(run, self.device, self.hooks, lambda: self.known_tokens)
+            self._phases = self._monitor.phases
         self._watch_ranks()
         self._called_model = self.strategy.wrap(self.model)
         self._step_records = StepRecords(self.strategy.processes)
@@ -307,7 +314,8 @@ class TrainerRun(TrainerBase):
 
     def _make_saving(self) -> CheckpointSaving:
         settings = self.config.checkpoints
-        return CheckpointSaving(settings, self._collect, self._report_save, self.hooks)
+        timed = partial(self._phases.span, "checkpoints")
+        return CheckpointSaving(settings, self._collect, self._report_save, self.hooks, timed)
 
     def _collect(self) -> dict[str, Any]:
         return collect_checkpoint(self)
@@ -370,6 +378,7 @@ class TrainerRun(TrainerBase):
         requests = self._requests
         signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
         received = signal.SIGINT if signal.SIGINT in signals else signals[0]
+        self._recorder.event("signal", step=self.step, signal=received.name)
         paths = self._requested_paths()
         if not can_save:
             paths = []
@@ -492,7 +501,7 @@ class TrainerRun(TrainerBase):
             self._step_records.report(self._recorder.run)
             (stopped,) = self.strategy.any_rank(self._requests.stop_reason is not None)
             if stopped:
-                self._requests.stop("another process asked for it")  # the first reason is kept
+                self.stop("another process asked for it")  # the first reason is kept
         if context.status == "training":
             context.status = "completed" if self._requests.stop_reason is None else "stopped"
         if self._requests.checkpoints:
@@ -535,8 +544,11 @@ class TrainerRun(TrainerBase):
                 self._rank_watch = None
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
+            measured = {} if self._monitor is None else self._monitor.close()
+            self._monitor, self._phases = None, PhaseTimes()
+            reason, step = self._requests.stop_reason, self.step
             self._recorder.close(
-                context.status, self._requests.stop_reason, summary, context.exception
+                context.status, reason, summary, context.exception, step, **measured
             )
 
     def _summary_of_all(self) -> Summary:

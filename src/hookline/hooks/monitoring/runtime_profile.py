@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
@@ -15,8 +14,9 @@ from pydantic import PositiveInt
 from hookline.hook import HookGroup
 from hookline.loop.evaluation import samples_in
 from hookline.loop.event_context import device_of
+from hookline.loop.phase_clock import PhaseClock
 from hookline.options import BuiltIn
-from hookline.tensors.timing import Mark, elapsed_ms, is_over, mark, timed_device
+from hookline.tensors.timing import Mark, elapsed_ms
 
 __all__ = ["RuntimeProfile"]
 
@@ -63,7 +63,7 @@ class RuntimeProfile(BuiltIn):
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
         self.log_frequency = log_frequency
         self._device = torch.device("cpu")
-        self._clock = _PhaseClock(self._device)
+        self._clock = PhaseClock(self._device)
         self._reported = self._step = 0
         self._tokens_before = 0  # at the end of the last batch that was measured
         # When waiting for the next batch, and its time for throughput, began; None if not measured.
@@ -83,7 +83,7 @@ class RuntimeProfile(BuiltIn):
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
         """Start the clock."""
         self._device = device_of(model)
-        self._clock = _PhaseClock(self._device)
+        self._clock = PhaseClock(self._device)
         self._reported = self._step = step
         self._tokens_before = tokens_seen
         self._has_batches, self._loader, self._forward = False, "train", None
@@ -99,7 +99,8 @@ class RuntimeProfile(BuiltIn):
             self._idle_since = self._throughput_since = None
         self._loader = dataloader_name
         if self._idle_since is not None:
-            self._clock.add(dataloader_name, "data", elapsed_ms(self._idle_since, perf_counter()))
+            data_ms = elapsed_ms(self._idle_since, perf_counter())
+            self._clock.add((dataloader_name, "data"), data_ms)
         self._completes_step = False
         self._clock.start()
 
@@ -120,24 +121,24 @@ class RuntimeProfile(BuiltIn):
         """End the forward phase."""
         self._has_backward, self._forward_end = True, None
         if self._has_batches:
-            self._clock.lap(self._loader, "forward")
+            self._clock.lap((self._loader, "forward"))
 
     def on_after_backward(self) -> None:
         """End the backward phase."""
         if self._forward is not None:  # counted only here: evaluation calls the model, too
             if self._idle_since is not None:
                 data_ms = elapsed_ms(self._idle_since, self._called_at)
-                self._clock.add(self._loader, "data", data_ms)
+                self._clock.add((self._loader, "data"), data_ms)
             (begin, end), self._forward = self._forward, None
             self._clock.start(begin)
-            self._clock.lap(self._loader, "forward", end)
+            self._clock.lap((self._loader, "forward"), end)
             self._idle_since = perf_counter()
         elif not self._has_batches:
             return  # the model was not called since the last backward
         elif self._forward_end is not None:
-            self._clock.lap(self._loader, "forward", self._forward_end)
+            self._clock.lap((self._loader, "forward"), self._forward_end)
             self._forward_end = None
-        self._clock.lap(self._loader, "backward")
+        self._clock.lap((self._loader, "backward"))
 
     def on_before_optimizer_step(self) -> None:
         """Remember that this batch completes a step."""
@@ -146,7 +147,7 @@ class RuntimeProfile(BuiltIn):
     def on_train_batch_end(self, batch: Any, tokens_seen: int = 0) -> None:
         """End the optimizer phase, and count samples and tokens."""
         if self._completes_step:
-            self._clock.lap(self._loader, "optimizer")
+            self._clock.lap((self._loader, "optimizer"))
         now = perf_counter()
         if self._throughput_since is not None:
             self._samples += samples_in(batch)
@@ -158,7 +159,7 @@ class RuntimeProfile(BuiltIn):
     def on_step_end(self, trainer: Any, step: int) -> None:
         """Log a report every N steps."""
         if not self._has_batches and self._completes_step:
-            self._clock.lap(self._loader, "optimizer")
+            self._clock.lap((self._loader, "optimizer"))
             self._completes_step = False
         if step % self.log_frequency == 0 and step != self._reported:
             self._reported = step
@@ -184,54 +185,13 @@ class RuntimeProfile(BuiltIn):
         self._samples = self._tokens = 0
 
     def _report(self) -> Iterator[tuple[str, float]]:
-        for loader, phase, mean in self._clock.take_means():
-            yield f"profile/train/dl_{loader}/time_{phase}_ms", mean
+        for (loader, phase), (total, count) in self._clock.take().items():
+            yield f"profile/train/dl_{loader}/time_{phase}_ms", total / count
         if self._seconds:
             yield "profile/train/samples_per_second", self._samples / self._seconds
             if self._tokens:
                 yield "profile/train/tokens_per_second", self._tokens / self._seconds
         yield from _memory(self._device)
-
-
-class _PhaseClock:
-    """Times consecutive phases: with events of the device if it has them, else by wall clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = timed_device(device)
-        self._last: Mark = 0.0
-        self._open: deque[tuple[str, str, Mark, Mark]] = deque()
-        self._sums: dict[tuple[str, str], tuple[float, int]] = {}
-
-    def now(self) -> Mark:
-        """Return a mark of this point in time."""
-        return mark(self._device)
-
-    def start(self, begin: Mark = None) -> None:
-        """Begin the first phase, now or at a mark."""
-        self._last = self.now() if begin is None else begin
-
-    def lap(self, loader: str, phase: str, end: Mark = None) -> None:
-        """End a phase, now or at a mark, and begin the next one."""
-        now = self.now() if end is None else end
-        if self._device is None:
-            self.add(loader, phase, elapsed_ms(self._last, now))
-        else:
-            self._open.append((loader, phase, self._last, now))
-        self._last = now
-
-    def add(self, loader: str, phase: str, milliseconds: float) -> None:
-        """Add the duration of a phase."""
-        total, count = self._sums.get((loader, phase), (0.0, 0))
-        self._sums[loader, phase] = (total + milliseconds, count + 1)
-
-    def take_means(self) -> Iterator[tuple[str, str, float]]:
-        """Yield loader, phase and mean, and reset; unfinished phases count for the next report."""
-        while self._open and is_over(self._open[0][3]):
-            loader, phase, begin, end = self._open.popleft()
-            self.add(loader, phase, elapsed_ms(begin, end))
-        sums, self._sums = self._sums, {}
-        for (loader, phase), (total, count) in sums.items():
-            yield loader, phase, total / count
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:

@@ -141,11 +141,13 @@ class AttachedLoop(RecordedLoop):
             record_step=None if self._runs is None else self._record_step,
             unmet_requirements=self._unmet_requirements,
             requirements_met=self._requirements_met,
+            record_skip=self._record_skip,
         )
         self._step_watch = StepWatch(
             self._context, self.hooks, self.scaler, callbacks, self._loss_divided
         )
         self.hooks.on_change = self._hooks_changed
+        self.hooks.failures.on_failure = self._hook_failed
         self._sync_probes()
         self._generation = GenerationWatch(self.model, self._set_generating)
         self._generation.start()
@@ -178,7 +180,12 @@ class AttachedLoop(RecordedLoop):
         A loop over `session.batches` ends after the batch in progress. Where several processes
         train together, `should_stop` is True in all of them from the end of the step on.
         """
-        self._stop.make(as_reason(reason), self._context.step_in_progress)
+        reason = as_reason(reason)
+        self._record_stop(reason)
+        self._ask_to_stop(reason)
+
+    def _ask_to_stop(self, reason: str) -> None:
+        self._stop.make(reason, self._context.step_in_progress)
         self._step_watch.after_step = self._after_step
 
     def _after_step(self) -> None:
@@ -198,6 +205,7 @@ class AttachedLoop(RecordedLoop):
         has_news = self._checkpoints is not None and self._checkpoints.has_news
         stop, news = agreement.end_step(step, self.run, stops=stops, has_news=has_news)
         if stop:
+            self._record_stop("another process asked for it")
             self._stop.agree(step)
         if news:
             self._make_checkpoints().exchange_news()
@@ -413,6 +421,8 @@ class AttachedLoop(RecordedLoop):
         if batch is None or batch.ended:
             return
         batch.ended = True
+        if self._step_watch.phases.timed:
+            self._step_watch.phases.end_part()
         if self._validation is not None:
             self._context.metrics = Metrics(batch.logged)
             self._context.known_loss = batch.logged.get("loss")

@@ -16,8 +16,13 @@ __all__ = ["LoopPhases"]
 class LoopPhases(AttachedLoop):
     """A loop that is told when batches, epochs and validations begin and end."""
 
+    _validation_began = 0.0
+
     def _begin_batch(self, batch: Batch) -> None:
         """Begin a batch, of training or validation."""
+        phases = self._step_watch.phases
+        if phases.timed and self._validation is None:
+            phases.begin_batch()
         self._context.known_batch = batch
         self._step_watch.losses.batch_begins()
         batch.tokens = self._count_tokens(batch.batch)
@@ -31,6 +36,7 @@ class LoopPhases(AttachedLoop):
             self._validated = {}
         self._resumed_epoch, self._epoch_is_over = None, False
         self._fire("on_epoch_start")
+        self._step_watch.phases.wait_for_data()
 
     def _end_epoch(self) -> None:
         self._epoch_is_over = True
@@ -44,6 +50,7 @@ class LoopPhases(AttachedLoop):
 
     def _begin_validation(self) -> Means:
         self._validation = means = Means()
+        self._validation_began = self._step_watch.phases.begin_span()
         self._context.evaluating = True
         return means
 
@@ -58,5 +65,7 @@ class LoopPhases(AttachedLoop):
             self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
 
     def _leave_validation(self) -> None:
+        if self._validation is not None:
+            self._step_watch.phases.end_span("validation", self._validation_began)
         self._validation = None
         self._context.evaluating = False

@@ -14,6 +14,8 @@ from hookline.files.plain_names import is_plain_name
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.loop_agreement import LoopAgreement
 from hookline.integrations.bare_loop.stop_request import StopRequest
+from hookline.loop.event_context import device_of
+from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process
 from hookline.loop.training_loop import TrainingLoop
 from hookline.printable import printable_message
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hookline.integrations.bare_loop.recorded_session import SessionRecorder
+    from hookline.integrations.bare_loop.step_watch import StepWatch
+    from hookline.loop.loop_monitor import LoopMonitor
     from hookline.runs.run import Run
 
 __all__ = ["RecordedLoop"]
@@ -36,6 +40,8 @@ class RecordedLoop(TrainingLoop[HookManager]):
     run: Run | None
     _runs: Any
     _recorder: SessionRecorder | None
+    _monitor: LoopMonitor | None = None
+    _step_watch: StepWatch
     _restored: tuple[Path, Mapping[str, Any]] | None  # the checkpoint, and its state
     _agreement: LoopAgreement | None
     _stop: StopRequest
@@ -49,9 +55,17 @@ class RecordedLoop(TrainingLoop[HookManager]):
         recorder.start(self, self._recorded_config())
         if recorder.run is not None:
             self._recorder, self.run = recorder, recorder.run
+            self._start_monitor(recorder.run)
             from hookline.runs.run_lookup import shorten_path  # most sessions write no run
 
             self._announce(f"run {shorten_path(recorder.run.path)}")
+
+    def _start_monitor(self, run: Run) -> None:
+        from hookline.loop.loop_monitor import LoopMonitor
+
+        context, device = self._context, device_of(self.model)
+        self._monitor = LoopMonitor(run, device, self.hooks, lambda: context.known_tokens)
+        self._step_watch.phases = self._monitor.phases
 
     def _recorded_config(self) -> dict[str, Any]:
         """Return the configuration for the run's manifest."""
@@ -84,11 +98,29 @@ class RecordedLoop(TrainingLoop[HookManager]):
             self._recorder.end_step(step, epoch, loss, keep_loss=agreement is None)
         if agreement is not None:  # the means over all processes, later
             agreement.keep_step(loss)
+        monitor = self._monitor
+        if monitor is not None:
+            if monitor.sampler.sample is not None:
+                monitor.record(step, epoch)
+            monitor.phases.end_batch()
+
+    def _record_skip(self, reason: str, optimizer_idx: int) -> None:
+        if self._recorder is not None:
+            self._recorder.step_skipped(self._context.step, reason, optimizer_idx)
+
+    def _record_stop(self, reason: str) -> None:
+        """Record a request to stop; of several, the first."""
+        if self._recorder is not None and self._stop.reason is None:
+            self._recorder.stop_requested(self._context.step, reason)
 
     def _close_recorder(self, status: str, error: BaseException | None) -> None:
         if self._recorder is not None:
-            self._recorder.end_step(self._context.step, self._context.known_epoch, None)
-            self._recorder.close(status, self._stop.reason, self.hooks.summary(), error)
+            step = self._context.step
+            self._recorder.end_step(step, self._context.known_epoch, None)
+            measured = {} if self._monitor is None else self._monitor.close()
+            self._monitor, self._step_watch.phases = None, PhaseTimes()
+            summary, reason = self.hooks.summary(), self._stop.reason
+            self._recorder.close(status, reason, summary, error, step, **measured)
             self._recorder = None
 
     def _announce(self, text: str) -> None:

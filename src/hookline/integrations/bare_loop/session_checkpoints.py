@@ -55,7 +55,13 @@ class SessionCheckpoints:
 
     def __init__(self, session: AttachedLoop, settings: CheckpointConfig) -> None:
         self._session = session
-        self._saving = CheckpointSaving(settings, self._collect, self._report, session.hooks)
+        self._saving = CheckpointSaving(
+            settings,
+            self._collect,
+            self._report,
+            session.hooks,
+            lambda: session._step_watch.phases.span("checkpoints"),
+        )
         self._boundary = StepBoundary(
             session.model, lambda: session._step_watch.model.calls_seen > 0, self.save_requested
         )

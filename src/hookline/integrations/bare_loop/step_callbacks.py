@@ -21,4 +21,5 @@ class StepCallbacks:
     end_batch: Callable[[], None]  # the batch in progress has ended with a step
     record_step: Callable[[LazyFloat | None], None] | None  # with its loss; None without a run
     unmet_requirements: Callable[[], list[str]]  # returns a line for each
+    record_skip: Callable[[str, int], None]  # with the reason, and the optimizer's number
     requirements_met: Callable[[], None]  # the first step begins, and hooks get all they need

@@ -36,6 +36,7 @@ from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.integrations.bare_loop.step_skips import StepSkips
 from hookline.loop.model_watch import ModelCallback, ModelWatch
+from hookline.loop.phase_times import PhaseTimes
 
 __all__ = ["StepWatch"]
 
@@ -49,6 +50,7 @@ class StepWatch:
         model: watches the model.
         checks: finds what hooks would see wrong.
         needs: what the enabled hooks need to be seen.
+        phases: the time of each phase, if there is a run.
         end_probes: called at the end of each step, where the model has probes.
         at_boundary: called before a step's first optimizer, where checkpoints are saved.
         after_step: called when a step has ended.
@@ -69,6 +71,7 @@ class StepWatch:
         self.hooks = hooks
         self.dispatchers = hooks.dispatchers
         self.callbacks = callbacks
+        self.phases = PhaseTimes()
         self.end_probes: Callable[[], None] | None = None
         self.at_boundary: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
@@ -161,6 +164,8 @@ class StepWatch:
 
     def _backward_begins(self, before: list[Versions] | None = None) -> None:
         """Read the loss; `before` has the gradients as they were, if backward has ended."""
+        if self.phases.timed:
+            self.phases.lap("forward")
         if self.losses.wanted:
             self.losses.add_running(None if before is None else any(before))
         if self._ready:  # a step was skipped, or the optimizers have backwards of their own
@@ -183,6 +188,8 @@ class StepWatch:
             self._versions = dict(enumerate(map(gradient_versions, self.optimizers)))
         if self.dispatchers.on_after_backward is not None:
             self.dispatchers.on_after_backward(self.context)
+        if self.phases.timed:
+            self.phases.lap("backward")
 
     def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
         """Run backward for a loop that gives its loss."""
@@ -327,6 +334,8 @@ class StepWatch:
         self._start_turn(i)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.phases.timed:
+            self.phases.lap("optimizer")
         if self._takes_short_path and (not self.skips or self.skips.reason(0) is None):
             if self.dispatchers.on_after_optimizer_step is not None:
                 self.dispatchers.on_after_optimizer_step(self.context)
@@ -351,6 +360,7 @@ class StepWatch:
         self._end_turn(i, stepped=True)
 
     def _skip_turn(self, i: int, reason: str) -> None:
+        self.callbacks.record_skip(reason, i)
         if self.dispatchers.on_step_skipped is not None:
             self.context.optimizer_idx = i
             self.context.reason = reason

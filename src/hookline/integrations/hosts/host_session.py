@@ -193,9 +193,14 @@ class HostSession(Session):
 
     def preempt(self, signal: str) -> None:
         """End training because of a signal that the host has handled."""
-        self.stop(signal)
+        self._stop_because_of(signal)
         self._context.status = "preempted"
         self.detach()
+
+    def _stop_because_of(self, signal: str) -> None:
+        if self._recorder is not None:
+            self._recorder.event("signal", step=self._context.step, signal=signal)
+        self._ask_to_stop(signal)
 
     @property
     def received_signal(self) -> str | None:
@@ -208,7 +213,7 @@ class HostSession(Session):
         if self._requests.signal is None and self._stop.reason is None:
             return False
         if (name := self.received_signal) is not None and self._context.status == "training":
-            self.stop(name)
+            self._stop_because_of(name)
             self._context.status = "interrupted" if name == "SIGINT" else "preempted"
         return self.should_stop
 

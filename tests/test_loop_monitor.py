@@ -1,0 +1,206 @@
+"""What a run has of the system and of where its time went, in every loop."""
+
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hookline
+from hookline import Hook, Trainer, TrainerConfig
+from hookline.loop.phase_times import PHASES, PhaseTimes
+from hookline.runs.system_sampler import SystemSampler
+
+STEPS = 30
+
+
+class Slow(torch.nn.Module):
+    """Takes 6 ms forward, and 3 ms backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(10, 1)
+
+    def forward(self, tokens):
+        time.sleep(0.006)
+        vectors = self.embedding(tokens)
+        if vectors.requires_grad:
+            vectors.register_hook(lambda grad: time.sleep(0.003))
+        return vectors.sum(1)
+
+
+class Sleeps(Hook):
+    def on_after_forward(self):
+        time.sleep(0.004)
+
+    def on_step_end(self):
+        time.sleep(0.001)
+
+
+def parts():
+    model = Slow()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(count):
+    for _ in range(count):
+        time.sleep(0.002)
+        yield torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 1)
+
+
+class Loader:
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return batches(self.count)
+
+    def __len__(self):
+        return self.count
+
+
+def fit(folder):
+    config = TrainerConfig(progress="off", runs=folder, max_epochs=1)
+    trainer = Trainer(config, *parts(), loss_fn=F.mse_loss, hooks=[Sleeps()])
+    trainer.fit(Loader(STEPS), val_loaders=Loader(5))
+    return trainer.run.path
+
+
+def loop(folder):
+    model, optimizer = parts()
+    with hookline.attach(model, optimizer, hooks=[Sleeps()], runs=folder) as session:
+        for x, y in session.batches(Loader(STEPS)):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with session.validation(), torch.no_grad():
+            for x, y in session.batches(Loader(5)):
+                session.log("loss", F.mse_loss(model(x), y))
+        session.save_checkpoint(wait=True)
+    return session.run.path
+
+
+def ignite(folder):
+    engine = pytest.importorskip("ignite.engine")
+    model, optimizer = parts()
+
+    def update(engine, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    host = engine.Engine(update)
+    session = hookline.attach(host, model=model, optimizer=optimizer, hooks=[Sleeps()], runs=folder)
+    host.run(Loader(STEPS))
+    return session.run.path
+
+
+@pytest.fixture(scope="module", params=[fit, loop, ignite])
+def run(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.1")
+        path = request.param(tmp_path_factory.mktemp("runs"))
+    assert not any(thread.name == "hookline-system" for thread in threading.enumerate())
+    return request.param, hookline.open_run(path)
+
+
+def test_the_system_is_recorded_with_the_step_that_training_has_reached(run):
+    _, opened = run
+    rows = opened.metrics("system/*")
+    names = {row["name"] for row in rows}
+    assert names >= {"system/cpu_percent", "system/memory_mb", "system/disk_free_gb"}
+    steps = [row["step"] for row in rows if row["name"] == "system/memory_mb"]
+    assert len(steps) >= 2
+    assert all(1 <= first < second <= STEPS for first, second in pairwise(steps))
+    assert all(row["value"] >= 0 for row in rows)
+    memory = [row["value"] for row in rows if row["name"] == "system/memory_mb"]
+    assert 10 < min(memory) <= max(memory) < 1e6
+
+
+def test_phases_have_the_time_that_they_took(run):
+    made_by, opened = run
+    (end,) = opened.events("end")
+    times = end["times"]
+    assert set(times) == set(PHASES)
+    assert times["data"] >= 0.9 * STEPS * 0.002
+    assert times["forward"] >= 0.9 * STEPS * 0.006
+    assert times["backward"] >= 0.9 * STEPS * 0.003
+    assert times["optimizer"] > 0
+    assert times["hooks"] >= 0.9 * STEPS * 0.005
+    if made_by is not ignite:
+        assert times["validation"] >= 0.9 * 5 * 0.008
+    (start,) = opened.events("start")
+    assert sum(times.values()) <= 1.05 * (end["time"] - start["time"])
+
+
+def test_times_are_recorded_since_the_last_record(run):
+    _, opened = run
+    (end,) = opened.events("end")
+    for phase in PHASES:
+        values = [row["value"] for row in opened.metrics(f"time/{phase}")]
+        assert len(values) >= 2
+        assert sum(values) <= end["times"][phase] + 1e-9
+
+
+def test_checkpoints_have_their_time(run):
+    made_by, opened = run
+    (end,) = opened.events("end")
+    assert (end["times"]["checkpoints"] > 0.001) is (made_by is loop)
+
+
+def test_tokens_are_recorded_where_they_are_counted(run):
+    made_by, opened = run
+    rows = opened.metrics("train/tokens_seen")
+    (end,) = opened.events("end")
+    assert rows
+    assert all(row["value"] == 10 * row["step"] for row in rows if made_by is fit)
+    assert end["tokens_seen"] == 10 * STEPS
+
+
+def test_a_short_run_has_only_the_totals(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOOKLINE_SAMPLE_SECONDS")
+    config = TrainerConfig(progress="off", runs=tmp_path)
+    trainer = Trainer(config, *parts(), loss_fn=F.mse_loss).fit(Loader(2))
+    opened = hookline.open_run(trainer.run.path)
+    assert {row["name"] for row in opened.metrics()} == {"train/loss", "train/loss_epoch"}
+    assert opened.events("end")[0]["times"]["forward"] > 0
+
+
+@pytest.mark.parametrize("text", ["often", "-1", "nan"])
+def test_an_interval_that_is_no_number_is_named(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", text)
+    SystemSampler(tmp_path, None).stop()
+    assert f"HOOKLINE_SAMPLE_SECONDS is '{text}'; expected a number" in caplog.text
+
+
+def test_without_a_run_nothing_is_measured():
+    before = threading.active_count()
+    trainer = Trainer(TrainerConfig(progress="off", runs=None), *parts(), loss_fn=F.mse_loss)
+    trainer.add_hook(watch := Threads())
+    trainer.fit(Loader(2))
+    assert watch.seen == before
+
+
+class Threads(Hook):
+    def on_step_end(self):
+        self.seen = threading.active_count()
+
+
+def test_short_batches_are_sampled_and_count_for_the_others():
+    phases = PhaseTimes(torch.device("cpu"))
+    timed, count = 0, 20_000
+    phases.wait_for_data()
+    for _ in range(count):
+        if phases.timed:
+            timed += 1
+            phases.begin_batch()
+            phases.lap("forward")
+        phases.end_batch()
+    assert timed < count / 10
+    counted = phases._clock.take()["forward"][1]
+    assert count - 2000 < counted <= count  # those since the last one count with the next one
