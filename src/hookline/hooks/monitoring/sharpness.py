@@ -73,7 +73,7 @@ class Sharpness(BuiltIn):
     def on_train_start(self, trainer: Any, optimizers: list[Any]) -> None:
         """Raise if this loop or these parameters are not supported."""
         self._forget()
-        if not hasattr(trainer, "compute_loss_apart"):
+        if getattr(trainer, "compute_loss_apart", None) is None:
             raise HookConfigError(
                 "Sharpness computes the loss of a batch again, which only Hookline's own Trainer "
                 f"can do, not {type(trainer).__name__}. Remove the hook, or train with "
