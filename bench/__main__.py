@@ -19,6 +19,7 @@ import torch
 import hookline
 from bench import (
     checkpoints,
+    diagnostics,
     dispatch,
     hosts,
     imports,
@@ -39,6 +40,7 @@ PARTS = {
     "raw": raw.run,
     "trainer": trainer.run,
     "monitors": monitors.run,
+    "diagnostics": diagnostics.run,
     "probes": probes.run,
     "probe_monitor": probe_monitor.run,
     "updates": updates.run,

@@ -228,7 +228,11 @@ def complete(*words: str) -> list[str]:
 
 
 def test_names_of_hooks_and_commands_are_completed() -> None:
-    assert complete("hooks", "show", "grad") == ["gradient_monitor", "gradient_flow"]
+    assert complete("hooks", "show", "grad") == [
+        "gradient_monitor",
+        "gradient_noise_scale",
+        "gradient_flow",
+    ]
     assert complete("hooks", "show", "early") == ["early_stopping"]
     assert "events" in complete("ev")
 

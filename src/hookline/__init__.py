@@ -70,12 +70,21 @@ if TYPE_CHECKING:
     from hookline.hooks.checkpointing.upload import UploadHook as UploadHook
     from hookline.hooks.debugging.debug_hook import DebugHook as DebugHook
     from hookline.hooks.monitoring.activation_stats import ActivationStats as ActivationStats
+    from hookline.hooks.monitoring.attention_monitor import AttentionMonitor as AttentionMonitor
     from hookline.hooks.monitoring.console_log import ConsoleLogHook as ConsoleLogHook
     from hookline.hooks.monitoring.gradient_monitor import GradientMonitor as GradientMonitor
+    from hookline.hooks.monitoring.gradient_noise_scale import (
+        GradientNoiseScale as GradientNoiseScale,
+    )
     from hookline.hooks.monitoring.json_log import JSONLogHook as JSONLogHook
     from hookline.hooks.monitoring.logging_hook import LoggingHook as LoggingHook
+    from hookline.hooks.monitoring.logit_monitor import LogitMonitor as LogitMonitor
+    from hookline.hooks.monitoring.loss_spike_detector import LossSpikeDetector as LossSpikeDetector
     from hookline.hooks.monitoring.lr_monitor import LRMonitor as LRMonitor
+    from hookline.hooks.monitoring.optimizer_monitor import OptimizerMonitor as OptimizerMonitor
+    from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor as OutlierMonitor
     from hookline.hooks.monitoring.runtime_profile import RuntimeProfile as RuntimeProfile
+    from hookline.hooks.monitoring.sharpness import Sharpness as Sharpness
     from hookline.hooks.monitoring.torch_profiler import TorchProfiler as TorchProfiler
     from hookline.hooks.notification.heartbeat import Heartbeat as Heartbeat
     from hookline.hooks.notification.notification_hook import NotificationHook as NotificationHook
@@ -136,12 +145,19 @@ _MODULES = {
     "hooks.checkpointing.upload": ("UploadHook",),
     "hooks.debugging.debug_hook": ("DebugHook",),
     "hooks.monitoring.activation_stats": ("ActivationStats",),
+    "hooks.monitoring.attention_monitor": ("AttentionMonitor",),
     "hooks.monitoring.console_log": ("ConsoleLogHook",),
     "hooks.monitoring.gradient_monitor": ("GradientMonitor",),
+    "hooks.monitoring.gradient_noise_scale": ("GradientNoiseScale",),
     "hooks.monitoring.json_log": ("JSONLogHook",),
     "hooks.monitoring.logging_hook": ("LoggingHook",),
+    "hooks.monitoring.logit_monitor": ("LogitMonitor",),
+    "hooks.monitoring.loss_spike_detector": ("LossSpikeDetector",),
     "hooks.monitoring.lr_monitor": ("LRMonitor",),
+    "hooks.monitoring.optimizer_monitor": ("OptimizerMonitor",),
+    "hooks.monitoring.outlier_monitor": ("OutlierMonitor",),
     "hooks.monitoring.runtime_profile": ("RuntimeProfile",),
+    "hooks.monitoring.sharpness": ("Sharpness",),
     "hooks.monitoring.torch_profiler": ("TorchProfiler",),
     "hooks.notification.heartbeat": ("Heartbeat",),
     "hooks.notification.notification_hook": ("NotificationHook",),

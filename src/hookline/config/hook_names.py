@@ -35,6 +35,13 @@ log = logging.getLogger("hookline")
 
 BUILT_INS: Mapping[str, str] = {
     "gradient_monitor": "hookline.hooks.monitoring.gradient_monitor.GradientMonitor",
+    "optimizer_monitor": "hookline.hooks.monitoring.optimizer_monitor.OptimizerMonitor",
+    "gradient_noise_scale": "hookline.hooks.monitoring.gradient_noise_scale.GradientNoiseScale",
+    "attention_monitor": "hookline.hooks.monitoring.attention_monitor.AttentionMonitor",
+    "outlier_monitor": "hookline.hooks.monitoring.outlier_monitor.OutlierMonitor",
+    "logit_monitor": "hookline.hooks.monitoring.logit_monitor.LogitMonitor",
+    "sharpness": "hookline.hooks.monitoring.sharpness.Sharpness",
+    "loss_spike_detector": "hookline.hooks.monitoring.loss_spike_detector.LossSpikeDetector",
     "lr_monitor": "hookline.hooks.monitoring.lr_monitor.LRMonitor",
     "activation_stats": "hookline.hooks.monitoring.activation_stats.ActivationStats",
     "runtime_profile": "hookline.hooks.monitoring.runtime_profile.RuntimeProfile",

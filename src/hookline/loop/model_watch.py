@@ -100,6 +100,7 @@ class ModelWatch:
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
         self.backwards_seen = 0
+        self.is_paused = False  # calls of the model are not those of the loop
         self._before_forward = before_forward
         self._after_forward = after_forward
         self._backward_begins = backward_begins or _accept
@@ -163,7 +164,7 @@ class ModelWatch:
         if self._is_passed_on and module is self.model:
             self._is_passed_on = False
             return
-        if not torch.is_grad_enabled() or _task_id() != -1:
+        if self.is_paused or not torch.is_grad_enabled() or _task_id() != -1:
             return
         self._depth += 1
         if self._depth == 1:

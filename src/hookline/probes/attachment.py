@@ -335,6 +335,8 @@ class Site:
         if self.paired:
             call, failed = state.pop(name, output)
             if failed:
+                if call is not None:
+                    probe.interrupted(call)
                 return None
         alone = not state.depth
         if recomputed:

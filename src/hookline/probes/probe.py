@@ -89,6 +89,9 @@ class Probe(Hook):
         """Called after a module has run. An edit may return what replaces `call.output`."""
         return None
 
+    def interrupted(self, call: Call) -> None:
+        """Called instead of `after` when a module has raised that `before` may have seen."""
+
     def forward_start(self) -> None:
         """Called when the model's outermost call begins, but not in a recomputation."""
 

@@ -165,6 +165,13 @@ class DataPosition:
                 "train with per_sample_seed=False."
             )
 
+    def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
+        """Return the indices of a loader's latest batch; None where they are not known."""
+        if self._stream is None or loader_idx >= len(self._passes) or self._stream.loads_ahead():
+            return None
+        delivered = batch_idx + 1 - _batches_in(self._ended[loader_idx])
+        return self._passes[loader_idx].indices_of(delivered)
+
     # -- the epoch --------------------------------------------------------------------------------
 
     def _start_pass(self, idx: int) -> Iterator[Any]:

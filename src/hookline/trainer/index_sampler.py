@@ -113,6 +113,11 @@ class IndexSampler:
             self.worker_seed = self._seeder.get_state()
         return self._with_seeds(self._draw_first(indices))
 
+    def recent(self, number: int) -> Any:
+        """Return what was drawn as this number, from 1; None if that is long ago or to come."""
+        behind = self._drawn - number
+        return self._recent[-1 - behind] if 0 <= behind < len(self._recent) else None
+
     def give_none(self) -> None:
         """Give no index to the next iterator, whose workers are only started."""
         self._continued = iter(())

@@ -71,6 +71,10 @@ class LoaderPasses:
         """End the pass."""
         self._start = None
 
+    def indices_of(self, number: int) -> Any:
+        """Return the indices of the batch with this number in the pass, from 1; None if unknown."""
+        return None
+
     def state_dict(self, *, loads_ahead: bool) -> dict[str, Any] | None:
         """Return what is needed to continue this pass; None if no pass has begun."""
         return None if self._start is None else {"start": self._start}
@@ -199,6 +203,9 @@ class DataLoaderPasses(LoaderPasses):
         self._reuses_workers = self.has_workers
         self._sampler.begin(self._start, seed_key, creates_workers=not self._reuses_workers)
         return self._iterate(self.loader.generator)
+
+    def indices_of(self, number: int) -> Any:
+        return self._sampler.recent(number) if self._has_indices else None
 
     def _iterate(self, generator: torch.Generator | None) -> Iterator[Any]:
         loader = copy.copy(self.loader)

@@ -222,6 +222,20 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         with self.strategy.autocast():
             return self._loss_computer(self.model, self.strategy.move(batch))
 
+    def compute_loss_apart(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, as in a training step, unseen by hooks and probes."""
+        context, watch = self._context, self._watch
+        evaluating, context.evaluating = context.evaluating, True
+        watch.is_paused = True
+        try:
+            return self.compute_loss(batch)[0]
+        finally:
+            context.evaluating, watch.is_paused = evaluating, False
+
+    def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
+        """Return the indices of a train loader's latest batch in its dataset; None if unknown."""
+        return self._position.sample_indices(loader_idx, batch_idx)
+
     def dry_run(self, batch: Any) -> dict[str, Any]:
         """Compute the loss of a batch and its gradients, without hooks; return what was seen."""
         parameters = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]

@@ -1,0 +1,202 @@
+"""AttentionMonitor: logs the largest attention logit and the entropy of attention."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import PositiveInt
+from torch import nn
+
+from hookline.errors import HookConfigError, listed
+from hookline.hook import HookGroup
+from hookline.hooks.monitoring.attention_calls import AttentionCalls, LogitStatistics
+from hookline.options import BuiltIn
+from hookline.probes.call import Call
+from hookline.probes.module_selection import Which
+from hookline.probes.probe import Probe
+from hookline.tensors.name_patterns import module_places
+from hookline.tensors.reading import read_tensors
+
+__all__ = ["AttentionMonitor"]
+
+log = logging.getLogger("hookline")
+
+
+class AttentionMonitor(BuiltIn, Probe):
+    """Logs the largest attention logit, and the entropy of the attention weights.
+
+    The values are `attention/<module>/<measure>`, of the first batch of a step:
+
+    | measure | meaning |
+    |---|---|
+    | `max_logit` | the largest logit that enters the softmax, over all heads |
+    | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
+    | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
+
+    Logits that grow without end make attention collapse to single tokens, and training diverge
+    (arXiv 2309.14322, which cures it with a norm of queries and keys).
+
+    A module that computes its weights itself, such as the eager attention of transformers or
+    `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused
+    attention (`scaled_dot_product_attention`) shows no logits: only the bound is logged, without
+    masks and biases, or with `recompute=True` the logits are computed once more, block by block.
+    Attention that neither torch's softmax nor its fused function computes is not seen, nor is that
+    of a compiled model; a warning names these modules. A recomputation by activation checkpointing
+    is not measured. With several ranks each measures its own batch, and the first one's are logged.
+
+    Args:
+        modules: which modules: names, globs, regular expressions, types, predicates, or modules
+            themselves; None for all whose class is called `…Attention…` or `…Attn…`, the innermost.
+        log_frequency: report every N optimizer steps.
+        per_head: log each head, too, as `attention/<module>/head_<i>/<measure>`.
+        recompute: compute the logits of fused attention once more, for exact values.
+    """
+
+    cost = (
+        "In the first batch of a step with a report, norms of queries and keys, or three passes "
+        "over the logits where they are shown, and one wait for the device; in other steps about "
+        "two microseconds per call of an attention module. `recompute` is about another forward of "
+        "the attention."
+    )
+    hookline_group = HookGroup.MONITOR
+    hookline_records = True
+    probe_name = "attention_monitor"
+    wants_input = False
+    _results = ("_measured", "_step", "_calls", "_unseen", "_compiled", "_warned")
+
+    def __init__(
+        self,
+        modules: Which | None = None,
+        log_frequency: PositiveInt = 100,
+        *,
+        per_head: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(modules)
+        self.log_frequency = log_frequency
+        self.per_head = per_head
+        self.recompute = recompute
+        self._reset_results()
+
+    def _reset_results(self) -> None:
+        self._measured: dict[str, LogitStatistics] = {}
+        self._step: int | None = None
+        self._calls: AttentionCalls | None = None
+        self._unseen: dict[str, None] = {}
+        self._compiled = False
+        self._warned = False
+
+    def choose(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the attention modules."""
+        if self.modules is not None:
+            return super().choose(model)
+        found = _find_attention(model)
+        if not found:
+            raise HookConfigError(
+                "AttentionMonitor: the model has no module whose class is called …Attention… or "
+                "…Attn…. Name them: AttentionMonitor(modules=…)."
+            )
+        return found
+
+    def before(self, call: Call) -> None:
+        """Watch the operations within a module, if its call is measured."""
+        self._stop_watching()  # a call that was interrupted
+        if call.step is not None and (call.step + 1) % self.log_frequency:
+            return
+        if call.step != self._step:
+            self._measured, self._step = {}, call.step
+        if call.compiled:
+            self._compiled = True
+        elif call.name not in self._measured:
+            self._calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
+            self._calls.__enter__()  # type: ignore[no-untyped-call]
+
+    def after(self, call: Call) -> None:
+        """Keep what was measured."""
+        found = self._stop_watching()
+        if found is not None and found.values:
+            self._measured[call.name] = found
+        elif found is not None or call.compiled:
+            self._unseen[call.name] = None
+
+    def interrupted(self, call: Call) -> None:
+        """Stop watching a module that has raised."""
+        self._stop_watching()
+
+    def _stop_watching(self) -> LogitStatistics | None:
+        calls, self._calls = self._calls, None
+        if calls is None:
+            return None
+        calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return calls.statistics
+
+    def on_train_start(self) -> None:
+        """Forget what was measured before."""
+        self._stop_watching()
+        self._reset_results()
+
+    def on_train_end(self) -> None:
+        """Stop watching a call that was interrupted."""
+        self._stop_watching()
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Read all measurements at once, and log them."""
+        self._stop_watching()
+        if self._unseen and not self._warned:
+            self._warned = True
+            why = "they are compiled" if self._compiled else "they use other functions than torch's"
+            log.warning(
+                "AttentionMonitor saw no attention in %s: %s. They are not measured.",
+                listed(self._unseen),
+                why,
+            )
+        for module, values in self.report().items():
+            for measure, value in values.items():
+                trainer.log(f"attention/{module}/{measure}", value)
+
+    def report(self) -> dict[str, Mapping[str, float]]:
+        """Return what was measured since the last report, by module and measure."""
+        if not self._measured:
+            return {}
+        measured, self._measured = self._measured, {}
+        tensors = (value for one in measured.values() for value in one.values.values())
+        values = iter(read_tensors(tensors))
+        found: dict[str, Mapping[str, float]] = {}
+        for module, statistics in measured.items():
+            by_head = {measure: next(values) for measure in statistics.values}
+            found[module] = self._summarize(by_head)
+        return found
+
+    def _summarize(self, by_head: Mapping[str, list[float]]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for measure, heads in by_head.items():
+            found[measure] = sum(heads) / len(heads) if measure == "entropy" else max(heads)
+        if self.per_head:
+            for measure, heads in by_head.items():
+                found |= {f"head_{i}/{measure}": value for i, value in enumerate(heads)}
+        return found
+
+
+def _heads_of(module: nn.Module | None) -> int | None:
+    """Return the number of a module's heads, where an attribute has it."""
+    for name in ("num_heads", "num_attention_heads", "n_head", "n_heads"):
+        heads = getattr(module, name, None)
+        if isinstance(heads, int) and heads > 0:
+            return heads
+    return None
+
+
+def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with an attention class that contain no other such module."""
+    named = {
+        place.name: place.module
+        for place in module_places(model)
+        if "Attention" in type(place.module).__name__ or "Attn" in type(place.module).__name__
+    }
+    return {
+        name: module
+        for name, module in named.items()
+        if not any(other.startswith(f"{name}." if name else "") for other in named if other != name)
+    }

@@ -1,0 +1,235 @@
+"""GradientNoiseScale: estimates the batch size beyond which larger batches pay off less."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from hookline.errors import HookConfigError
+from hookline.hook import HookGroup
+from hookline.loop.evaluation import samples_in
+from hookline.loop.processes import world_size
+from hookline.options import BuiltIn
+from hookline.tensors.reading import read_tensors
+from hookline.tensors.sharded import is_sharded
+
+__all__ = ["GradientNoiseScale"]
+
+log = logging.getLogger("hookline")
+
+
+class GradientNoiseScale(BuiltIn):
+    """Estimates the simple noise scale of the gradient, tr(Σ) / |G|², in samples.
+
+    Below that batch size, twice the batch saves nearly half of the steps; far above it, it saves
+    nearly none (arXiv 1812.06162). The estimate compares the gradients of micro-batches with the
+    gradient that they accumulate to, over all ranks:
+
+        |G|² = (B |g_B|² - b |g_b|²) / (B - b)        tr(Σ) = (|g_b|² - |g_B|²) / (1/b - 1/B)
+
+    with b samples in a micro-batch and B in a step. Both are unbiased and averaged over reports,
+    separately, before they are divided.
+
+    | value | meaning |
+    |---|---|
+    | `gradient_noise/scale` | the ratio of the two averages; omitted while the first is negative |
+    | `gradient_noise/signal` | the average of the estimates of the squared norm of the gradient |
+    | `gradient_noise/variance` | the average of the estimates of tr(Σ), for one sample |
+    | `gradient_noise/batch_size` | the samples in this step, to compare with |
+
+    It needs several micro-batches in a step (gradient accumulation) or several processes (DDP); if
+    there is one of each, a warning says so and nothing is logged. Each process measures its own
+    micro-batches, and the first one's estimates are logged. A step with micro-batches of different
+    sizes is left out, and so is one with gradients that are not finite. The loop has to average
+    gradients before its optimizer's step, as DDP does. Parameters that are sharded (FSDP2) are
+    refused: there, the gradient of a micro-batch exists nowhere.
+
+    Args:
+        log_frequency: measure every N optimizer steps.
+        decay: how much of an average stays when a new estimate comes.
+        batch_size: the samples in a micro-batch; None: the size of the first dimension of the
+            batch, where the loop provides its batches.
+    """
+
+    cost = (
+        "Nothing in steps without a report. In those, a norm of each parameter's gradient in each "
+        "backward, and one wait for the device."
+    )
+    hookline_group = HookGroup.MONITOR
+    hookline_records = True
+    hookline_optional_events = frozenset({"on_train_batch_start"})
+
+    def __init__(
+        self,
+        log_frequency: PositiveInt = 10,
+        decay: Annotated[float, Field(ge=0, lt=1)] = 0.95,
+        batch_size: PositiveInt | None = None,
+    ) -> None:
+        self.log_frequency = log_frequency
+        self.decay = decay
+        self.batch_size = batch_size
+        self._signal, self._variance, self._weight = 0.0, 0.0, 0.0
+        self._sizes: list[int] = []
+        self._warned = False
+        self._handles: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the step that is being measured."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._parameters: list[Tensor] = []
+        self._in_backward = False
+        self._squares: list[dict[int, Tensor]] = []  # of each micro-batch, by parameter
+        self._repeated = False
+        self._scaled: Tensor | None = None  # the norm of all gradients after the last backward
+        self._norm: Tensor | None = None  # the same when they are ready, so unscaled
+
+    def on_train_start(self, optimizers: list[Any], trainer: Any) -> None:
+        """Raise if gradients of micro-batches cannot be seen."""
+        self._forget()
+        self._check(optimizers, trainer)
+
+    def _check(self, optimizers: list[Any], trainer: Any) -> None:
+        if any(is_sharded(parameter) for parameter in _parameters_of(optimizers)):
+            raise HookConfigError(
+                "GradientNoiseScale: the model's parameters are sharded (FSDP2), so that the "
+                "gradient of a micro-batch exists nowhere. Remove the hook, or train with DDP."
+            )
+        every = getattr(getattr(trainer, "config", None), "optimizer_every", None)
+        if isinstance(every, list | tuple) and any(n != 1 for n in every):
+            raise HookConfigError(
+                "GradientNoiseScale: optimizers that step at different steps accumulate gradients "
+                "of several steps. Remove the hook, or leave optimizer_every out."
+            )
+
+    def on_train_batch_start(self, batch: Any) -> None:
+        """Note the size of the micro-batch."""
+        if self.batch_size is None:
+            self._sizes.append(samples_in(batch))
+
+    def on_before_forward(self, step: int, optimizers: list[Any]) -> None:
+        """Watch the gradients of the backward that follows, if the step is due."""
+        if (step + 1) % self.log_frequency or self._warned:
+            return
+        if not self._handles:
+            self._parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
+            for number, parameter in enumerate(self._parameters):
+                hook: Callable[[Tensor], None] = partial(self._add, number)
+                self._handles.append(parameter.register_hook(hook))
+        if not self._in_backward:
+            self._squares.append({})
+        self._in_backward = True
+
+    def _add(self, number: int, gradient: Tensor) -> None:
+        """Measure a parameter's gradient in a backward."""
+        if not self._in_backward:
+            return  # of another backward, such as that of a hook
+        squares = self._squares[-1]
+        self._repeated = self._repeated or number in squares
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
+        squares[number] = norm.square()
+
+    def on_after_backward(self) -> None:
+        """Measure the gradients that have been accumulated, which a scaler may have scaled."""
+        if self._in_backward:
+            self._in_backward = False
+            self._scaled = self._total_norm()
+
+    def on_gradients_ready(self) -> None:
+        """Measure the gradients that a scaler no longer scales."""
+        if self._handles and self._norm is None:
+            self._norm = self._total_norm()
+
+    def on_step_end(self, trainer: Any) -> None:
+        """Update the estimates, and log them."""
+        sizes, self._sizes = self._sizes, []
+        if not self._handles:
+            return
+        squares, scaled, norm = self._squares, self._scaled, self._norm
+        repeated = self._repeated
+        self._forget()
+        n, ranks = len(squares), world_size()
+        if n * ranks == 1:
+            self._warned = True
+            log.warning(
+                "GradientNoiseScale needs several micro-batches in a step (gradient accumulation) "
+                "or several processes. There is one of each, so it measures nothing."
+            )
+            return
+        small = self._size_of_micro_batch(sizes)
+        if small is None or repeated or scaled is None or norm is None or not all(squares):
+            return
+        totals = [torch.stack(list(one.values())).sum() for one in squares]
+        after, ready, *of_batches = read_tensors([scaled, norm, *totals])
+        if not all(map(math.isfinite, (after, ready, *of_batches))) or not after:
+            return
+        unscale = (ready / after) ** 2
+        # A micro-batch's part of an accumulated mean is one n-th of its own gradient.
+        of_small = sum(of_batches) / n * n**2 * unscale
+        self._update(of_small, ready**2, small, small * n * ranks)
+        self._log(trainer, small * n * ranks)
+
+    def _size_of_micro_batch(self, sizes: list[int]) -> int | None:
+        """Return how many samples each micro-batch has; None if they differ."""
+        if self.batch_size is not None:
+            return self.batch_size
+        if not sizes:
+            self._warned = True
+            raise HookConfigError(
+                "GradientNoiseScale: this loop does not provide its batches. Give the number of "
+                "samples in a micro-batch: GradientNoiseScale(batch_size=…)."
+            )
+        return sizes[0] if len(set(sizes)) == 1 else None
+
+    def _update(self, of_small: float, of_big: float, small: int, big: int) -> None:
+        signal = (big * of_big - small * of_small) / (big - small)
+        variance = (of_small - of_big) / (1 / small - 1 / big)
+        new = 1 - self.decay
+        self._signal = self.decay * self._signal + new * signal
+        self._variance = self.decay * self._variance + new * variance
+        self._weight = self.decay * self._weight + new
+
+    def _log(self, trainer: Any, batch_size: int) -> None:
+        signal, variance = self._signal / self._weight, self._variance / self._weight
+        if signal > 0:
+            trainer.log("gradient_noise/scale", variance / signal)
+        trainer.log("gradient_noise/signal", signal)
+        trainer.log("gradient_noise/variance", variance)
+        trainer.log("gradient_noise/batch_size", batch_size)
+
+    def _total_norm(self) -> Tensor:
+        """Return the norm of all gradients together."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        home = norms[0].device
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]))
+        return total
+
+    def on_train_end(self) -> None:
+        """Stop watching."""
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages."""
+        return {"signal": self._signal, "variance": self._variance, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the averages."""
+        self._signal, self._variance = state["signal"], state["variance"]
+        self._weight = state["weight"]
+
+
+def _parameters_of(optimizers: list[Any]) -> list[Tensor]:
+    return [p for one in optimizers for group in one.param_groups for p in group["params"]]

@@ -1,0 +1,193 @@
+"""LossSpikeDetector: notices spikes of the loss, and keeps what is known about them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from hookline.context import LazyFloat
+from hookline.hook import HookGroup
+from hookline.options import BuiltIn
+from hookline.runs.jsonl_file import read_jsonl_backwards
+
+__all__ = ["LossSpikeDetector"]
+
+log = logging.getLogger("hookline")
+_TO_DEVIATION = 1.4826  # the median distance of a normal distribution, to its deviation
+_DELAY = 1  # steps after which a loss is read, so that the device is not waited for
+_MAX_VALUES = 5000  # in one event
+
+
+class LossSpikeDetector(BuiltIn):
+    """Notices spikes of the training loss, and records what was logged around them.
+
+    The loss of a step is compared with those of the `window` steps before it, by a robust z-score:
+    its distance from their median, divided by 1.4826 times their median distance from it. A loss
+    that is not finite is a spike, too. Steps that follow within `steps_after` belong to the same
+    spike.
+
+    A warning is logged at once. When `steps_after` more steps are over, or training ends, the
+    event `loss_spike` is written to the run's `events.jsonl`:
+
+    | field | meaning |
+    |---|---|
+    | `step`, `epoch`, `loss`, `z` | where it began, the loss there and its z-score |
+    | `median`, `deviation` | of the window before it |
+    | `peak`, `peak_step` | the largest loss of the spike, and its step |
+    | `batches` | of the first step: `loader`, `batch_idx`, and `indices` in the dataset |
+    | `values` | by name: pairs of step and value, as logged in the steps around it |
+    | `values_omitted` | how many more there were, beyond 5,000 |
+
+    `indices` is null where the loop does not know them: only Hookline's trainer does, for a
+    `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
+    With several ranks, the first one's loss is watched.
+
+    Args:
+        threshold: the z-score above which a loss is a spike.
+        window: how many losses to compare with.
+        min_steps: how many of them there have to be.
+        steps_before: from how many steps before a spike logged values are kept.
+        steps_after: for how many steps after its begin.
+    """
+
+    cost = "About 10 µs per step; at a spike, the end of the metrics log is read once."
+    hookline_group = HookGroup.MONITOR
+    hookline_records = True
+    hookline_optional_events = frozenset({"on_train_batch_start"})
+    ranks = "main"
+
+    def __init__(
+        self,
+        threshold: PositiveFloat = 6.0,
+        window: Annotated[int, Field(ge=4)] = 100,
+        *,
+        min_steps: Annotated[int, Field(ge=4)] = 20,
+        steps_before: PositiveInt = 100,
+        steps_after: PositiveInt = 20,
+    ) -> None:
+        self.threshold = threshold
+        self.window = window
+        self.min_steps = min(min_steps, window)
+        self.steps_before = steps_before
+        self.steps_after = steps_after
+        self.spikes: list[dict[str, Any]] = []
+        self._losses: deque[float] = deque(maxlen=window)
+        self._unread: deque[tuple[int, int | None, LazyFloat | float, list[Any]]] = deque()
+        self._batches: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def on_train_batch_start(
+        self, trainer: Any, batch_idx: int, dataloader_name: str, dataloader_idx: int
+    ) -> None:
+        """Note which batch the step uses."""
+        find = getattr(trainer, "sample_indices", None)
+        indices = None if find is None else find(dataloader_idx, batch_idx)
+        self._batches.append(
+            {"loader": dataloader_name, "batch_idx": batch_idx, "indices": indices}
+        )
+
+    def on_step_end(self, step: int, loss: LazyFloat, state: Any, run: Any) -> None:
+        """Check the loss of the step before this one."""
+        epoch = state.get("current_epoch") if isinstance(state, Mapping) else None
+        self._unread.append((step, epoch, loss, self._batches))
+        self._batches = []
+        self._check_until(step - _DELAY, run)
+
+    def on_train_end(self, step: int, run: Any) -> None:
+        """Check the last losses, and write what has not been written yet."""
+        self._check_until(step, run)
+        self._write(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window, the spike in progress and those that were recorded."""
+        unread = [[step, epoch, float(loss), b] for step, epoch, loss, b in self._unread]
+        return {
+            "losses": list(self._losses),
+            "unread": unread,
+            "open": self._open,
+            "spikes": list(self.spikes),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._losses = deque(state["losses"], maxlen=self.window)
+        self._unread = deque((step, epoch, loss, b) for step, epoch, loss, b in state["unread"])
+        self._open = state["open"]
+        self.spikes = list(state["spikes"])
+
+    def _check_until(self, last_step: int, run: Any) -> None:
+        while self._unread and self._unread[0][0] <= last_step:
+            step, epoch, lazy, batches = self._unread.popleft()
+            if self._open is not None and step > self._open["step"] + self.steps_after:
+                self._write(run)
+            self._check(step, epoch, float(lazy), batches)
+
+    def _check(self, step: int, epoch: int | None, loss: float, batches: list[Any]) -> None:
+        center, deviation = self._describe_window()
+        z = _robust_z(loss, center, deviation)
+        known = len(self._losses) >= self.min_steps
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if self._open is not None:
+            if not loss <= self._open["peak"]:
+                self._open |= {"peak": loss, "peak_step": step}
+        elif not math.isfinite(loss) or (known and z > self.threshold):
+            log.warning(
+                "Step %s: the loss spikes to %.4g, from a median of %.4g in the last %s steps "
+                "(robust z-score %.3g).",
+                *(step, loss, center, len(self._losses), z),
+            )
+            self._open = {"step": step, "epoch": epoch, "loss": loss, "z": z}
+            self._open |= {"median": center, "deviation": deviation}
+            self._open |= {"peak": loss, "peak_step": step, "batches": batches}
+
+    def _describe_window(self) -> tuple[float, float]:
+        """Return the median of the losses in the window, and their deviation from it."""
+        if not self._losses:
+            return math.nan, math.nan
+        center = median(self._losses)
+        return center, _TO_DEVIATION * median(abs(loss - center) for loss in self._losses)
+
+    def _write(self, run: Any) -> None:
+        """Record the spike in progress, with what was logged around it."""
+        spike, self._open = self._open, None
+        if spike is None:
+            return
+        self.spikes.append(spike)
+        if run is None or not hasattr(run, "event"):
+            return
+        first, last = spike["step"] - self.steps_before, spike["step"] + self.steps_after
+        values, omitted = _read_values(run, first, last)
+        run.event("loss_spike", **spike, values=values, values_omitted=omitted)
+
+
+def _robust_z(loss: float, center: float, deviation: float) -> float:
+    if not math.isfinite(loss):
+        return math.inf
+    # A constant loss has no deviation: one of a thousandth is assumed.
+    return (loss - center) / max(deviation, 1e-3 * abs(center), 1e-12)
+
+
+def _read_values(run: Any, first: int, last: int) -> tuple[dict[str, list[Any]], int]:
+    """Return the scalars that were logged in these steps by name, and how many were left out."""
+    run.flush()
+    found: dict[str, list[Any]] = {}
+    kept = omitted = 0
+    for record in read_jsonl_backwards(run.metrics_file):
+        step, value = record.get("step"), record.get("value")
+        if not isinstance(step, int) or step > last or record.get("kind") != "scalar":
+            continue
+        if step < first:
+            break
+        if kept < _MAX_VALUES:
+            found.setdefault(str(record.get("name")), []).append([step, value])
+            kept += 1
+        else:
+            omitted += 1
+    return {name: found[name][::-1] for name in sorted(found)}, omitted

@@ -1,0 +1,481 @@
+"""Diagnostics agree with naive references, and change nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import loops
+import pytest
+import torch
+from loops import batches
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline.runs.jsonl_file import read_records
+
+Values = dict[tuple[int, str], Any]
+
+
+def fit(
+    folder: Path, *hooks: hookline.Hook, parts: Any = None, data: Any = None, **options: Any
+) -> Values:
+    model, optimizers = parts or (None, None)
+    options = {"runs": folder, **options}
+    trainer = loops.make_trainer(*hooks, model=model, optimizers=optimizers, **options)
+    trainer.fit(batches(4) if data is None else data)
+    assert trainer.hooks.summary().failures == {}
+    records = read_records(trainer.run.path / "metrics.jsonl")
+    return {(one["step"], one["name"]): one["value"] for one in records}
+
+
+# -- OptimizerMonitor -----------------------------------------------------------------------------
+
+
+class Steps(hookline.Hook):
+    """Keeps weights before and after each step, gradients and second moments."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Any] = {}
+
+    def on_before_optimizer_step(self, model: nn.Module, step: int) -> None:
+        self.seen[step + 1] = [{n: p.detach().clone() for n, p in model.named_parameters()}]
+
+    def on_step_end(self, model: nn.Module, step: int, optimizer: Any) -> None:
+        named = dict(model.named_parameters())
+        self.seen[step] += [
+            {n: p.detach().clone() for n, p in named.items()},
+            {n: p.grad.clone() for n, p in named.items() if p.grad is not None},
+            {
+                n: optimizer.state[p].get("exp_avg_sq", torch.zeros(())).clone()
+                for n, p in named.items()
+            },
+        ]
+
+
+def test_optimizer_monitor_reports_the_ratios_of_adam(tmp_path: Path) -> None:
+    model, _ = loops.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
+    steps = Steps()
+    monitor = hookline.OptimizerMonitor(1)
+    values = fit(tmp_path, steps, monitor, parts=(model, optimizer), clip_norm=0.1)
+    for step, (before, after, gradients, moments) in steps.seen.items():
+        squares = []
+        for name in before:
+            g, v = gradients[name].double(), moments[name].double() / (1 - 0.95**step)
+            ratio = g.square() / v.clamp(min=1e-16)
+            squares.append(ratio.flatten())
+            change = (after[name] - before[name]).double().norm()
+            expected = {
+                "rms_ratio": ratio.mean().sqrt(),
+                "update_ratio": change / before[name].double().norm(),
+                "effective_lr": change / g.norm(),
+            }
+            for measure, value in expected.items():
+                found = values[step, f"optimizer/{name}/{measure}"]
+                assert found == pytest.approx(value.item(), rel=1e-4)
+        total = torch.cat(squares).mean().sqrt().item()
+        assert values[step, "optimizer/total/rms_ratio"] == pytest.approx(total, rel=1e-4)
+
+
+def test_the_effective_rate_of_sgd_is_its_learning_rate(tmp_path: Path) -> None:
+    values = fit(tmp_path, hookline.OptimizerMonitor(2))
+    assert values[2, "optimizer/total/effective_lr"] == pytest.approx(0.1, rel=1e-5)
+    assert not any(name.endswith("rms_ratio") for _, name in values)
+    assert {step for step, name in values if name.startswith("optimizer/")} == {2, 4}
+
+
+# -- GradientNoiseScale ---------------------------------------------------------------------------
+
+
+def plain_net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_noise_scale_is_that_of_the_two_batch_sizes(tmp_path: Path, precision: str) -> None:
+    model, optimizer = plain_net()
+    reference = copy.deepcopy(model)
+    data = batches(4)
+    hook = hookline.GradientNoiseScale(1, decay=0.0)
+    values = fit(
+        tmp_path, hook, parts=(model, optimizer), data=data, accumulate=4, precision=precision
+    )
+    norms = []
+    gradients = []
+    for x, y in data:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = F.mse_loss(reference(x), y)
+        own = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, list(reference.parameters()))]
+        )
+        norms.append(own.double().square().sum().item())
+        gradients.append(own)
+    small = sum(norms) / 4
+    big = torch.stack(gradients).mean(0).double().square().sum().item()
+    signal = (16 * big - 4 * small) / 12
+    variance = (small - big) / (1 / 4 - 1 / 16)
+    rel = 1e-4 if precision == "fp32" else 2e-2
+    assert values[1, "gradient_noise/signal"] == pytest.approx(signal, rel=rel)
+    assert values[1, "gradient_noise/variance"] == pytest.approx(variance, rel=rel)
+    if signal > 0:
+        assert values[1, "gradient_noise/scale"] == pytest.approx(variance / signal, rel=2 * rel)
+    assert values[1, "gradient_noise/batch_size"] == 16
+
+
+def test_without_micro_batches_there_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = fit(tmp_path, hookline.GradientNoiseScale(1))
+    assert not any(name.startswith("gradient_noise") for _, name in values)
+    assert sum("several micro-batches" in one.message for one in caplog.records) == 1
+
+
+def test_a_bare_loop_says_its_batch_size(tmp_path: Path) -> None:
+    model, optimizer = plain_net()
+    hook = hookline.GradientNoiseScale(1, batch_size=4)
+    with hookline.attach(model, optimizer, hooks=[hook], runs=tmp_path) as session:
+        for _ in range(2):
+            for x, y in batches(2):
+                (F.mse_loss(model(x), y) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        folder = session.run.path
+    names = {one["name"] for one in read_records(folder / "metrics.jsonl")}
+    assert "gradient_noise/variance" in names
+
+
+# -- AttentionMonitor -----------------------------------------------------------------------------
+
+
+class SelfAttention(nn.Module):
+    """Attention by hand, whose logits are kept."""
+
+    num_heads = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.fused = False
+        self.logits = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        logits = (q @ k.transpose(-2, -1) / 2).masked_fill(~mask, -math.inf)
+        self.logits = logits.detach()
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = logits.softmax(-1) @ v
+        return y.transpose(1, 2).flatten(2)
+
+
+def expected_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = logits.softmax(-1)
+    entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
+    return logits.amax((0, 2, 3)), entropy.mean((0, 2))
+
+
+def attend(folder: Path, monitor: Any, *, fused: bool) -> tuple[Values, torch.Tensor]:
+    torch.manual_seed(0)
+    model = SelfAttention()
+    model.fused = fused
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, 5, 8)
+    data = [(x, torch.randn(3, 5, 8))]
+    values = fit(folder, monitor, parts=(nn.Sequential(model), optimizer), data=data)
+    return values, model.logits
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_and_entropy_are_exact_where_they_are_computed(tmp_path: Path, fused: bool) -> None:
+    monitor = hookline.AttentionMonitor(log_frequency=1, per_head=True, recompute=True)
+    values, logits = attend(tmp_path, monitor, fused=fused)
+    largest, entropy = expected_of(logits)
+    assert values[1, "attention/0/max_logit"] == pytest.approx(largest.max().item(), rel=1e-5)
+    assert values[1, "attention/0/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-5)
+    for head in range(2):
+        found = values[1, f"attention/0/head_{head}/max_logit"]
+        assert found == pytest.approx(largest[head].item(), rel=1e-5)
+
+
+def test_fused_attention_has_a_bound(tmp_path: Path) -> None:
+    values, logits = attend(tmp_path, hookline.AttentionMonitor(log_frequency=1), fused=True)
+    assert (1, "attention/0/max_logit") not in values
+    assert (1, "attention/0/entropy") not in values
+    assert values[1, "attention/0/max_logit_bound"] >= logits.max().item()
+
+
+def test_attention_of_torch_is_measured(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def step(model: Any, batch: Any) -> torch.Tensor:
+        causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        y, weights = model["attention"](
+            batch, batch, batch, attn_mask=causal, average_attn_weights=False
+        )
+        kept.append(weights.detach())
+        return model["layer"](y).square().mean()
+
+    kept: list[torch.Tensor] = []
+    model = nn.ModuleDict({"attention": attention, "layer": layer})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.randn(3, 5, 8)]
+    monitor = hookline.AttentionMonitor(log_frequency=1)
+    values = fit(tmp_path, monitor, parts=(model, optimizer), data=data, step_fn=step)
+    entropy = torch.special.entr(kept[0]).sum(-1).mean().item()
+    assert values[1, "attention/attention/entropy"] == pytest.approx(entropy, rel=1e-5)
+    assert (1, "attention/layer.self_attn/max_logit_bound") in values
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_attention_of_transformers_is_measured(tmp_path: Path, family: str, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2
+        )
+        config._attn_implementation = kind
+        model, name = transformers.GPT2LMHeadModel(config), "transformer.h.1.attn"
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=20,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        config._attn_implementation = kind
+        model, name = transformers.LlamaForCausalLM(config), "model.layers.1.self_attn"
+    ids = torch.randint(0, 20, (2, 9))
+    reference = copy.deepcopy(model).eval()
+    reference.config._attn_implementation = "eager"
+    weights = reference(input_ids=ids, output_attentions=True).attentions[1]
+    entropy = torch.special.entr(weights).sum(-1).mean().item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    data = [{"input_ids": ids, "labels": ids}]
+    monitor = hookline.AttentionMonitor(log_frequency=1, recompute=kind == "sdpa")
+    values = fit(tmp_path, monitor, parts=(model, optimizer), data=data)
+    assert values[1, f"attention/{name}/entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert (1, f"attention/{name}/max_logit") in values
+
+
+def test_a_module_that_raises_is_watched_no_longer(tmp_path: Path) -> None:
+    class FailingAttention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    monitor = hookline.AttentionMonitor()
+    model = nn.Sequential(FailingAttention())
+    with monitor.attach(model), pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.zeros(1))
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+# -- OutlierMonitor -------------------------------------------------------------------------------
+
+
+def test_outliers_are_those_of_a_naive_computation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].bias[3] = -100.0  # never active
+        model[0].bias[5] = 20000.0
+        model[0].weight[7] *= 1e-4
+        model[0].bias[7] = 0.001
+    x = torch.randn(40, 8)
+    h = model[1](model[0](x)).detach().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    values = fit(
+        tmp_path,
+        hookline.OutlierMonitor(log_frequency=1),
+        parts=(model, optimizer),
+        data=[(x, torch.randn(40, 4))],
+    )
+    scores = h.abs().mean(0) / h.abs().mean()
+    singular = torch.linalg.svdvals(h)
+    share = singular / singular.sum()
+    centered = h - h.mean()
+    expected = {
+        "abs_max": h.abs().max(),
+        "massive": ((h.abs() > 100) & (h.abs() > 1000 * h.abs().flatten().median())).sum(),
+        "kurtosis": centered.pow(4).mean() / centered.square().mean() ** 2,
+        "dead": (h == 0).all(0).double().mean(),
+        "dormant": (scores <= 0.025).double().mean(),
+        "effective_rank": (-(share * share.clamp(min=1e-300).log())).sum().exp(),
+    }
+    for measure, value in expected.items():
+        assert values[1, f"activations/1/{measure}"] == pytest.approx(value.item(), rel=1e-3)
+    assert expected["massive"] > 0
+    assert (1, "activations/2/abs_max") in values
+
+
+# -- LogitMonitor ---------------------------------------------------------------------------------
+
+
+def test_logits_are_measured_as_a_naive_computation_does(tmp_path: Path) -> None:
+    model, optimizer = plain_net()
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    logits = model(x).detach().double()
+    values = fit(tmp_path, hookline.LogitMonitor(1), parts=(model, optimizer), data=[(x, y)])
+    p = logits.softmax(-1)
+    top = logits.sort(-1).values
+    assert values[1, "logits/log_z"] == pytest.approx(
+        logits.exp().sum(-1).log().mean().item(), rel=1e-5
+    )
+    assert values[1, "logits/entropy"] == pytest.approx(
+        -(p * p.log()).sum(-1).mean().item(), rel=1e-5
+    )
+    assert values[1, "logits/margin"] == pytest.approx(
+        (top[:, -1] - top[:, -2]).mean().item(), rel=1e-4
+    )
+
+
+# -- Sharpness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_sharpness_is_that_of_the_hessian(tmp_path: Path, accumulate: int) -> None:
+    model, optimizer = plain_net()
+    reference = copy.deepcopy(model).double()
+    data = batches(accumulate)
+    hook = hookline.Sharpness(1, distance=1e-4)
+    values = fit(tmp_path, hook, parts=(model, optimizer), data=data, accumulate=accumulate)
+    x, y = (one.double() for one in data[-1])
+    parameters = list(reference.parameters())
+    gradients = torch.autograd.grad(F.mse_loss(reference(x), y), parameters, create_graph=True)
+    square = sum(g.square().sum() for g in gradients)
+    fixed = [g.detach() for g in gradients]
+    product = torch.autograd.grad(
+        sum((g * f).sum() for g, f in zip(gradients, fixed, strict=True)), parameters
+    )
+    expected = sum((h * f).sum() for h, f in zip(product, fixed, strict=True)) / square
+    assert values[1, "sharpness/along_gradient"] == pytest.approx(expected.item(), rel=2e-2)
+    assert values[1, "sharpness/times_lr"] == pytest.approx(0.1 * expected.item(), rel=2e-2)
+
+
+def test_sharpness_is_refused_in_other_loops() -> None:
+    model, optimizer = plain_net()
+    with (
+        pytest.raises(hookline.HooklineError, match="only Hookline's own Trainer"),
+        hookline.attach(model, optimizer, hooks=[hookline.Sharpness()], runs=None),
+    ):
+        F.mse_loss(model(torch.zeros(1, 8)), torch.zeros(1, 4)).backward()
+        optimizer.step()
+
+
+# -- LossSpikeDetector ----------------------------------------------------------------------------
+
+
+def spiking_data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 8, generator=generator)
+    y = torch.randn(160, 4, generator=generator)
+    y[100] = 1000.0
+    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+
+
+def spikes_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "loss_spike"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_spike_is_recorded_with_its_batch_and_values(tmp_path: Path, workers: int) -> None:
+    loader = spiking_data()
+    if workers:
+        loader = DataLoader(loader.dataset, batch_size=4, shuffle=True, num_workers=1)
+    model, _ = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    detector = hookline.LossSpikeDetector(window=16, min_steps=4, steps_before=3, steps_after=2)
+    trainer = loops.make_trainer(
+        detector,
+        hookline.GradientMonitor(1),
+        model=model,
+        optimizers=optimizer,
+        runs=tmp_path,
+        max_epochs=2,
+        seed=3,
+    )
+    trainer.fit(loader)
+    spikes = spikes_of(trainer.run.path)
+    assert len(spikes) == len(detector.spikes) == 2
+    for spike in spikes:
+        assert 100 in spike["batches"][0]["indices"]
+        assert spike["loss"] == pytest.approx(spike["peak"])
+        assert spike["z"] > 6
+        steps = [step for step, _ in spike["values"]["gradients/total/norm"]]
+        first, last = max(1, spike["step"] - 3), min(80, spike["step"] + 2)
+        assert steps == list(range(first, last + 1))
+
+
+def test_the_state_of_the_detector_is_restored() -> None:
+    detector = hookline.LossSpikeDetector(window=8, min_steps=4)
+    losses = [1.0, 1.1, 0.9, 1.0, 1.05, 50.0]
+    for step, loss in enumerate(losses, 1):
+        detector.on_step_end(step, hookline.LazyFloat(loss), {}, None)
+    resumed = hookline.LossSpikeDetector(window=8, min_steps=4)
+    resumed.load_state_dict(json.loads(json.dumps(detector.state_dict())))
+    resumed.on_train_end(6, None)
+    assert [spike["step"] for spike in resumed.spikes] == [6]
+    assert resumed.spikes[0]["batches"] == []
+
+
+# -- all of them ----------------------------------------------------------------------------------
+
+
+def all_of_them() -> list[hookline.Hook]:
+    return [
+        hookline.OptimizerMonitor(1),
+        hookline.GradientNoiseScale(1),
+        hookline.AttentionMonitor(log_frequency=1, recompute=True),
+        hookline.OutlierMonitor(log_frequency=1),
+        hookline.LogitMonitor(1),
+        hookline.Sharpness(1),
+        hookline.LossSpikeDetector(),
+    ]
+
+
+def encoder() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)  # with dropout
+    model = nn.Sequential(nn.BatchNorm1d(5), layer)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"precision": "bf16"}])
+def test_training_is_the_same_with_and_without(tmp_path: Path, options: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    data = [tuple(torch.randn(2, 3, 5, 8, generator=generator)) for _ in range(4)]
+    weights = []
+    for hooks in ([], all_of_them()):
+        model, optimizer = encoder()
+        seen = Forwards()
+        fit(tmp_path, seen, *hooks, parts=(model, optimizer), data=data, seed=1, **options)
+        assert seen.count == 4
+        weights.append(copy.deepcopy(model.state_dict()) | {"random": torch.get_rng_state()})
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+class Forwards(hookline.Hook):
+    count = 0
+
+    def on_after_forward(self) -> None:
+        self.count += 1
