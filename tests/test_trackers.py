@@ -112,6 +112,7 @@ def test_wandb_has_hyperparameters_manifest_and_checkpoints(folder):
     assert list(folder.glob("wandb/offline-run-*/files/hookline_manifest.json"))
 
 
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own packages
 def test_mlflow_has_every_value_in_a_file_of_the_run(folder, record):
     from mlflow.tracking import MlflowClient
 

@@ -232,9 +232,9 @@ class TrackerConfig(StringShorthand):
     shorthand_key = "name"
 
     name: str = Field(
-        min_length=1,
-        description="`tensorboard`, `wandb`, `mlflow`, `trackio`, a tracker of an installed "
-        "package, or a class path",
+        pattern=r"^[\w-]+$",
+        description="`tensorboard`, `wandb`, `mlflow`, `trackio`, or a tracker of an installed "
+        "package",
     )
 
 

@@ -143,11 +143,11 @@ class TrackerThread:
 
     def _read(self, record: tuple[Any, ...]) -> TrackedValue:
         step, _, seconds, name, kind, value = record
-        if isinstance(value, InvalidValue):
-            kind, value = "text", value.text
+        if type(value) is InvalidValue:
+            kind, value = "text", str(value.text)
         if kind == "text":
             value = mask_known_values(str(value))
         elif kind == "image":
             folder = Path() if self._run.folder is None else self._run.folder
-            value = folder / value["path"]
+            value = folder / str(record[5]["path"])
         return TrackedValue(step, name, kind, value, seconds)
