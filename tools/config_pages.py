@@ -21,6 +21,7 @@ from hookline.config_files.file_model import (
     ObjectConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TrackerConfig,
     TrainingConfig,
 )
 from hookline.config_files.json_schema import REGISTRATION_KEYS
@@ -31,6 +32,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("Optimizer", OptimizerConfig),
     ("Parameter group", GroupConfig),
     ("Scheduler", SchedulerConfig),
+    ("Tracker", TrackerConfig),
     ("Data", DataConfig),
     ("Loader", LoaderConfig),
     ("Hooks by kind", HooksByKind),
@@ -41,6 +43,7 @@ NAMES = {
     "OptimizerConfig": "optimizer",
     "GroupConfig": "group",
     "SchedulerConfig": "scheduler",
+    "TrackerConfig": "tracker",
     "DataConfig": "see below",
     "LoaderConfig": "loader",
     "HooksByKind": "by kind",
@@ -74,6 +77,8 @@ def tables() -> str:
                 for key, schema in REGISTRATION_KEYS.items()
             ]
             lines.append("| any other | | | an option of the hook |")
+        if model is TrackerConfig:
+            lines.append("| any other | | | an option of the tracker |")
         if model is GroupConfig:
             lines.append("| any other | | | an option of the optimizer, such as `lr` |")
         lines.append("")

@@ -96,12 +96,15 @@ class _Builder:
         }
         train, val = self._loaders("train"), self._loaders("val")
         labels = _run_labels(config)
-        outside = {"include", "trainer", "seed", *labels} - {"hparams"}
+        outside = {"include", "trainer", "seed", "trackers", *labels} - {"hparams"}
         sections = config.model_dump(mode="json", exclude=outside)
         sections = {name: value for name, value in sections.items() if name not in _LABELS or value}
         with self._creating(("trainer",)):
             fields = run_config(config.trainer, {**sections, "seed": seed}, seed)
-            trainer = Trainer(fields, model, optimizers, schedulers, **functions, **labels)
+            trackers = [tracker.model_dump(mode="json") for tracker in config.trackers]
+            trainer = Trainer(
+                fields, model, optimizers, schedulers, trackers=trackers, **functions, **labels
+            )
         for key, kind, hook in iterate_hooks(config):
             with self._creating(key):
                 item = self._resolved.hooks.get(key)

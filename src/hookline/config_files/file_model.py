@@ -46,6 +46,7 @@ __all__ = [
     "ObjectConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TrackerConfig",
     "TrainingConfig",
 ]
 
@@ -224,6 +225,19 @@ Hooks = Annotated[
 ]
 
 
+class TrackerConfig(StringShorthand):
+    """An experiment tracker. Further keys are its options."""
+
+    model_config = ConfigDict(extra="allow")
+    shorthand_key = "name"
+
+    name: str = Field(
+        pattern=r"^[\w-]+$",
+        description="`tensorboard`, `wandb`, `mlflow`, `trackio`, or a tracker of an installed "
+        "package",
+    )
+
+
 class TrainingConfig(Config):
     """A config file: everything that a training run needs."""
 
@@ -238,6 +252,9 @@ class TrainingConfig(Config):
         default={},
         description="hyperparameters to record with the run; other keys may refer to them, such as "
         "`${hparams.lr}`",
+    )
+    trackers: list[TrackerConfig] = Field(
+        default=[], description="experiment trackers that the run is also written to"
     )
     seed: int | None = Field(
         default=None,

@@ -50,6 +50,7 @@ def attach(
     hparams: Mapping[str, Any] | None = None,
     name: str | None = None,
     tags: Iterable[str] = (),
+    trackers: Any = (),
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     evaluator: Any = None,
     allow_missing: bool = False,
@@ -103,6 +104,8 @@ def attach(
         hparams: hyperparameters of the run.
         name: a name for the run.
         tags: tags for the run.
+        trackers: experiment trackers that the run is also written to: names (`tensorboard`,
+            `wandb`, `mlflow`, `trackio`), mappings with `name` and options, or objects.
         model: the model that an Ignite engine trains; or, as a keyword, that of a bare loop.
         evaluator: the Ignite engine that validates the model.
         allow_missing: in another library's trainer, only warn about hooks that need an event which
@@ -118,6 +121,7 @@ def attach(
         "hparams": hparams,
         "name": name,
         "tags": tags,
+        "trackers": trackers,
     }
     of_parts: dict[str, Any] = {
         "schedulers": schedulers,

@@ -192,6 +192,7 @@ class MetricsLog:
         self._records: list[MetricRecord] = []
         self._flushed = time.time()
         self._lock = threading.RLock()  # a signal handler may close the run during a write
+        self.listener: Callable[[list[MetricRecord]], None] | None = None  # gets what was written
 
     def add(self, record: MetricRecord) -> None:
         """Add a record, and write the buffer if it is due."""
@@ -206,7 +207,23 @@ class MetricsLog:
             records = self._records[:]  # other threads may append meanwhile
             del self._records[: len(records)]
             self._flushed = time.time()
+            listener = self.listener
+            if listener is not None:
+                records = [_read_scalar(record) for record in records]
             self.file.append([_encode_record(record) for record in records])
+            if listener is not None and records:
+                listener(records)
+
+
+def _read_scalar(record: MetricRecord) -> MetricRecord:
+    """Return a record whose scalar has been read from the device."""
+    value = record[5]
+    if record[4] != "scalar" or type(value) is float or type(value) is int:
+        return record
+    number = to_json_number(value)
+    if number is None:
+        number = value if type(value) is InvalidValue else InvalidValue(safe_repr(value), "scalar")
+    return (*record[:5], float(number) if isinstance(number, str) else number)
 
 
 def _encode_record(record: MetricRecord) -> bytes:

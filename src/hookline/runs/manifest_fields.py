@@ -148,7 +148,7 @@ _FIELDS: dict[str, Check] = {
     **dict.fromkeys(("created", "started"), _TIME),
     "ended": _or_null(_TIME),
     **dict.fromkeys(("last_error", "config_hash", "packages_sha256", "platform"), _OPTIONAL_TEXT),
-    **dict.fromkeys(("config", "packages", "versions", "devices"), _OBJECT),
+    **dict.fromkeys(("config", "packages", "versions", "devices", "trackers"), _OBJECT),
     **dict.fromkeys(("training", "git"), _or_null(_OBJECT)),
     "hooks": (_is_list, "a list"),
     **dict.fromkeys(("name", "torch_seed"), _SCALAR),

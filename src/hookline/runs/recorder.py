@@ -29,11 +29,15 @@ class Recorder(EventRecorder):
     Args:
         root: The folder of all runs, or a run that is open for writing. None: no run is written,
             and the start is only logged.
+        trackers: The trackers of the loop, a `TrackerSet`; None if it has none.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Run | None) -> None:
+    def __init__(self, root: str | os.PathLike[str] | Run | None, trackers: Any = None) -> None:
         super().__init__()
         self._root = root
+        self._trackers = trackers
+        self._interrupt: KeyboardInterrupt | None = None  # that came at the end
+        self.sink: Run | None = None  # what values are logged to: the run, or one for trackers only
         self.run_id: str | None = None
 
     def begin(
@@ -87,13 +91,23 @@ class Recorder(EventRecorder):
             self.run = Run.open(resumed_run, resume=True, position=position, **fields)
         elif self._root is not None:
             self.run = Run.create(self._root, parent=parent, **fields)
+        self.sink = self.run
+        if self.run is None and self._trackers is not None:
+            from hookline.runs.unwritten_run import UnwrittenRun
+
+            self.run_id = new_run_id()
+            self.sink = UnwrittenRun(self.run_id, parent, **fields)
         if self.run is not None or log.isEnabledFor(logging.INFO):
             self._log_start(hashed, hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
+        if self._trackers is not None:
+            self._trackers.start(self.sink, getattr(loop, "hparams", {}))
+            if resumed_run is not None:
+                self._trackers.rewind(step)
 
     def _log_start(self, hashed: str, hooks: Sequence[HookInfo]) -> None:
         run = self.run
-        self.run_id = new_run_id() if run is None else run.id
+        self.run_id = (self.run_id or new_run_id()) if run is None else run.id
         if not log.isEnabledFor(logging.INFO):
             return
         git = read_git_state() if run is None else run.manifest.get("git") or {}
@@ -108,13 +122,13 @@ class Recorder(EventRecorder):
 
     def value(self, step: int, epoch: int | None, name: str, value: Any, kind: Kind) -> None:
         """Record one value."""
-        if self.run is not None:
-            self.run.log(step, epoch, name, value, kind)
+        if self.sink is not None:
+            self.sink.log(step, epoch, name, value, kind)
 
     def metrics(self, step: int, epoch: int | None, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of an epoch or a validation."""
-        if self.run is not None:
-            self.run.log_metrics(step, epoch, metrics)
+        if self.sink is not None:
+            self.sink.log_metrics(step, epoch, metrics)
 
     def epoch(self, step: int, epoch: int | None, means: Mapping[str, Any]) -> None:
         """Record the means of an epoch as `<name>_epoch`, apart from the values of its steps."""
@@ -133,20 +147,42 @@ class Recorder(EventRecorder):
         """Bring the run's metrics log back to where it stood when a checkpoint was saved."""
         if self.run is not None:
             self.run.rewind(position)
+            if self._trackers is not None:
+                self._trackers.rewind(position.get("step"))
 
     @contextmanager
     def paused(self, is_paused: bool = True) -> Generator[None]:
         """Record nothing within the block."""
-        run = self.run
-        self.run = None if is_paused else run
+        run, sink = self.run, self.sink
+        if is_paused:
+            self.run = self.sink = None
         try:
             yield
         finally:
-            self.run = run
+            self.run, self.sink = run, sink
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Record an event."""
+        super().event(kind, **fields)
+        if self._trackers is not None and kind == "checkpoint":
+            self._trackers.checkpoint(fields["path"], fields["step"])
+
+    def finish_trackers(self, status: str) -> None:
+        """Wait until the trackers have everything, but not long."""
+        if self._trackers is None or self.sink is None:
+            return
+        self.sink.flush()
+        try:
+            self._trackers.finish(status)
+        except KeyboardInterrupt as interrupt:  # the run is closed first
+            self._interrupt = interrupt
 
     def problem(self) -> str | None:
         """Return what is missing in the run, in one line; None if it is complete."""
-        return None if self.run is None else self.run.problem
+        problems = [] if self._trackers is None else self._trackers.describe_problems()
+        if self.run is not None and (own := self.run.problem) is not None:
+            problems.insert(0, own)
+        return "; ".join(problems) or None
 
     def close(
         self,
@@ -158,7 +194,10 @@ class Recorder(EventRecorder):
         **fields: Any,
     ) -> None:
         """End the run, with further fields for its last event; nothing is recorded afterwards."""
+        self.finish_trackers(status)
         if self.run is not None:
+            if self._trackers is not None and (missing := self._trackers.report()):
+                self.run.event("trackers", missing=missing)
             end = {"status": status, "reason": reason, "step": step}
             if error is not None:
                 end["error"] = mask_text(f"{type(error).__name__}: {error}")
@@ -168,6 +207,14 @@ class Recorder(EventRecorder):
             self.run.event("end", **end, **fields, skipped_steps=skipped, hooks=hooks)
             self.run.close(status, error)
             self.run = None
+        elif self.sink is not None:
+            self.sink.close(status, error)
+        self.sink = None
+        if self._trackers is not None:
+            self._trackers.close()
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
 
 def describe_loop(

@@ -83,6 +83,8 @@ class Run:
         metrics_log: Where metrics are written; None if the run is closed, or open for reading.
     """
 
+    has_folder = True
+
     def __init__(self, path: Path, manifest: dict[str, Any], lease: Lease | None = None) -> None:
         self.path = path
         self.id: str = manifest["run_id"]

@@ -409,7 +409,7 @@ class Trainer(TrainerRun):
     def _end_step(self) -> None:
         """Fire on_step_end, record the loss, and zero the gradients that were used."""
         context, fire, losses = self._context, self._dispatchers, self._accumulated_losses
-        run = self._recorder.run
+        run = self._recorder.sink
         loss = losses[0] if len(losses) == 1 else _mean(losses)
         if context.norm_agreement is not None:
             context.prepare_norm(context.epoch)
@@ -458,7 +458,7 @@ class Trainer(TrainerRun):
         """Record the values of the steps, and at times the throughput and memory of each rank."""
         own = self._rank_metrics.measure(self._position.batches, is_last=is_last)
         at = self._context.step, self._context.epoch
-        self._step_records.report(self._recorder.run, own, at)
+        self._step_records.report(self._recorder.sink, own, at)
 
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
@@ -500,7 +500,7 @@ class Trainer(TrainerRun):
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
         assert self.val_data is not None
         if not self.strategy.alone:
-            self._step_records.report(self._recorder.run)  # before the values of the validation
+            self._step_records.report(self._recorder.sink)  # before the values of the validation
         state = self._state_before_validation()
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end

@@ -37,6 +37,7 @@ from hookline.loop.weight_sharing import share_buffers
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
 from hookline.tensors.sharded import shard_like
+from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.checks import (
     check_arguments,
     check_gradient,
@@ -91,6 +92,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         name: str | None = None,
         tags: Iterable[str] = (),
         accelerator: Any = None,
+        trackers: Any = (),
         **unknown: Never,
     ) -> None:
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
@@ -125,6 +127,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.tags = listed_strings("Trainer(…, tags=…)", tags)
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
+        self._trackers = make_tracker_set(trackers)
         self._recorder = Recorder(None)
         self._monitor: LoopMonitor | None = None  # of a run that is written
         self._phases = PhaseTimes()

@@ -87,7 +87,7 @@ class TrainerRun(TrainerBase):
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
         self._progress = make_progress(config.progress if self.strategy.is_main else "off")
-        self._recorder = Recorder(config.runs)
+        self._recorder = Recorder(config.runs, self._trackers)
         self._settings = describe_settings(self)
         if not self.strategy.alone:
             check_same_training(self)
@@ -293,7 +293,7 @@ class TrainerRun(TrainerBase):
     def _gather_rank_states(self) -> None:
         """Collect the states of all processes for a checkpoint, which rank 0 writes."""
         if not self.strategy.alone:
-            self._step_records.report(self._recorder.run)
+            self._step_records.report(self._recorder.sink)
             self._rank_states = self.strategy.processes.gather_on_main(self._rank_state())
 
     def _requested_paths(self) -> list[Path | str | None]:
@@ -498,7 +498,7 @@ class TrainerRun(TrainerBase):
             return
         failed = context.status in ("error", "interrupted")
         if not failed and not self.strategy.alone and phase is not Phase.STARTING:
-            self._step_records.report(self._recorder.run)
+            self._step_records.report(self._recorder.sink)
             (stopped,) = self.strategy.any_rank(self._requests.stop_reason is not None)
             if stopped:
                 self.stop("another process asked for it")  # the first reason is kept
@@ -542,6 +542,7 @@ class TrainerRun(TrainerBase):
             if self._rank_watch is not None:
                 self._rank_watch.close()
                 self._rank_watch = None
+            self._recorder.finish_trackers(context.status)
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
             measured = {} if self._monitor is None else self._monitor.close()

@@ -98,6 +98,7 @@ def session_options(
     hparams: Mapping[str, Any] | None = None,
     name: str | None = None,
     tags: Iterable[str] = (),
+    trackers: Any = (),
 ) -> dict[str, Any]:
     """Return checked arguments of a session in any loop."""
     if not isinstance(on_stop, str) or on_stop not in ("warn", "raise"):
@@ -126,7 +127,17 @@ def session_options(
         "hparams": checked_hparams(hparams),
         "name": name,
         "tags": listed_strings("attach(…, tags=…)", tags),
+        "trackers": _tracker_set(trackers),
     }
+
+
+def _tracker_set(given: Any) -> Any:
+    """Return the trackers; None if there are none, which imports nothing."""
+    if given is None or given == () or given == []:
+        return None
+    from hookline.trackers.tracker_set import make_tracker_set
+
+    return make_tracker_set(given)
 
 
 def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:

@@ -82,6 +82,7 @@ class AttachedLoop(RecordedLoop):
         hparams: dict[str, Any],
         name: str | None,
         tags: Iterable[str],
+        trackers: Any = None,
         watch_generation: bool = False,
     ) -> None:
         if isinstance(hooks, HookManager):
@@ -91,7 +92,8 @@ class AttachedLoop(RecordedLoop):
             given_hooks = [] if isinstance(hooks, Hook) else hooks
         if isinstance(runs, DefaultRuns):
             records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
-            runs = runs.value if records or any(map(saves_checkpoints, given_hooks)) else None
+            records = records or trackers is not None or any(map(saves_checkpoints, given_hooks))
+            runs = runs.value if records else None
         self.model = model
         self.optimizers = optimizers
         self.schedulers = schedulers
@@ -103,7 +105,7 @@ class AttachedLoop(RecordedLoop):
         self.config = SimpleNamespace(debug=False) if config is None else config
         self.best_accuracy = 0.0
         self.run: Run | None = None
-        self._runs = runs
+        self._runs, self._trackers = runs, trackers
         self._recorder: SessionRecorder | None = None
         self._checkpoint_settings = checkpoints
         self._checkpoints: SessionCheckpoints | None = None  # made when it is needed
@@ -138,7 +140,7 @@ class AttachedLoop(RecordedLoop):
             before_forward=self._before_forward,
             after_forward=self._after_forward,
             end_batch=self._end_batch,
-            record_step=None if self._runs is None else self._record_step,
+            record_step=self._record_step if self._is_recorded else None,
             unmet_requirements=self._unmet_requirements,
             requirements_met=self._requirements_met,
             record_skip=self._record_skip,
@@ -203,7 +205,7 @@ class AttachedLoop(RecordedLoop):
             return
         stops = self._stop.reason is not None
         has_news = self._checkpoints is not None and self._checkpoints.has_news
-        stop, news = agreement.end_step(step, self.run, stops=stops, has_news=has_news)
+        stop, news = agreement.end_step(step, self._sink, stops=stops, has_news=has_news)
         if stop:
             self._record_stop("another process asked for it")
             self._stop.agree(step)
@@ -297,7 +299,7 @@ class AttachedLoop(RecordedLoop):
                 ends_early = self._stop.is_active and not self._stop.is_ignored
                 self._context.status = "stopped" if ends_early else "completed"
                 if self._agreement is not None:
-                    ends_together = self._agreement.close(self.run)
+                    ends_together = self._agreement.close(self._sink)
             if self._checkpoints is not None:
                 failed = self._context.status in ("error", "interrupted")
                 self._checkpoints.finish(failed=failed, together=ends_together)

@@ -39,6 +39,7 @@ class RecordedLoop(TrainingLoop[HookManager]):
     _context: BareLoopEventContext
     run: Run | None
     _runs: Any
+    _trackers: Any  # a `TrackerSet`, or None
     _recorder: SessionRecorder | None
     _monitor: LoopMonitor | None = None
     _step_watch: StepWatch
@@ -46,15 +47,26 @@ class RecordedLoop(TrainingLoop[HookManager]):
     _agreement: LoopAgreement | None
     _stop: StopRequest
 
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether values are logged to a run or to trackers."""
+        return self._runs is not None or self._trackers is not None
+
+    @property
+    def _sink(self) -> Run | None:
+        """What values are logged to: the run, or one that is for trackers only."""
+        return None if self._recorder is None else self._recorder.sink
+
     def _start_recorder(self) -> None:
-        if self._runs is None:
+        if not self._is_recorded:
             return
         from hookline.integrations.bare_loop.recorded_session import SessionRecorder
 
-        recorder = SessionRecorder(self._runs)
+        recorder = SessionRecorder(self._runs, self._trackers)
         recorder.start(self, self._recorded_config())
-        if recorder.run is not None:
+        if recorder.sink is not None:
             self._recorder, self.run = recorder, recorder.run
+        if recorder.run is not None:
             self._start_monitor(recorder.run)
             from hookline.runs.run_lookup import shorten_path  # most sessions write no run
 

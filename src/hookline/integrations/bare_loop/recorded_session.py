@@ -25,8 +25,8 @@ log = logging.getLogger("hookline")
 class SessionRecorder(Recorder):
     """Writes the run of a session: values that are logged in a step are written at its end."""
 
-    def __init__(self, root: Any) -> None:
-        super().__init__(root)
+    def __init__(self, root: Any, trackers: Any = None) -> None:
+        super().__init__(root, trackers)
         self._step_means = Means()
         self._warned = False
         self._last_step = 0
@@ -57,9 +57,9 @@ class SessionRecorder(Recorder):
 
     def add_unreported(self, restored: tuple[Path, Mapping[str, Any]] | None) -> None:
         """Write the values that were kept for a mean over all processes at a checkpoint."""
-        if self.run is not None and restored is not None:
+        if self.sink is not None and restored is not None:
             for step, epoch, name, value in restored[1].get("unreported", ()):
-                self.run.log(step, epoch, name, value)
+                self.sink.log(step, epoch, name, value)
 
     def unwritten_values(self) -> dict[str, Any]:
         """Return what was logged since the last step was written, for a checkpoint."""
@@ -67,7 +67,7 @@ class SessionRecorder(Recorder):
 
     def add_to_step(self, name: str, value: Any) -> None:
         """Keep a number for the end of the step."""
-        if self.run is not None:
+        if self.sink is not None:
             self._step_means.add(f"train/{name}", value)
 
     def end_step(self, step: int, epoch: int | None, loss: Any, *, keep_loss: bool = True) -> None:
@@ -75,7 +75,7 @@ class SessionRecorder(Recorder):
 
         With `keep_loss=False`, the loss is known, but written later.
         """
-        if self.run is None:
+        if self.sink is None:
             return
         values = self._step_means.means()
         if loss is None and not values and step == self._last_step:

@@ -408,10 +408,10 @@ class Session(LoopPhases):
     def _log_together(self, name: str, value: Any, *, is_late: bool) -> None:
         """Keep a number of a step, for the mean over all processes in the run."""
         assert self._agreement is not None
-        if self._runs is not None and is_late:
+        if self._is_recorded and is_late:
             step, epoch = self._context.step, self._context.known_epoch
             self._agreement.records.add(step, epoch, name, value)
-        elif self._runs is not None:
+        elif self._is_recorded:
             self._agreement.logged.add(name, value)
 
 

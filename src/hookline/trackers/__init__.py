@@ -1,0 +1,7 @@
+"""Trackers: experiment trackers that a run is also written to, in the background."""
+
+from __future__ import annotations
+
+from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
+
+__all__ = ["TrackedRun", "TrackedValue", "Tracker"]

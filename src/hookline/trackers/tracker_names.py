@@ -1,0 +1,97 @@
+"""Names of trackers: the built-in ones, those of installed packages, and class paths.
+
+An installed package names its trackers with entry points:
+
+    [project.entry-points."hookline.trackers"]
+    acme = "acme_tracking:AcmeTracker"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from hookline.arguments import check_mapping, describe_value, read_items
+from hookline.config.hook_names import load_class
+from hookline.errors import ArgumentError, ConfigError, nearest
+from hookline.trackers.tracker import Tracker
+
+__all__ = ["BUILT_IN_TRACKERS", "make_trackers"]
+
+BUILT_IN_TRACKERS: Mapping[str, str] = {
+    "tensorboard": "hookline.trackers.tensorboard.TensorBoardTracker",
+    "wandb": "hookline.trackers.wandb.WandbTracker",
+    "mlflow": "hookline.trackers.mlflow.MLflowTracker",
+    "trackio": "hookline.trackers.trackio.TrackioTracker",
+}
+"""Hookline's own trackers. The name is that of the package, and of the extra."""
+
+
+def make_trackers(given: Any) -> dict[str, Tracker]:
+    """Return trackers by name, from names, objects, or mappings with `name` and options.
+
+    Raises:
+        ArgumentError: It is not a list, or has something else.
+        ConfigError: A name or an option is not known, a package is not installed, or two trackers
+            have the same name.
+    """
+    if isinstance(given, str | Mapping) or hasattr(given, "start"):
+        given = [given]
+    trackers: dict[str, Tracker] = {}
+    for item in read_items("trackers", given, "a list of trackers"):
+        name, tracker = _make_tracker(item)
+        if name in trackers:
+            raise ConfigError(f"trackers has '{name}' twice. Give each tracker once.")
+        trackers[name] = tracker
+    return trackers
+
+
+def _make_tracker(item: Any) -> tuple[str, Tracker]:
+    if isinstance(item, str):
+        return _create(item, {})
+    if isinstance(item, Mapping):
+        options = check_mapping("trackers", item)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            known = ", ".join(BUILT_IN_TRACKERS)
+            raise ConfigError(f"A tracker needs `name`, such as one of: {known}.")
+        return _create(name, options)
+    if isinstance(item, Tracker) and not isinstance(item, type):
+        return str(getattr(item, "name", type(item).__name__)), item
+    raise ArgumentError(
+        f"trackers takes names, mappings with `name` and options, and objects with the methods "
+        f"start, log and finish, not {describe_value(item)}."
+    )
+
+
+def _create(name: str, options: dict[str, Any]) -> tuple[str, Tracker]:
+    tracker_class = load_class(_find_path(name))
+    if name in BUILT_IN_TRACKERS and find_spec(name) is None:
+        raise ConfigError(
+            f"The tracker '{name}' needs the package {name}, which is not installed: "
+            f"pip install 'hookline[{name}]'."
+        )
+    try:
+        tracker: Any = tracker_class(**options)
+    except TypeError as error:
+        raise ConfigError(f"The tracker '{name}' cannot be created: {error}.") from error
+    if not isinstance(tracker, Tracker):
+        raise ConfigError(f"'{name}' is not a tracker: it lacks one of start, log and finish.")
+    return name, tracker
+
+
+def _find_path(name: str) -> str:
+    if name in BUILT_IN_TRACKERS:
+        return BUILT_IN_TRACKERS[name]
+    points = {p.name: f"{p.module}.{p.attr}" for p in entry_points(group="hookline.trackers")}
+    if name in points:
+        return points[name]
+    if "." in name:
+        return name
+    known = [*BUILT_IN_TRACKERS, *points]
+    raise ConfigError(
+        f"Unknown tracker '{name}'.{nearest(name, known)} Known are: {', '.join(known)}; one of "
+        "your own is named by its class path."
+    )

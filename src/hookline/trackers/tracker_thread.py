@@ -1,0 +1,153 @@
+"""A tracker's own thread and its queue: training never waits for a tracker."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from hookline.masking import mask_known_values
+from hookline.runs.jsonl_file import InvalidValue
+from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
+
+__all__ = ["TrackerThread"]
+
+log = logging.getLogger("hookline")
+
+_MAX_FAILURES = 3  # in a row
+
+
+class TrackerThread:
+    """Calls a tracker's methods in a thread of its own.
+
+    Args:
+        name: the tracker's name.
+        tracker: the tracker.
+        run: what it gets when it starts.
+        max_values: how many values may wait; further ones are dropped and counted.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, run: TrackedRun, max_values: int) -> None:
+        self.name = name
+        self.ids: Mapping[str, Any] | None = None  # of the tool's run, once it has started
+        self.dropped = 0  # values that it was too slow for
+        self.failed = 0  # values that it raised an error for, or that came after it was disabled
+        self.problem: str | None = None  # why it was disabled
+        self.has_started = threading.Event()  # or failed to
+        self._tracker, self._run, self._max_values = tracker, run, max_values
+        self._queue: SimpleQueue[tuple[Callable[..., None], Any, int]] = SimpleQueue()
+        self._given = self._done = 0  # each is counted by one thread only: no lock
+        self._failures = 0  # in a row
+        self._pid = os.getpid()
+        self._is_over = False
+        # A daemon: a tracker that never returns does not keep the process.
+        self._thread = threading.Thread(target=self._work, name=f"hookline-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """How many values have not been logged yet."""
+        return self._given - self._done
+
+    def put(self, records: Sequence[tuple[Any, ...]]) -> None:
+        """Give the tracker records of the run, or drop them if too many wait already."""
+        if os.getpid() != self._pid:  # a forked process has a copy of the queue, and no thread
+            return
+        if self.waiting + len(records) > self._max_values:
+            if not self.dropped:
+                log.warning(
+                    "The tracker '%s' is too slow: values are dropped. The run's own record is "
+                    "complete.",
+                    self.name,
+                )
+            self.dropped += len(records)
+            return
+        self._given += len(records)
+        self._queue.put((self._log, records, len(records)))
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of the tracker, if it has it, after the values so far."""
+        if os.getpid() == self._pid and hasattr(self._tracker, method):
+            self._queue.put((self._call, (method, arguments), 0))
+
+    def finish(self, status: str) -> None:
+        """Let the tracker end its run after the values so far, without waiting for it."""
+        if os.getpid() == self._pid:
+            self._queue.put((self._finish, status, 0))
+
+    def join(self, until: float) -> bool:
+        """Wait for the end of the thread, up to a time of `time.monotonic`; return whether it is.
+
+        It ends after `finish`.
+        """
+        self._thread.join(max(0.0, until - time.monotonic()))
+        return not self._thread.is_alive()
+
+    # -- in the tracker's thread ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            self.ids = dict(self._tracker.start(self._run) or {})
+        except BaseException as error:
+            self._disable("did not start", error)
+        self.has_started.set()
+        while not self._is_over:
+            function, argument, count = self._queue.get()
+            if self.problem is not None and function != self._finish:
+                self.failed += count
+            else:
+                self._try(function, argument, count)
+            self._done += count
+
+    def _try(self, function: Callable[..., None], argument: Any, count: int) -> None:
+        try:
+            function(argument)
+        except BaseException as error:
+            self.failed += count
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                self._disable(f"failed {self._failures} times in a row and is disabled", error)
+            elif self._failures == 1:
+                log.exception("The tracker '%s' failed. Training continues.", self.name)
+        else:
+            self._failures = 0
+
+    def _disable(self, what: str, error: BaseException) -> None:
+        self.problem = f"{what} ({type(error).__name__}: {error})"
+        log.error(
+            "The tracker '%s' %s: %s: %s. Training continues, and the run's own record is "
+            "complete.",
+            *(self.name, what, type(error).__name__, error),
+            exc_info=error,
+        )
+
+    def _log(self, records: Sequence[tuple[Any, ...]]) -> None:
+        self._tracker.log([self._read(record) for record in records])
+
+    def _call(self, call: tuple[str, tuple[Any, ...]]) -> None:
+        method, arguments = call
+        if method == "rewind":
+            step, records = arguments
+            arguments = step, [self._read(record) for record in records]
+        getattr(self._tracker, method)(*arguments)
+
+    def _finish(self, status: str) -> None:
+        self._is_over = True
+        if self.ids is not None:  # it has started
+            self._tracker.finish(status)
+
+    def _read(self, record: tuple[Any, ...]) -> TrackedValue:
+        step, _, seconds, name, kind, value = record
+        if type(value) is InvalidValue:
+            kind, value = "text", str(value.text)
+        if kind == "text":
+            value = mask_known_values(str(value))
+        elif kind == "image":
+            folder = Path() if self._run.folder is None else self._run.folder
+            value = folder / str(record[5]["path"])
+        return TrackedValue(step, name, kind, value, seconds)

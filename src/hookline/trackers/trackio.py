@@ -1,0 +1,76 @@
+"""trackio: a local SQLite file in trackio's own folder, or a Space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.trackers.tracker import TrackedRun, TrackedValue
+
+__all__ = ["TrackioTracker"]
+
+
+class TrackioTracker:
+    """Writes a run of trackio, which `trackio show` opens.
+
+    Args:
+        project: the name of the project.
+        checkpoints: log each checkpoint as an artifact.
+        options: further arguments of `trackio.init`, such as `space_id`.
+    """
+
+    def __init__(
+        self, project: str = "hookline", checkpoints: bool = False, **options: Any
+    ) -> None:
+        self._project, self._checkpoints, self._options = project, checkpoints, options
+        self._run: Any = None
+        self._id = ""
+
+    def start(self, run: TrackedRun) -> Mapping[str, Any]:
+        """Start a run of trackio, or continue the one of an earlier part."""
+        import trackio
+
+        facts = {key: run.manifest.get(key) for key in ("run_id", "git", "versions", "command")}
+        config = {name.lstrip("_") or "_": v for name, v in run.hyperparameters.items()}
+        options: dict[str, Any] = {"embed": False, "resume": "allow", "name": run.id}
+        options |= {"auto_log_cpu": False, "auto_log_gpu": False, **self._options}
+        options["project"] = run.saved.get("project", self._project)
+        self._run = trackio.init(config={**config, "hookline": facts}, **options)
+        self._id = run.id
+        return {"id": self._run.id, "name": self._run.name, "project": options["project"]}
+
+    def log(self, values: Sequence[TrackedValue]) -> None:
+        """Log one row for each step; a name that a step has twice begins another row."""
+        row: dict[str, Any] = {}
+        step: int | None = None
+        for value in values:
+            if row and (step != value.step or value.name in row):
+                self._run.log(row, step=step)
+                row = {}
+            step = value.step
+            row[value.name] = _convert(value)
+        if row:
+            self._run.log(row, step=step)
+
+    def log_checkpoint(self, path: Path, step: int) -> None:
+        """Log a checkpoint as an artifact, if that was chosen."""
+        if self._checkpoints:
+            self._run.log_artifact(
+                str(path), name=f"checkpoint-{self._id}", type="model", aliases=[path.name]
+            )
+
+    def finish(self, status: str) -> None:
+        """Write what is left, and end the run."""
+        self._run.finish()
+
+
+def _convert(value: TrackedValue) -> Any:
+    import trackio
+
+    if value.kind == "histogram":
+        counts, edges = value.value["counts"], value.value["edges"]
+        return trackio.Histogram(np_histogram=(counts, edges))
+    if value.kind == "text":
+        return trackio.Markdown(value.value)
+    return trackio.Image(str(value.value)) if value.kind == "image" else value.value

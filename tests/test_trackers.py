@@ -1,0 +1,166 @@
+"""What trackers have of a run that crashed and was resumed, read with each tool's own reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wandb_files import read_history, read_wandb_file
+
+from hookline.runs.jsonl_file import read_records
+from hookline.runs.run import Run
+
+pytestmark = pytest.mark.slow
+
+STEPS = list(range(1, 21))
+SCRIPT = Path(__file__).with_name("tracked_training.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return the folder of a run that was killed after step 14 and resumed from step 10."""
+    root = tmp_path_factory.mktemp("tracked")
+    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    settings |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    settings |= {"TRACKIO_DIR": str(root / "trackio")}
+    environment = {**os.environ, **settings}
+    for mode, code in (("kill", -9), ("resume", 0)):
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), str(root / "runs"), mode],
+            env=environment,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+    (run,) = (root / "runs").iterdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def record(folder):
+    return list(read_records(folder / "metrics.jsonl"))
+
+
+def series(record, name):
+    return [(r["step"], r["value"]) for r in record if r["name"] == name]
+
+
+def test_tensorboard_has_the_record_and_nothing_twice(folder, record):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    for name in ("own/step", "train/loss", "train/loss_epoch"):
+        read = [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)]
+        assert series(record, name) == read
+    (histogram,) = events.Histograms("own/weights")
+    assert histogram.step == 10
+    assert histogram.histogram_value.num == 10
+    (image,) = events.Images("own/picture")
+    assert (image.step, image.width, image.height) == (10, 5, 4)
+    notes = events.Tensors("own/note/text_summary")  # this reader drops no text
+    assert {(note.step, note.tensor_proto.string_val[0]) for note in notes} == {(10, b"hello")}
+    manifests = events.Tensors("hookline/manifest/text_summary")
+    assert folder.name.encode() in manifests[-1].tensor_proto.string_val[0]
+    assert b"verysecret" not in b"".join(f.read_bytes() for f in (folder / "tensorboard").iterdir())
+    assert "_hparams_/experiment" in events.PluginTagToContent("hparams")
+
+
+def test_wandb_has_every_value_also_those_of_repeated_steps(folder, record):
+    rows = read_history(folder)
+    losses = [(row["hookline_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert [step for step, _ in losses] == [*range(1, 14), *range(11, 21)]
+    assert losses[:10] + losses[13:] == series(record, "train/loss")
+    (picture,) = (row for row in rows if "own/picture/path" in row)
+    assert picture["hookline_step"] == 10
+    assert picture["own/note"] == "hello"
+    assert sum(picture["own/weights/values"]) == 10
+
+
+def test_a_hooks_own_wandb_log_loses_nothing(folder):
+    rows = read_history(folder)
+    steps = [*range(1, 15), *range(11, 21)]
+    assert [row["beside"] for row in rows if "beside" in row] == steps
+    own = [row for row in rows if "beside_with_step" in row]
+    assert [row["beside_with_step"] for row in own] == [2 * step for step in steps]
+    assert [row["hookline_step"] for row in own] == steps
+
+
+def test_wandb_has_hyperparameters_manifest_and_checkpoints(folder):
+    records = [
+        record
+        for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+        for record in read_wandb_file(file)
+    ]
+    assert {r.run.run_id for r in records if r.run.run_id} == {folder.name}
+    config = {item.key: json.loads(item.value_json) for r in records for item in r.config.update}
+    assert config["width"] == 4
+    assert config["hookline"]["run_id"] == folder.name
+    assert "verysecret" not in str(records)
+    axes = {r.metric.name: r.metric.step_metric for r in records if r.metric.name}
+    assert axes["train/loss"] == "hookline_step"
+    aliases = [list(r.request.log_artifact.artifact.aliases) for r in records]
+    aliases += [list(r.artifact.aliases) for r in records if r.artifact.name]
+    assert any("step_000016" in names for names in aliases)
+    assert list(folder.glob("wandb/offline-run-*/files/hookline_manifest.json"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own packages
+def test_mlflow_has_every_value_in_a_file_of_the_run(folder, record):
+    from mlflow.tracking import MlflowClient
+
+    ids = Run.open(folder).manifest["trackers"]["mlflow"]
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    (run,) = client.search_runs([ids["experiment_id"]])
+    assert (run.info.run_id, run.info.status) == (ids["run_id"], "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    newest = {m.step: m.value for m in sorted(history, key=lambda m: m.timestamp)}
+    assert sorted(newest.items()) == series(record, "train/loss")
+    assert len(history) == 23
+    assert run.data.params["width"] == "4"
+    assert "verysecret" not in str(run.data)
+    listed = [
+        artifact.path
+        for path in ("text/own/note", "histograms/own/weights", "hookline", "checkpoints")
+        for artifact in client.list_artifacts(run.info.run_id, path)
+    ]
+    assert "text/own/note/step_000010.txt" in listed
+    assert "histograms/own/weights/step_000010.json" in listed
+    assert "hookline/manifest.json" in listed
+    assert "checkpoints/step_000016" in listed
+    assert client.list_artifacts(run.info.run_id, "images")
+
+
+def test_trackio_has_every_value(folder, record):
+    program = """
+import json, sys, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("hookline")
+print(json.dumps([run.name, run.config, SQLiteStorage.get_logs("hookline", run.name)]))
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(folder.parents[1] / "trackio")}
+    command = [sys.executable, "-c", program]
+    text = subprocess.check_output(command, env=environment, text=True, timeout=120)
+    name, config, rows = json.loads(text.splitlines()[-1])
+    assert name == folder.name
+    assert config["width"] == 4
+    assert "verysecret" not in text
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert sorted(dict(losses).items()) == series(record, "train/loss")
+    (media,) = (row for row in rows if "own/picture" in row)
+    assert media["step"] == 10
+    assert media["own/note"]["_value"] == "hello"
+    assert media["own/weights"]["_type"] == "trackio.histogram"
+
+
+def test_ids_of_the_tools_runs_are_in_the_manifest(folder):
+    trackers = Run.open(folder).manifest["trackers"]
+    assert set(trackers) == {"tensorboard", "wandb", "mlflow", "trackio"}
+    assert trackers["wandb"]["id"] == folder.name
