@@ -12,7 +12,7 @@ from typing import Any
 
 from hookline.runs.jsonl_file import JsonlReader
 
-__all__ = ["read_scalars"]
+__all__ = ["Scalar", "read_scalars"]
 
 # A line as the metrics log writes most. The groups are step, time, name and value. Longer numbers
 # and names are left to the parser, which checks them.
