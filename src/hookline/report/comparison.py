@@ -29,10 +29,11 @@ def compare_runs(runs: Sequence[RunData]) -> dict[str, list[list[str]]]:
 
 def _differences(sides: list[dict[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(name for side in sides for name in side)
+    found = {name: [side.get(name) for side in sides] for name in names}
     rows = [
         [printable(name, 200), *map(_shown, values)]
-        for name in names
-        if len({repr(value) for value in (values := [side.get(name) for side in sides])}) > 1
+        for name, values in found.items()
+        if len(set(map(repr, values))) > 1
     ]
     if len(rows) > _MAX_ROWS:
         rows[_MAX_ROWS:] = [[f"… and {len(rows) - _MAX_ROWS} more", *[""] * len(sides)]]
