@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 

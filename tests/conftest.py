@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 from hostile_checkpoints import make_template
 from packages import install_package
+
+# Thousands of tiny runs would each have a page of 5 MB; tests of reports turn them on.
+os.environ.setdefault("HOOKLINE_REPORT", "0")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background like that, and the commands that tests interrupt would

@@ -111,6 +111,9 @@ class HookInfo:
     purpose: str = ""
     cost: str = ""
     critical: bool = False
+    by_event: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
+    """The calls and seconds of each event."""
+
     unmasked_options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     """The options with their secrets, for the configuration hash; never recorded or shown."""
 

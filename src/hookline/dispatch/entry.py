@@ -141,6 +141,11 @@ class Entry:
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
             critical=self.critical,
+            by_event={
+                event: {"calls": stats.calls, "seconds": stats.seconds}
+                for event, stats in self.call_stats.items()
+                if stats.calls
+            },
             unmasked_options=dict(self.hook.hookline_options),
         )
 

@@ -23,6 +23,7 @@ class FailureHandler:
     def __init__(self, settings: HookSettings, on_disabled: Callable[[Entry], None]) -> None:
         self._settings = settings
         self._on_disabled = on_disabled
+        self.on_failure: Callable[[str, str, Exception], None] | None = None
 
     def handle_failure(
         self, entry: Entry, method: str, call: int, error: Exception
@@ -45,6 +46,8 @@ class FailureHandler:
         label = entry.bindings[method].label if method in entry.bindings else method
         streak = entry.count_failure(method, call)
         entry.last_error = mask_text(f"{type(error).__name__}: {error}")
+        if self.on_failure is not None:
+            self.on_failure(entry.name, label, error)
         is_explained = entry.critical and isinstance(error, HooklineError)  # it will be raised
         if self._settings.log_errors and not is_explained:
             log.error(

@@ -98,6 +98,10 @@ class HookManager:
         self._next_gap = make_timing_gaps()
         self.register_hooks(() if hooks is None else hooks)
 
+    def call_on_failure(self, callback: Callable[[str, str, Exception], None]) -> None:
+        """Call a function with the name, the method and the exception of each hook that fails."""
+        self._failures.on_failure = callback
+
     # -- registration -----------------------------------------------------------------------------
 
     def add_hook(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,12 +18,15 @@ from hookline.arguments import (
 )
 from hookline.dispatch import HookManager, HooksMixin
 from hookline.errors import ArgumentError
+from hookline.masking import mask_text
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
     from hookline.probes.sync import ProbeSync
 
 __all__ = ["TrainingLoop", "zero_grad"]
+
+_MAX_TRACEBACKS = 200  # of a run: a hook may fail in every second step
 
 Manager = TypeVar("Manager", bound=HookManager)
 
@@ -42,6 +46,7 @@ class TrainingLoop(HooksMixin[Manager]):
     _context: Any  # an `EventContext`, of the loop's own class
     _recorder: Any = None  # a `Recorder`, or None
     _probes: ProbeSync | None = None
+    _failures_recorded = 0
     _saved_attributes: tuple[str, ...] = ()
     _attributes_to_restore: Mapping[str, Any] = MappingProxyType({})
 
@@ -85,6 +90,22 @@ class TrainingLoop(HooksMixin[Manager]):
         """Record several numbers with this step."""
         for name, value in check_mapping("log_dict(values)", values).items():
             self.log(name, value)
+
+    def _record_failure(self, hook: str, method: str, error: Exception) -> None:
+        """Write the failure of a hook to the run, the first ones with their tracebacks."""
+        if self._recorder is None:
+            return
+        self._failures_recorded += 1
+        if self._failures_recorded <= _MAX_TRACEBACKS:
+            text = mask_text("".join(traceback.format_exception(error)))[-10_000:]
+            described = mask_text(f"{type(error).__name__}: {error}")
+            fields = {"hook": hook, "event": method, "error": described, "traceback": text}
+            self._recorder.event("hook_failed", step=self.step, **fields)
+
+    def _record_skip(self, idx: int, reason: str) -> None:
+        """Write a skipped step to the run."""
+        if self._recorder is not None:
+            self._recorder.event("step_skipped", step=self.step, optimizer_idx=idx, reason=reason)
 
     # -- attributes in checkpoints ----------------------------------------------------------------
 

@@ -52,9 +52,14 @@ def describe_facts(facts: dict[str, Any]) -> list[str]:
     lines = [_outcome(facts), _losses(facts), _results(facts)]
     gradients = facts["gradients"]
     if gradients is not None:
-        for what, layers in (("vanish", gradients["vanishing"]), ("explode", gradients["exploding"])):
+        for what, layers in (
+            ("vanish", gradients["vanishing"]),
+            ("explode", gradients["exploding"]),
+        ):
             if layers:
-                shown = join_some(f"{printable(n, 80)} ({format_number(_short(v))})" for n, v in layers.items())
+                shown = join_some(
+                    f"{printable(n, 80)} ({format_number(_short(v))})" for n, v in layers.items()
+                )
                 lines.append(f"Gradients {what} in {shown}.")
         if not gradients["vanishing"] and not gradients["exploding"]:
             lines.append(f"No gradient of the {gradients['layers']} layers vanishes or explodes.")
@@ -106,7 +111,9 @@ def _losses(facts: dict[str, Any]) -> str:
             continue
         text = f"The {label} ended at {format_number(_short(found['last']))}"
         if found["lowest"] is not None:
-            lowest = f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
+            lowest = (
+                f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
+            )
             text += f"; its lowest value was {lowest}"
         parts.append(text + ".")
     return " ".join(parts)
@@ -114,7 +121,8 @@ def _losses(facts: dict[str, Any]) -> str:
 
 def _results(facts: dict[str, Any]) -> str:
     shown = [
-        f"{printable(name, 60)} {format_number(_short(one['best']))} (step {_step(one['best_step'])})"
+        f"{printable(name, 60)} {format_number(_short(one['best']))} "
+        f"(step {_step(one['best_step'])})"
         for name, one in facts["metrics"].items()
         if name.startswith("val/") and name != "val/loss" and one["best"] is not None
     ]
@@ -129,13 +137,19 @@ def _incidents(facts: dict[str, Any]) -> str:
     }
     plurals = {"failure of hooks": "failures of hooks"}
     some = [
-        f"{n:,} {what if n == 1 else plurals.get(what, what + 's')}" for what, n in counts.items() if n
+        f"{n:,} {what if n == 1 else plurals.get(what, what + 's')}"
+        for what, n in counts.items()
+        if n
     ]
     saved = facts["checkpoints_saved"]
-    text = f"{saved:,} checkpoint{'' if saved == 1 else 's'} saved" if saved else "No checkpoint saved"
+    text = (
+        f"{saved:,} checkpoint{'' if saved == 1 else 's'} saved" if saved else "No checkpoint saved"
+    )
     on_disk = len(facts["checkpoints_on_disk"])
     text += f", {on_disk:,} in the folder" if on_disk else ""
-    return f"{text}. {'There were ' + ', '.join(some) if some else 'No loss spike, skipped step or failing hook was recorded'}."
+    if not some:
+        return f"{text}. No loss spike, skipped step or failing hook was recorded."
+    return f"{text}. Recorded: {', '.join(some)}."
 
 
 def _hook_cost(facts: dict[str, Any]) -> str:
@@ -144,7 +158,8 @@ def _hook_cost(facts: dict[str, Any]) -> str:
         return ""
     text = f"Hooks took {hooks['share']:.2%} of the run"
     if hooks["costliest"] is not None:
-        text += f"; the costliest was {printable(hooks['costliest'], 80)} ({hooks['costliest_share']:.2%})"
+        name, share = printable(hooks["costliest"], 80), hooks["costliest_share"]
+        text += f"; the costliest was {name} ({share:.2%})"
     return text + "."
 
 
@@ -198,7 +213,10 @@ def _gradient_facts(data: RunData) -> dict[str, Any] | None:
     if norms is None:
         return None
     vanishing, exploding = find_bad_gradients(norms[1], data.series)
-    return _finite({"layers": len(norms[1]), "vanishing": vanishing, "exploding": exploding})
+    found: dict[str, Any] = _finite(
+        {"layers": len(norms[1]), "vanishing": vanishing, "exploding": exploding}
+    )
+    return found
 
 
 def _parameters(manifest: dict[str, Any]) -> int | None:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from html import escape
+from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
@@ -33,13 +34,13 @@ def read_plotly() -> str:
         RunError: plotly is not installed.
     """
     try:
-        from plotly.offline import get_plotlyjs
+        plotly = import_module("plotly.offline")
     except ImportError as error:
         raise RunError(
             f"A report needs plotly, which cannot be imported ({error}): "
             "pip install 'hookline[report]'"
         ) from error
-    return str(get_plotlyjs())
+    return str(plotly.get_plotlyjs())
 
 
 def make_page(data: dict[str, Any], plotly: str) -> str:
@@ -67,7 +68,7 @@ def make_page(data: dict[str, Any], plotly: str) -> str:
 
 
 def _for_html(script: str) -> str:
-    """Return a script in which nothing ends its HTML element; `<\\/` means the same in strings."""
+    """Return a script in which nothing ends its HTML element, with the same meaning."""
     return re.sub(r"</(?=script)", r"<\\/", script, flags=re.IGNORECASE).replace("<!--", r"<\!--")
 
 

@@ -130,7 +130,11 @@ def _marks(data: RunData) -> list[list[Any]]:
     for event in data.events_of(_SPIKE):
         add("spike", event, f"loss spike: {event.get('loss')} (z {event.get('z')})")
     for event in data.events_of(_FAILED):
-        add("failure", event, f"{event.get('hook')} failed in {event.get('event')}: {event.get('error')}")
+        add(
+            "failure",
+            event,
+            f"{event.get('hook')} failed in {event.get('event')}: {event.get('error')}",
+        )
     for event in data.events_of("resumed"):
         add("start", event, "resumed")
     for event in data.events_of("start")[1:]:
@@ -171,7 +175,13 @@ def _failures(data: RunData) -> list[dict[str, Any]]:
     ]
     named = {failure["hook"] for failure in recorded}
     return recorded + [
-        {"hook": hook["name"], "event": "", "step": None, "error": hook["last_error"], "traceback": ""}
+        {
+            "hook": hook["name"],
+            "event": "",
+            "step": None,
+            "error": hook["last_error"],
+            "traceback": "",
+        }
         for hook in read_hooks(data)
         if hook["last_error"] and hook["name"] not in named
     ]
@@ -184,9 +194,15 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
     if git.get("commit"):
         branch = f" on {git['branch']}" if git.get("branch") else ""
         rows.append(("Commit", f"{git['commit']}{branch}"))
-        changes = "There were uncommitted changes" if git.get("dirty") else "Everything was committed"
+        changes = (
+            "There were uncommitted changes" if git.get("dirty") else "Everything was committed"
+        )
         untracked: Any = git.get("untracked")
-        more = f", and {len(untracked)} untracked files" if isinstance(untracked, list) and untracked else ""
+        more = (
+            f", and {len(untracked)} untracked files"
+            if isinstance(untracked, list) and untracked
+            else ""
+        )
         rows.append(("Working tree", f"{changes}{more}."))
     else:
         rows.append(("Commit", "The code was not in a git repository."))
@@ -212,7 +228,11 @@ def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
     from hookline.runs.diff import describe_sections
 
     flat = describe_sections(manifest)["config"]
-    rows = [[printable(name, 200), printable(value, 400)] for name, value in flat.items() if value is not None]
+    rows = [
+        [printable(name, 200), printable(value, 400)]
+        for name, value in flat.items()
+        if value is not None
+    ]
     return rows[:_MAX_CONFIG]
 
 

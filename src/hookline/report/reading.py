@@ -164,7 +164,9 @@ def _read_events(data: RunData, reader: JsonlReader) -> None:
 def _cut(event: Event) -> Event:
     """Return an event with its long texts cut, at their beginning: errors are at the end."""
     return {
-        name: "…" + value[-_MAX_TEXT:] if isinstance(value, str) and len(value) > _MAX_TEXT else value
+        name: "…" + value[-_MAX_TEXT:]
+        if isinstance(value, str) and len(value) > _MAX_TEXT
+        else value
         for name, value in event.items()
         if name != "v"
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,7 @@ def make_report(
         raise RunError(f"A report shows 1 to {_MAX_RUNS} runs, not {len(runs)}.")
     plotly = read_plotly()  # before reading, which may take a minute
     opened = [one if isinstance(one, OpenedRun) else open_run(one, runs=folder) for one in runs]
-    data = [
-        read_run(run, None if progress is None else lambda done, size, i=i: progress(i, done, size))
-        for i, run in enumerate(opened)
-    ]
+    data = [read_run(run, progress and partial(progress, i)) for i, run in enumerate(opened)]
     found = [collect_facts(one) for one in data]
     differences = compare_runs(data) if len(data) > 1 else {}
     share_buckets(data)

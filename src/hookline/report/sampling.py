@@ -10,6 +10,7 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from hookline.runs.metric_summary import MetricSummary, is_better_when_low
 from hookline.runs.scalar_lines import Scalar
@@ -105,10 +106,8 @@ class SampledSeries:
 
     def merge_pairs(self) -> None:
         """Halve the number of buckets."""
-        if len(self.counts) % 2:  # the last one waits for a neighbour
-            last = [column.pop() for column in self._columns()]
-        else:
-            last = []
+        is_odd = len(self.counts) % 2  # the last one waits for a neighbour
+        last: list[Any] = [column.pop() for column in self._columns()] if is_odd else []
         self.steps, self.times = self.steps[1::2], self.times[1::2]
         self.sums = array("d", map(float.__add__, self.sums[::2], self.sums[1::2]))
         self.lows = array("d", map(min, self.lows[::2], self.lows[1::2]))
@@ -123,7 +122,7 @@ class SampledSeries:
         while len(self.counts) > max(limit, 2):
             self.merge_pairs()
 
-    def _columns(self) -> tuple[array[float] | array[int], ...]:
+    def _columns(self) -> tuple[array[Any], ...]:
         return self.steps, self.times, self.sums, self.lows, self.highs, self.counts
 
     @property

@@ -135,6 +135,7 @@ class Trainer(TrainerRun):
                 self._end()
         self._check_late_signal()
         self._requeue()
+        self._write_report()
         return self
 
     def train(self) -> Trainer:
@@ -372,6 +373,7 @@ class Trainer(TrainerRun):
                 reason = "the scaler found non-finite gradients"
             if reason:
                 context.reason = reason
+                self._record_skip(idx, reason)
                 if fire.on_step_skipped is not None:
                     fire.on_step_skipped(context)
                 continue

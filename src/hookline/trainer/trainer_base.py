@@ -161,6 +161,7 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self.hooks.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
         self._hook_agreement = HookAgreement(self.hooks, processes)
         self.hooks.on_change = self._hooks_changed
+        self.hooks.call_on_failure(self._record_failure)
         self._hooks_changed()
 
     # -- data and loss ----------------------------------------------------------------------------

@@ -539,9 +539,20 @@ class TrainerRun(TrainerBase):
                 self._rank_watch = None
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
+            if self.known_tokens:
+                self._recorder.event("tokens", step=self.step, tokens_seen=self.known_tokens)
             self._recorder.close(
                 context.status, self._requests.stop_reason, summary, context.exception
             )
+
+    def _write_report(self) -> None:
+        """Write the run's report, unless a signal asks this process to end soon."""
+        if self.strategy.is_main and self.run is not None and self._stop_signal is None:
+            from hookline.report.at_end import write_report_at_end
+
+            made = write_report_at_end(self.run, self.status, wanted=self.config.report)
+            if made is not None:
+                self._progress.say(f"report {shorten_path(made)}")
 
     def _summary_of_all(self) -> Summary:
         """Return the summary of the hooks; after an error, that of this process only."""

@@ -146,6 +146,7 @@ class AttachedLoop(RecordedLoop):
             self._context, self.hooks, self.scaler, callbacks, self._loss_divided
         )
         self.hooks.on_change = self._hooks_changed
+        self.hooks.call_on_failure(self._record_failure)
         self._sync_probes()
         self._generation = GenerationWatch(self.model, self._set_generating)
         self._generation.start()

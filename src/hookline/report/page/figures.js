@@ -26,14 +26,15 @@ function layout(options) {
     font: { color: css("--soft"), family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", size: 12 },
     margin: { l: 52, r: 14, t: 10, b: 38 }, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--accent") },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } },
     ...options,
   };
 }
 
 const CONFIG = {
-  responsive: true, displaylogo: false, showTips: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "toggleSpikelines"],
+  responsive: true, displayModeBar: "hover", displaylogo: false, showTips: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "toggleSpikelines", "sendDataToCloud", "sendChartToCloud", "copyChartLink"],
 };
 
 function figure(height, make, label) {
