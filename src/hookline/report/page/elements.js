@@ -73,6 +73,7 @@ function number(value) {
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds > 0 && seconds < 1) return number(seconds * 1000) + " ms";
   if (seconds < 60) return seconds.toFixed(1) + " s";
   const total = Math.round(seconds);
   if (total < 3600) return `${Math.floor(total / 60)} min ${total % 60} s`;

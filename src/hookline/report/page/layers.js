@@ -119,7 +119,8 @@ function measureChoices(isWanted) {
 
 function gradientSection() {
   const isGradient = (group) => group === "gradients" || group === "grad_norm";
-  const choices = measureChoices(isGradient).sort((a, b) => /norm"\]$/.test(b[0]) - /norm"\]$/.test(a[0]));
+  const rank = (key) => (key === '["gradients","norm"]' ? 0 : /"norm"\]$/.test(key) ? 1 : 2);
+  const choices = measureChoices(isGradient).sort((a, b) => rank(a[0]) - rank(b[0]));
   if (!choices.length) return;
   const node = section("gradients", "Gradient flow", "The norm of each layer's gradient over the steps, the layer nearest to the input at the top. Click on the map to choose the step of the profile below.");
   for (const run of RUNS) {
