@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.harness import Row, Spread
+
 STEPS = 1_000_000
 EVERY = 50
 LAYERS = 49
@@ -86,6 +88,16 @@ def measure(steps: int = STEPS) -> dict[str, Any]:
             "page_mb": page.stat().st_size / 1e6,
             **found,
         }
+
+
+def run(*, quick: bool) -> list[Row]:
+    found = measure(STEPS // 20 if quick else STEPS)
+    name = f"report of {found['steps']:,} steps, {found['series']} series"
+    limits = (("seconds", "s", 60.0), ("peak_mb", "MB", 1024.0), ("page_mb", "MB", 10.0))
+    return [
+        Row(f"{name}: {key}", Spread.of([found[key]]), unit, limit=limit)
+        for key, unit, limit in limits
+    ]
 
 
 def main() -> None:

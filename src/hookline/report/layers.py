@@ -27,7 +27,7 @@ def group_layers(names: Iterable[str]) -> dict[str, dict[str, Layers]]:
             continue
         if group == "grad_norm" and middle:  # `grad_norm/<layer>`
             middle.append("norm")
-        if len(middle) >= 2:
+        if len(middle) >= 2 and middle[0] != "total":  # that of all layers together
             layer, measure = "/".join(middle[:-1]), middle[-1]
             groups.setdefault(group, {}).setdefault(measure, {})[layer] = name
     several = {

@@ -60,7 +60,7 @@ def make_report(
 ) -> Report:
     """Read runs, whatever state they are in, and return their report.
 
-        hookline.make_report("runs/20261115-210655-3f9c7b").write("report.html")
+        make_report("runs/20261115-210655-3f9c7b").write("report.html")
 
     Args:
         runs: Runs from `open_run`, their folders or ids.

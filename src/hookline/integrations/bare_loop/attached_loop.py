@@ -139,6 +139,7 @@ class AttachedLoop(RecordedLoop):
             after_forward=self._after_forward,
             end_batch=self._end_batch,
             record_step=None if self._runs is None else self._record_step,
+            record_skip=self._record_skip,
             unmet_requirements=self._unmet_requirements,
             requirements_met=self._requirements_met,
         )

@@ -20,5 +20,6 @@ class StepCallbacks:
     after_forward: Callable[[Any], None]  # with what the model has returned
     end_batch: Callable[[], None]  # the batch in progress has ended with a step
     record_step: Callable[[LazyFloat | None], None] | None  # with its loss; None without a run
+    record_skip: Callable[[int, str], None]  # with the optimizer's number and the reason
     unmet_requirements: Callable[[], list[str]]  # returns a line for each
     requirements_met: Callable[[], None]  # the first step begins, and hooks get all they need

@@ -351,6 +351,7 @@ class StepWatch:
         self._end_turn(i, stepped=True)
 
     def _skip_turn(self, i: int, reason: str) -> None:
+        self.callbacks.record_skip(i, reason)
         if self.dispatchers.on_step_skipped is not None:
             self.context.optimizer_idx = i
             self.context.reason = reason
