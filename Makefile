@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
 INSTALLED := .venv/.installed
+DEMO_INSTALLED := .venv/.demo_installed
 BENCH_INSTALLED := .venv-bench/.installed
 
 .DEFAULT_GOAL := help
@@ -13,7 +14,7 @@ help: ## list the targets
 
 install: $(INSTALLED) ## create .venv (other targets do so when needed)
 
-demo: $(INSTALLED) ## train a small GPT with hooks, in half a minute
+demo: $(DEMO_INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
 test: $(INSTALLED) ## run the whole test suite, on all cores
@@ -60,6 +61,12 @@ clean: ## remove everything that make created, including the virtual environment
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so that an interrupted install starts again.
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing what the demo needs into .venv (the first time takes a minute) ..."
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report]'
+	@touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv (the first time takes a few minutes) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

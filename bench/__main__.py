@@ -27,6 +27,7 @@ from bench import (
     probe_monitor,
     probes,
     raw,
+    report,
     resume,
     several_processes,
     sharded_saves,
@@ -50,6 +51,7 @@ PARTS = {
     "sharded_saves": sharded_saves.run,
     "hosts": hosts.run,
     "imports": imports.run,
+    "report": report.run,
 }
 PEERS = (
     "pluggy",

@@ -14,6 +14,8 @@ from packages import install_package
 # Tests compare the records of runs, also of other processes: on a slow machine some would take long
 # enough for samples of the system.
 os.environ["HOOKLINE_SAMPLE_SECONDS"] = "0"
+# Thousands of tiny runs would each have a page of 5 MB; tests of reports turn them on.
+os.environ.setdefault("HOOKLINE_REPORT", "0")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background like that, and the commands that tests interrupt would

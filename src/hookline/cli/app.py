@@ -29,6 +29,7 @@ from hookline.cli.command_base import (
 )
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
+from hookline.cli.report_command import report
 from hookline.cli.runs_command import runs_app
 from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import add_training_commands
@@ -50,6 +51,7 @@ app.add_typer(hooks_app)
 app.command(cls=Command)(events)
 app.add_typer(runs_app)
 app.add_typer(checkpoints_app)
+app.command(cls=Command)(report)
 
 
 def main() -> None:

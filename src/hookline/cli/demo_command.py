@@ -182,6 +182,9 @@ def _show_files(run: Path, checkpoint: Path | None) -> None:
         }
     files["metrics"] = "metrics.jsonl in the run: every loss and gradient norm, one per line"
     files["source"] = __file__
+    report = run / "report.html"
+    if report.is_file():
+        files["report"] = f"{shorten_path(report)} (open it in a browser)"
     for name, value in files.items():
         console.print(f"{name:10}  {printable(value, 1000)}")
 

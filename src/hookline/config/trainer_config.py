@@ -446,6 +446,11 @@ class TrainerConfig(Config):
     runs: Path | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"
     )
+    report: bool = Field(
+        default=True,
+        description="writes report.html into the folder of a run that completed or was stopped, "
+        "if plotly is installed (`hookline[report]`)",
+    )
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
     progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
         default="auto",

@@ -9,7 +9,7 @@ from typing import Any
 from hookline.arguments import check_instance
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["diff_configs", "diff_runs", "number_items"]
+__all__ = ["describe_sections", "diff_configs", "diff_runs", "number_items"]
 
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 
@@ -27,10 +27,15 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     """
     for run in (a, b):
         check_instance("diff_runs(a, b)", run, OpenedRun, "two runs, each from open_run(…)")
-    first, second = a.manifest, b.manifest
-    sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
-    differences = {name: _diff(select(first), select(second)) for name, select in sections.items()}
+    first, second = describe_sections(a.manifest), describe_sections(b.manifest)
+    differences = {name: _diff(first[name], second[name]) for name in first}
     return {**differences, "results": _diff(_results(a), _results(b))}
+
+
+def describe_sections(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a manifest has of each section of `diff_runs` except the results, by name."""
+    sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
+    return {name: select(manifest) for name, select in sections.items()}
 
 
 def diff_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:

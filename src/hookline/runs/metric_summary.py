@@ -9,23 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.scalar_lines import read_scalars
 
 __all__ = [
     "MetricSummary",
     "is_better_when_low",
     "summarize_metrics",
 ]
-
-# A line as the metrics log writes most. The groups are step, name and value. Longer numbers and
-# names are left to the parser, which checks them.
-_NUMBER = rb"-?(?:0|[1-9]\d{0,17}+)"
-_SCALAR_LINE = re.compile(
-    rb'^{"v": 1, "step": (%b), "epoch": (?>%b|null), "time": (?>\d{1,18}+\.\d{1,18}+), '
-    rb'"name": ("[^"\\\x00-\x1f]{0,1000}+"), "kind": "scalar", '
-    rb'"value": "?((?<= )%b(?:\.\d{1,30}+)?(?:e[+-]?\d{1,2})?(?=})|'
-    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER),
-    re.MULTILINE,
-)
 
 _LOW = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|bits|divergence")
 _HIGH = re.compile(
@@ -76,22 +66,13 @@ class _Accumulator:
 def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
     """Return a summary of each scalar metric, by name, in the order of their first values.
 
-    Usual lines are read with a pattern, in blocks: a run may have millions of values, and parsing
-    JSON takes several times as long.
-
     Args:
         reader: The metrics log.
     """
     accumulators: dict[str, _Accumulator] = {}
     by_encoded_name: dict[bytes, _Accumulator] = {}
-    for block in reader.blocks():
-        scalars: list[tuple[bytes, ...]] = _SCALAR_LINE.findall(block) if _is_utf8(block) else []
-        if len(scalars) == block.count(b"\n"):
-            reader.skip(len(scalars))
-        else:  # there are other lines between them
-            parsed = (_parse_scalar(reader, line) for line in block[:-1].split(b"\n"))
-            scalars = [scalar for scalar in parsed if scalar is not None]
-        for step, encoded_name, number in scalars:
+    for _, scalars in read_scalars(reader):
+        for step, _, encoded_name, number in scalars:
             metric = by_encoded_name.get(encoded_name)
             if metric is None:
                 metric = accumulators.setdefault(json.loads(encoded_name), _Accumulator())
@@ -104,27 +85,6 @@ def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
             if value > metric.highest and value != math.inf:
                 metric.highest, metric.highest_step = value, step
     return {name: metric.summary(name) for name, metric in accumulators.items()}
-
-
-def _parse_scalar(reader: JsonlReader, line: bytes) -> tuple[bytes, ...] | None:
-    """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
-    match = _SCALAR_LINE.fullmatch(line)
-    if match is not None and _is_utf8(line):
-        reader.skip(1)
-        return match.groups()
-    record = reader.parse(line)
-    if record is None or record.get("kind") != "scalar":
-        return None
-    step, name = json.dumps(record.get("step")), json.dumps(record["name"])
-    return step.encode(), name.encode(), repr(float(record["value"])).encode()
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def is_better_when_low(name: str) -> bool | None:

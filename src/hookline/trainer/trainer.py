@@ -135,6 +135,7 @@ class Trainer(TrainerRun):
                 self._end()
         self._check_late_signal()
         self._requeue()
+        self._write_report()
         return self
 
     def train(self) -> Trainer:
@@ -560,6 +561,7 @@ class Trainer(TrainerRun):
             raise
         finally:
             self._end()
+        self._write_report()
 
     # -- small parts of the loop ------------------------------------------------------------------
 

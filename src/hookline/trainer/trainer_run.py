@@ -552,6 +552,15 @@ class TrainerRun(TrainerBase):
                 context.status, reason, summary, context.exception, step, **measured
             )
 
+    def _write_report(self) -> None:
+        """Write the run's report, unless a signal asks this process to end soon."""
+        if self.strategy.is_main and self.run is not None and self._stop_signal is None:
+            from hookline.report.at_end import write_report_at_end
+
+            made = write_report_at_end(self.run, self.status, wanted=self.config.report)
+            if made is not None:
+                self._progress.say(f"report {shorten_path(made)}")
+
     def _summary_of_all(self) -> Summary:
         """Return the summary of the hooks; after an error, that of this process only."""
         summary = self.hooks.summary()

@@ -134,6 +134,12 @@ class RecordedLoop(TrainingLoop[HookManager]):
             summary, reason = self.hooks.summary(), self._stop.reason
             self._recorder.close(status, reason, summary, error, step, **measured)
             self._recorder = None
+            if self.run is not None:
+                from hookline.report.at_end import write_report_at_end
+
+                made = write_report_at_end(self.run, status)
+                if made is not None:
+                    self._announce(f"report {made}")
 
     def _announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else on the terminal."""

@@ -1,0 +1,109 @@
+"""`hookline report`: the report of runs, as one HTML file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, exit_on_interrupt
+from hookline.cli.text_output import print_json, show
+from hookline.printable import printable
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="The ids of runs, their beginnings or ends, or the runs' folders.", metavar="RUN"
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The file to write.", metavar="FILE")
+    ] = Path("report.html"),
+    folder: RunsFolder = None,
+    as_json: Json = False,
+    opens: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+) -> None:
+    """Write a report of one or several runs: one HTML file that needs no network.
+
+    It has the curves, the gradient flow, what the hooks cost, where the time went, and the run in
+    words; for several runs, what differs. A run may still be training, or be damaged: the report
+    says what is missing. **--json** also prints the main facts, for programs.
+
+    Example: **hookline report 20261115-210655-3f9c7b -o report.html**
+
+    Example: **hookline report 20261115-21 20261115-22 -o both.html --open**
+    """
+    check_runs_folder(folder)
+    _check_out(out)
+    with exit_on_interrupt():
+        from hookline.report import make_report
+
+        with _Progress() as progress:
+            made = make_report(*runs, folder=folder or Path("runs"), progress=progress)
+        written = made.write(out)
+    if as_json:
+        print_json({"report": str(written), **made.facts})
+    else:
+        from hookline.report.facts import describe_facts
+
+        for facts in made.facts["runs"]:
+            show("\n".join([f"run {printable(facts['id'])}", *describe_facts(facts)]))
+            for line in facts["left_out"]:
+                show(f"left out: {printable(line, 1000)}")
+        show(f"report  {printable(written, 1000)}")
+    if opens:
+        import webbrowser
+
+        webbrowser.open(written.absolute().as_uri())
+
+
+def _check_out(out: Path) -> None:
+    """Raise if the file cannot be written, or if it is something else than a report."""
+    from hookline.report.page import MARK
+
+    problem = None
+    if out.is_dir():
+        problem = "is a folder"
+    elif not out.absolute().parent.is_dir():
+        problem = "is in a folder that does not exist"
+    elif out.is_file():
+        with out.open("rb") as file:
+            if MARK.encode() not in file.read(4096):
+                problem = "exists and is not a report"
+    if problem is not None:
+        raise typer.BadParameter(
+            f"'{out}' {problem}; expected the name of a file to write.", param_hint="'--out'"
+        )
+
+
+class _Progress:
+    """A bar on a terminal, for logs that take a while to read."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, run: int, done: int, size: int) -> None:
+        if size < 50_000_000 or not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("reading")
+        self._bar.update(self._task, completed=done, total=size, description=f"run {run + 1}")
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

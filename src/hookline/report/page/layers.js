@@ -1,0 +1,143 @@
+// Layers over steps as a heat map, and a profile through the depth at one step.
+const SCALE = [[0, "#30123b"], [0.15, "#4662d7"], [0.3, "#36aaf9"], [0.45, "#1ae4b6"], [0.6, "#72fe5e"], [0.72, "#c8ef34"], [0.84, "#faba39"], [0.93, "#f66b19"], [1, "#c22403"]];
+
+function layerGrid(run, layers) {
+  const names = Object.keys(layers).filter((layer) => values(run, layers[layer])?.y.length);
+  const uses = new Map();
+  for (const layer of names) {
+    const x = run.series[layers[layer]].x;
+    uses.set(x, (uses.get(x) || 0) + 1);
+  }
+  const main = [...uses].sort((a, b) => b[1] - a[1] || run.xs[b[0]].steps.length - run.xs[a[0]].steps.length)[0];
+  if (!main) return null;
+  const steps = run.xs[main[0]].steps;
+  const rows = names.map((layer) => {
+    const s = values(run, layers[layer]);
+    if (s.x === main[0]) return s.y;
+    let i = 0;
+    return steps.map((step) => {
+      while (i < s.steps.length - 1 && s.steps[i] < step) i += 1;
+      return s.steps[0] > step ? null : s.y[i];
+    });
+  });
+  return { names, steps, rows };
+}
+
+function layerView(node, choices, options) {
+  const state = { run: 0, key: choices[0][0], log: options.log, at: -1 };
+  let grid = null;
+  const read = () => {
+    const [group, measure] = JSON.parse(state.key);
+    const layers = RUNS[state.run].layers[group]?.[measure];
+    grid = layers ? layerGrid(RUNS[state.run], layers) : null;
+    if (grid) {
+      moment.input.max = grid.steps.length - 1;
+      if (state.at < 0 || state.at >= grid.steps.length) state.at = grid.steps.length - 1;
+      moment.input.value = state.at;
+    }
+  };
+  const shownValue = (v) => (v === null ? null : state.log ? (v === 0 ? null : Math.log10(Math.abs(v))) : v);
+  const measureName = () => JSON.parse(state.key)[1];
+  const rowTicks = (height) => {
+    const every = Math.max(1, Math.ceil(grid.names.length / ((height - 70) / 15)));
+    const at = grid.names.map((_, i) => i).filter((i) => i % every === 0);
+    return { tickvals: at, ticktext: at.map((i) => plain(short(grid.names[i], isNarrow() ? 14 : 34))) };
+  };
+  const map = figure(420, () => {
+    if (!grid) return { traces: [], layout: {} };
+    const height = Math.min(760, Math.max(230, 90 + grid.names.length * 16));
+    const z = grid.rows.map((row) => row.map(shownValue));
+    const unit = state.log ? { tickprefix: "10<sup>", ticksuffix: "</sup>", tickformat: ".2~f" } : { tickformat: ".2~g" };
+    return {
+      height,
+      traces: [{
+        type: "heatmap", z, x: grid.steps, y: grid.names.map((_, i) => i), customdata: grid.rows, colorscale: SCALE,
+        text: grid.rows.map((row, i) => row.map(() => plain(grid.names[i]))), hoverongaps: false,
+        hovertemplate: "%{text}<br>step %{x}: %{customdata:.4g}<extra></extra>",
+        colorbar: { thickness: 10, outlinewidth: 0, len: 1, tickfont: { size: 11 }, ...unit },
+      }],
+      layout: {
+        hovermode: "closest", margin: { l: 20, r: 10, t: 8, b: 38 },
+        xaxis: axis({ title: { text: "steps", font: { size: 12 } }, showgrid: false }),
+        yaxis: axis({ autorange: "reversed", showgrid: false, zeroline: false, ...rowTicks(height) }),
+        shapes: [{ type: "line", xref: "x", yref: "paper", x0: grid.steps[state.at], x1: grid.steps[state.at], y0: 0, y1: 1, line: { color: css("--text"), width: 1.2, dash: "dot" } }],
+      },
+      onclick: (event) => {
+        const step = event.points[0].x;
+        state.at = grid.steps.findIndex((s) => s >= step);
+        moment.input.value = state.at;
+        show();
+      },
+    };
+  }, "Heat map of layers over steps");
+  const profile = figure(260, () => {
+    if (!grid) return { traces: [], layout: {} };
+    const at = grid.rows.map((row) => row[state.at]);
+    const first = grid.rows.map((row) => row[0]);
+    const trace = (y, name, ink, width, dash) => ({
+      x: grid.names.map((_, i) => i), y: state.log ? y.map((v) => (v === null ? null : Math.abs(v))) : y, mode: "lines+markers", name, marker: { size: 5 }, line: { color: ink, width, dash },
+      text: grid.names.map(plain), hovertemplate: "%{text}: %{y:.4g}<extra>" + name + "</extra>",
+    });
+    const every = Math.max(1, Math.ceil(grid.names.length / (isNarrow() ? 8 : 28)));
+    const ticks = grid.names.map((_, i) => i).filter((i) => i % every === 0);
+    return {
+      traces: [trace(first, "step " + number(grid.steps[0]), css("--c8"), 1.2, "dot"), trace(at, "step " + number(grid.steps[state.at]), color(0), 2)],
+      layout: {
+        hovermode: "closest",
+        xaxis: axis({ tickvals: ticks, ticktext: ticks.map((i) => plain(short(grid.names[i], isNarrow() ? 12 : 22))), tickangle: -38 }),
+        yaxis: axis({ type: state.log ? "log" : "linear", title: { text: plain(measureName()), font: { size: 12 } }, exponentformat: "e" }),
+      },
+    };
+  }, "Profile through the layers at one step");
+  const heading = h("h3", {});
+  const show = () => {
+    heading.textContent = grid ? `Through the depth, at step ${number(grid.steps[state.at])}` : "This run has no such series.";
+    redraw(map);
+    redraw(profile);
+  };
+  const moment = slider("Step", 0, 0, 1, 1, (value) => { state.at = value; show(); });
+  const change = (key) => (value) => { state[key] = value; read(); show(); };
+  node.append(
+    h("div", { className: "controls" },
+      MANY ? choice(RUNS.map((run, i) => [String(i), runName(run)]), "0", (value) => change("run")(Number(value)), "Run") : null,
+      choices.length > 1 ? choice(choices, state.key, change("key"), "Measure") : null,
+      flag("Log scale", options.log, change("log"))),
+    map, h("div", { className: "controls" }, moment.node), heading, profile);
+  read();
+  show();
+}
+
+function measureChoices(isWanted) {
+  const found = new Map();
+  for (const run of RUNS) {
+    for (const [group, measures] of Object.entries(run.layers)) {
+      for (const measure of Object.keys(measures)) if (isWanted(group, measure)) found.set(JSON.stringify([group, measure]), `${group}: ${measure}`);
+    }
+  }
+  return [...found];
+}
+
+function gradientSection() {
+  const isGradient = (group) => group === "gradients" || group === "grad_norm";
+  const rank = (key) => (key === '["gradients","norm"]' ? 0 : /"norm"\]$/.test(key) ? 1 : 2);
+  const choices = measureChoices(isGradient).sort((a, b) => rank(a[0]) - rank(b[0]));
+  if (!choices.length) return;
+  const node = section("gradients", "Gradient flow", "The norm of each layer's gradient over the steps, the layer nearest to the input at the top. Click on the map to choose the step of the profile below.");
+  for (const run of RUNS) {
+    const found = run.facts.gradients;
+    if (!found) continue;
+    const prefix = MANY ? runName(run) + ": " : "";
+    const list = (layers) => Object.entries(layers).slice(0, 12).map(([name, norm]) => `${name} (${norm === null ? "not finite" : number(norm)})`).join(", ") + (Object.keys(layers).length > 12 ? " …" : "");
+    const parts = [["Vanishing", found.vanishing], ["Exploding", found.exploding]].filter(([, layers]) => Object.keys(layers).length);
+    for (const [what, layers] of parts) node.append(h("p", { className: "bad-text" }, `${prefix}${what}: ${list(layers)}`));
+    if (!parts.length) node.append(h("p", { className: "good-text" }, `${prefix}No layer's gradient vanishes or explodes.`));
+  }
+  layerView(node, choices, { log: true });
+}
+
+function activationSection() {
+  const choices = measureChoices((group) => group !== "gradients" && group !== "grad_norm");
+  if (!choices.length) return;
+  const node = section("layers", "Activation health", "Any measure of several layers: means and deviations, dead units, outliers, attention logits, ratios of the optimizer.");
+  layerView(node, choices, { log: false });
+}

@@ -1,0 +1,11 @@
+header();
+curvesSection();
+differencesSection();
+gradientSection();
+activationSection();
+hooksSection();
+timeSection();
+systemSection();
+seriesSection();
+manifestSection();
+document.body.dataset.ready = "true";

@@ -1,0 +1,251 @@
+"""What the page's script draws: series, marks, hooks and the manifest of each run, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hookline.printable import printable, printable_lines
+from hookline.report.facts import phase_seconds, read_hooks, token_points
+from hookline.report.layers import find_gradient_norms, group_layers
+from hookline.report.reading import RunData
+from hookline.report.sampling import SampledSeries
+
+__all__ = ["encode_run", "share_buckets", "to_script_json"]
+
+_BUCKETS = 120_000  # of all series of a page: about 3 MB
+_MAIN_BUCKETS = 1_000  # of a loss
+_MAX_NAME = 300
+_MAX_CONFIG = 400  # rows
+_SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
+
+
+def to_script_json(value: Any) -> str:
+    """Return JSON that can stand in an HTML script element, whatever texts it has."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def share_buckets(runs: Iterable[RunData]) -> None:
+    """Shrink the series of all runs so that the page stays small; leave out what does not fit."""
+    runs = list(runs)
+    main = [one for run in runs for name, one in run.series.items() if _is_main(name)]
+    for one in main:
+        one.shrink(min(_MAIN_BUCKETS, max(50, _BUCKETS // 2 // max(1, len(main)))))
+    others = [one for run in runs for name, one in run.series.items() if not _is_main(name)]
+    room = _BUCKETS - sum(map(len, main))
+    limit = _MAIN_BUCKETS
+    while limit > 20 and sum(min(len(one), limit) for one in others) > room:
+        limit //= 2
+    for one in others:
+        one.shrink(limit)
+    for run in runs:
+        names = [name for name in run.series if not _is_main(name)]
+        allowed = room // (20 * len(runs))
+        for name in names[allowed:]:
+            del run.series[name]
+        if len(names) > allowed:
+            run.left_out.append(f"the curves of {len(names) - allowed:,} of {len(names):,} series")
+
+
+def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) -> dict[str, Any]:
+    """Return a run as the page's script expects it."""
+    groups = group_layers(data.series)
+    norms = find_gradient_norms(groups)
+    axes: dict[tuple[bytes, bytes], int] = {}
+    xs: list[dict[str, Any]] = []
+    series = {name[:_MAX_NAME]: _encode(one, axes, xs) for name, one in data.series.items()}
+    facts = {name: value for name, value in facts.items() if name != "metrics"}
+    return {
+        "facts": facts,
+        "sentences": sentences,
+        "xs": xs,
+        "series": series,
+        "layers": groups,
+        "gradients": norms[0] if norms else None,
+        "marks": _marks(data),
+        "tokens": [list(column) for column in zip(*token_points(data), strict=True)],
+        "hooks": read_hooks(data),
+        "switches": _switches(data),
+        "failures": _failures(data),
+        "spikes": [_plain(event) for event in data.events_of(_SPIKE)[:200]],
+        "phases": phase_seconds(data),
+        "manifest": _manifest_rows(data),
+        "config": _config_rows(data.manifest),
+        "checkpoints": [
+            [one.path.name[:200], one.step, one.is_last, one.is_best, one.size]
+            for one in data.checkpoints[-200:]
+        ],
+        "others": {kind: len(names) for kind, names in data.others.items()},
+    }
+
+
+def _is_main(name: str) -> bool:
+    return name in ("train/loss", "val/loss") or name.startswith("lr/")
+
+
+def _encode(
+    one: SampledSeries, axes: dict[tuple[bytes, bytes], int], xs: list[dict[str, Any]]
+) -> dict[str, Any]:
+    key = one.steps.tobytes(), one.times.tobytes()
+    axis = axes.get(key)
+    if axis is None:
+        axis = axes[key] = len(xs)
+        xs.append({"steps": _numbers(one.steps, 12), "times": [round(t, 2) for t in one.times]})
+    encoded: dict[str, Any] = {"x": axis, "y": _numbers(one.means), "n": one.total}
+    encoded["last"] = one.last if math.isfinite(one.last) else str(one.last)
+    if one.width > 1:
+        encoded |= {"lo": _numbers(one.lows), "hi": _numbers(one.highs), "w": one.width}
+    if one.not_finite:
+        encoded["bad"] = [one.not_finite, _numbers(one.not_finite_steps, 12)]
+    return encoded
+
+
+def _numbers(values: Iterable[float], digits: int = 5) -> list[float | int | None]:
+    rounded = [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in values]
+    return [int(v) if v is not None and abs(v) < 1e15 and v == int(v) else v for v in rounded]
+
+
+def _marks(data: RunData) -> list[list[Any]]:
+    """Return the marks of the curves: kind, step, time and text."""
+    marks: list[list[Any]] = []
+
+    def add(kind: str, event: Mapping[str, Any], text: str) -> None:
+        step = event.get("step")
+        is_step = type(step) in (int, float)
+        marks.append([kind, step if is_step else None, event.get("time"), printable(text, 300)])
+
+    for event in data.events_of("checkpoint"):
+        add("checkpoint", event, f"checkpoint {_base_name(event.get('path'))}")
+    for event in data.events_of("checkpoint_failed"):
+        add("failure", event, f"checkpoint failed: {event.get('error')}")
+    for event in data.events_of(_SKIPPED):
+        add("skipped", event, f"step skipped: {event.get('reason')}")
+    for event in data.events_of("hooks"):
+        changed: Any = event.get("hooks")
+        items = changed.items() if isinstance(changed, dict) else ()
+        add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items))
+    for event in data.events_of(_SPIKE):
+        add("spike", event, f"loss spike: {event.get('loss')} (z {event.get('z')})")
+    for event in data.events_of(_FAILED):
+        add(
+            "failure",
+            event,
+            f"{event.get('hook')} failed in {event.get('event')}: {event.get('error')}",
+        )
+    for event in data.events_of("start")[1:]:
+        add("start", event, "resumed")
+    for event in data.events_of("stop"):
+        by = f" by {event.get('by')}" if event.get("by") else ""
+        add("stop", event, f"stop asked for{by}: {event.get('reason') or 'no reason given'}")
+    for event in data.events_of("signal"):
+        add("stop", event, f"signal {event.get('signal')}")
+    for event in data.events_of("end"):
+        if event.get("status") != "completed":
+            text = f"{event.get('status')}: {event.get('reason') or ''}"
+            add("stop", {"step": data.overview["steps"], **event}, text.strip(": "))
+    return marks
+
+
+def _switches(data: RunData) -> dict[str, list[list[Any]]]:
+    """Return when each hook was switched: steps with the status from then on."""
+    switches: dict[str, list[list[Any]]] = {}
+    hooks: Any = data.manifest.get("hooks")
+    for hook in hooks if isinstance(hooks, list) else ():
+        if isinstance(hook, dict):
+            status = "enabled" if hook.get("enabled", True) else "disabled"
+            switches[printable(hook.get("name"), 100)] = [[0, status]]
+    for event in data.events_of("hooks"):
+        changed: Any = event.get("hooks")
+        for name, status in changed.items() if isinstance(changed, dict) else ():
+            one = switches.setdefault(printable(name, 100), [])
+            one.append([event.get("step"), printable(status, 40)])
+    return switches
+
+
+def _failures(data: RunData) -> list[dict[str, Any]]:
+    recorded = [
+        {
+            "hook": printable(event.get("hook"), 100),
+            "event": printable(event.get("event"), 100),
+            "step": event.get("step"),
+            "error": printable(event.get("error"), 1000),
+            "traceback": printable_lines(str(event.get("traceback") or ""), 200),
+        }
+        for event in data.events_of(_FAILED)[:200]
+    ]
+    named = {failure["hook"] for failure in recorded}
+    return recorded + [
+        {
+            "hook": hook["name"],
+            "event": "",
+            "step": None,
+            "error": hook["last_error"],
+            "traceback": "",
+        }
+        for hook in read_hooks(data)
+        if hook["last_error"] and hook["name"] not in named
+    ]
+
+
+def _manifest_rows(data: RunData) -> list[list[str]]:
+    manifest, overview = data.manifest, data.overview
+    git: Any = overview["git"]
+    rows: list[tuple[str, Any]] = [("Run", overview["id"]), ("Folder", overview["path"])]
+    if git.get("commit"):
+        branch = f" on {git['branch']}" if git.get("branch") else ""
+        rows.append(("Commit", f"{git['commit']}{branch}"))
+        changes = (
+            "There were uncommitted changes" if git.get("dirty") else "Everything was committed"
+        )
+        untracked: Any = git.get("untracked")
+        more = (
+            f", and {len(untracked)} untracked files"
+            if isinstance(untracked, list) and untracked
+            else ""
+        )
+        rows.append(("Working tree", f"{changes}{more}."))
+    else:
+        rows.append(("Commit", "The code was not in a git repository."))
+    parent: Any = manifest.get("parent")
+    if isinstance(parent, dict):
+        rows.append(("Forked from", f"run {parent.get('run_id')} at step {parent.get('step')}"))
+    command: Any = manifest.get("command")
+    rows.append(("Command", " ".join(map(str, command)) if isinstance(command, list) else command))
+    rows += [("Seed", manifest.get("seed")), ("torch seed", manifest.get("torch_seed"))]
+    rows.append(("Configuration hash", overview["config_hash"]))
+    versions: Any = manifest.get("versions")
+    if isinstance(versions, dict):
+        rows.append(("Versions", ", ".join(f"{n} {v}" for n, v in versions.items() if v)))
+    for name in ("platform", "python", "host", "devices", "last_error"):
+        value: Any = manifest.get(name)
+        if value:
+            text = json.dumps(value, default=str) if isinstance(value, dict | list) else value
+            rows.append((name.replace("_", " ").capitalize(), text))
+    return [[name, printable(value, 2000)] for name, value in rows if value not in (None, "")]
+
+
+def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
+    from hookline.runs.diff import describe_sections
+
+    flat = describe_sections(manifest)["config"]
+    rows = [
+        [printable(name, 200), printable(value, 400)]
+        for name, value in flat.items()
+        if value is not None
+    ]
+    return rows[:_MAX_CONFIG]
+
+
+def _plain(event: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        printable(name, 60): printable(json.dumps(value, default=str), 1500)
+        for name, value in list(event.items())[:30]
+        if name not in ("kind", "v", "time")
+    }
+
+
+def _base_name(path: Any) -> str:
+    return str(path).replace("\\", "/").rstrip("/").rpartition("/")[2]

@@ -1,0 +1,172 @@
+"""Reading a run for its report: series, events and damage, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hookline.report.sampling import SampledSeries
+from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.manifest import inspect_run_manifest
+from hookline.runs.run_files import find_refused_entries, find_refused_folder
+from hookline.runs.run_reader import OpenedRun
+from hookline.runs.scalar_lines import Scalar, read_scalars
+
+__all__ = ["RunData", "read_run"]
+
+MAX_SERIES = 20_000
+_MAX_PENDING = 200_000  # values that are kept before they are sampled
+_MAX_BUCKETS = 2_000_000  # of all series together: about 100 MB
+_MAX_PER_SERIES = 2_000
+_MAX_EVENTS = 2_000  # of one kind
+_MAX_TEXT = 20_000  # characters of an event's text, such as a traceback
+
+Event = dict[str, Any]
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class RunData:
+    """What a report shows of a run.
+
+    Attributes:
+        series: The sampled values of each scalar metric, in the order of their first values.
+        others: The number of values of other kinds, by kind and name.
+        events: The events by kind, oldest first; not all of them if there are very many.
+        event_counts: How many events of each kind there are.
+        left_out: What is missing in the report, one line each.
+    """
+
+    run: OpenedRun
+    overview: dict[str, Any]
+    manifest: dict[str, Any]
+    series: dict[str, SampledSeries] = field(default_factory=dict[str, SampledSeries])
+    others: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    events: dict[str, list[Event]] = field(default_factory=dict[str, list[Event]])
+    event_counts: dict[str, int] = field(default_factory=dict[str, int])
+    checkpoints: list[Any] = field(default_factory=list[Any])
+    left_out: list[str] = field(default_factory=list[str])
+
+    def events_of(self, *kinds: str) -> list[Event]:
+        """Return the events of some kinds, in their order within each."""
+        return [event for kind in kinds for event in self.events.get(kind, ())]
+
+    @property
+    def end(self) -> Event | None:
+        """The last `end` event; None while the run has not ended."""
+        ends = self.events.get("end")
+        return ends[-1] if ends else None
+
+
+def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
+    """Read a run, whatever state it is in.
+
+    Args:
+        run: The run.
+        progress: Called with the number of bytes that were read, and of all bytes.
+    """
+    manifest, damage = inspect_run_manifest(run.path)
+    data = RunData(run, run.overview(), manifest)
+    growing = data.overview["status"] == "training"
+    metrics = JsonlReader(run.path / "metrics.jsonl", growing=growing)
+    events = JsonlReader(run.path / "events.jsonl", growing=growing)
+    left_out = _read_metrics(data, metrics, progress)
+    _read_events(data, events)
+    damage += metrics.damage + events.damage
+    folder = run.path / "checkpoints"
+    if find_refused_folder(folder) is None:
+        from hookline.runs.checkpoint_reader import read_checkpoints
+
+        data.checkpoints, problems = read_checkpoints(folder)
+        damage += problems
+    known = "\n".join(damage)
+    damage += [line for line in find_refused_entries(run.path) if line not in known]
+    data.left_out = damage + left_out
+    return data
+
+
+def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None) -> list[str]:
+    pending: dict[bytes, list[Scalar]] = {}
+    names: dict[bytes, str] = {}
+    dropped: set[bytes] = set()
+    count = done = 0
+    limit = _MAX_PER_SERIES
+    size = _size_of(data)
+    for block_size, scalars in read_scalars(reader, data.others):
+        for row in scalars:
+            rows = pending.get(row[2])
+            if rows is None:
+                if len(pending) >= MAX_SERIES:
+                    if len(dropped) < MAX_SERIES:
+                        dropped.add(row[2])
+                    continue
+                rows = pending[row[2]] = []
+                names[row[2]] = json.loads(row[2])
+            rows.append(row)
+        count += len(scalars)
+        if count >= _MAX_PENDING:
+            limit = _sample(data, pending, names, limit)
+            count = 0
+        done += block_size
+        if progress is not None:
+            progress(done, max(size, done))
+    _sample(data, pending, names, limit)
+    if dropped:
+        more = "or more " if len(dropped) == MAX_SERIES else ""
+        return [f"metrics.jsonl: {len(dropped):,} {more}series after the first {MAX_SERIES:,}"]
+    return []
+
+
+def _sample(
+    data: RunData, pending: dict[bytes, list[Scalar]], names: dict[bytes, str], limit: int
+) -> int:
+    """Move the pending values to the series; return how many buckets a series may have."""
+    for encoded, rows in pending.items():
+        if rows:
+            name = names[encoded]
+            series = data.series.get(name)
+            if series is None:
+                series = data.series[name] = SampledSeries()
+            series.add(rows, limit)
+            rows.clear()
+    while limit > 50 and sum(map(len, data.series.values())) > _MAX_BUCKETS:
+        limit //= 2
+        for series in data.series.values():
+            series.shrink(limit)
+    return limit
+
+
+def _size_of(data: RunData) -> int:
+    try:
+        return os.lstat(data.run.path / "metrics.jsonl").st_size
+    except OSError:
+        return 0
+
+
+def _read_events(data: RunData, reader: JsonlReader) -> None:
+    strides: dict[str, int] = {}
+    for event in reader:
+        kind = str(event["kind"])[:100]
+        if kind not in data.events and len(data.events) >= 200:
+            kind = "other"
+        seen = data.event_counts[kind] = data.event_counts.get(kind, 0) + 1
+        kept = data.events.setdefault(kind, [])
+        if (seen - 1) % strides.get(kind, 1) == 0 or kind == "end":
+            kept.append(_cut(event))
+            if len(kept) > _MAX_EVENTS:
+                del kept[1:-1:2]  # the first and the last stay
+                strides[kind] = strides.get(kind, 1) * 2
+
+
+def _cut(event: Event) -> Event:
+    """Return an event with its long texts cut, at their beginning: errors are at the end."""
+    return {
+        name: "…" + value[-_MAX_TEXT:]
+        if isinstance(value, str) and len(value) > _MAX_TEXT
+        else value
+        for name, value in event.items()
+        if name != "v"
+    }

@@ -1,0 +1,85 @@
+"""Report: the page and the facts of one or several runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hookline.arguments import check_path
+from hookline.checkpoint.atomic_files import write_atomic
+from hookline.errors import RunError
+from hookline.report.comparison import compare_runs
+from hookline.report.facts import collect_facts, describe_facts
+from hookline.report.page import make_page, read_plotly
+from hookline.report.page_data import encode_run, share_buckets
+from hookline.report.reading import read_run
+from hookline.runs.run_reader import OpenedRun, open_run
+
+__all__ = ["Report", "make_report"]
+
+_MAX_RUNS = 12
+
+
+class Report:
+    """The report of one or several runs.
+
+    Attributes:
+        html: The page: one file that needs no network.
+        facts: The main facts, as JSON: `runs`, and `differences` between several runs.
+    """
+
+    def __init__(self, html: str, facts: dict[str, Any]) -> None:
+        self.html = html
+        self.facts = facts
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page to a file and return its path.
+
+        Raises:
+            RunError: The file cannot be written.
+        """
+        file = Path(check_path("report.write(path)", path, "a file"))
+        try:
+            write_atomic(file, self.html, durable=False)
+        except OSError as error:
+            raise RunError(f"The report {file} cannot be written: {error}.") from error
+        return file
+
+    def __repr__(self) -> str:
+        ids = ", ".join(str(run["id"]) for run in self.facts["runs"])
+        return f"<report of {ids}: {len(self.html) / 1e6:.1f} MB>"
+
+
+def make_report(
+    *runs: str | os.PathLike[str] | OpenedRun,
+    folder: str | os.PathLike[str] = "runs",
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Report:
+    """Read runs, whatever state they are in, and return their report.
+
+        make_report("runs/20261115-210655-3f9c7b").write("report.html")
+
+    Args:
+        runs: Runs from `open_run`, their folders or ids.
+        folder: The folder of all runs, where an id is looked up.
+        progress: Called with the number of the run, the bytes read and all bytes.
+
+    Raises:
+        RunError: No run matches, or plotly is not installed.
+    """
+    if not 1 <= len(runs) <= _MAX_RUNS:
+        raise RunError(f"A report shows 1 to {_MAX_RUNS} runs, not {len(runs)}.")
+    plotly = read_plotly()  # before reading, which may take a minute
+    opened = [one if isinstance(one, OpenedRun) else open_run(one, runs=folder) for one in runs]
+    data = [read_run(run, progress and partial(progress, i)) for i, run in enumerate(opened)]
+    found = [collect_facts(one) for one in data]
+    differences = compare_runs(data) if len(data) > 1 else {}
+    share_buckets(data)
+    for one, facts in zip(data, found, strict=True):
+        facts["left_out"] = one.left_out
+    shown = [encode_run(o, f, describe_facts(f)) for o, f in zip(data, found, strict=True)]
+    page = make_page({"runs": shown, "differences": differences}, plotly)
+    return Report(page, {"runs": found, "differences": differences})

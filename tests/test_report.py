@@ -1,0 +1,215 @@
+"""Reports of runs: what they say, what they survive, and how they look in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hookline
+from hookline.report import make_report
+from hookline.report.at_end import write_report_at_end
+from hookline.report.page_data import to_script_json
+from hookline.report.sampling import SampledSeries
+
+HOSTILE = (
+    "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='h'\">"
+)
+
+
+class Incidents(hookline.Hook):
+    """Fails, skips a step, toggles and saves."""
+
+    def __init__(self) -> None:
+        self.skipped = False
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        trainer.log(f"activations/{HOSTILE}/std", step)
+        trainer.log("activations/second/std", 2 * step)
+        trainer.log("gradients/first/norm", 1.0)
+        trainer.log("gradients/second/norm", 1e-9)
+        trainer.log("gradients/third/norm", 1.0)
+        if step == 3:
+            raise ValueError(HOSTILE)
+        if step == 5 and not self.skipped:
+            self.skipped = True
+            trainer.skip_optimizer_step(reason=HOSTILE)
+        if step == 7:
+            trainer.hooks.disable_hook("idle")
+        if step == 8:
+            trainer.save_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
+    model = torch.nn.Linear(4, 1)
+    config = hookline.TrainerConfig(max_epochs=3, runs=folder, progress="off", seed=0)
+    trainer = hookline.Trainer(
+        config,
+        model,
+        torch.optim.SGD(model.parameters(), 0.01),
+        loss_fn=torch.nn.functional.mse_loss,
+        name=HOSTILE,
+        tokens_fn=lambda batch: 10,
+    )
+    trainer.add_hook(Incidents(), name=HOSTILE)
+    trainer.add_hook(hookline.Hook(), name="idle")
+    trainer.fit(torch.utils.data.DataLoader(data, 8))
+    return Path(trainer.run.path)
+
+
+def test_a_report_states_the_facts_of_a_run(run: Path) -> None:
+    report = make_report(run)
+    (facts,) = report.facts["runs"]
+    assert (facts["status"], facts["steps"], facts["tokens"]) == ("completed", 14, 150)
+    assert (facts["steps_skipped"], facts["checkpoints_saved"]) == (1, 1)
+    assert facts["hooks"]["failures"] == 1
+    assert list(facts["gradients"]["vanishing"]) == ["second"]
+    json.dumps(facts, allow_nan=False)
+    assert len(report.html) < 10_000_000
+
+
+def test_nothing_of_a_run_is_markup_in_its_page(run: Path) -> None:
+    html = make_report(run).html
+    assert "hacked" in html  # it is there, as data
+    assert "<script>document" not in html
+    assert "<img" not in html
+    assert json.loads(to_script_json(HOSTILE + "\u2028&")) == HOSTILE + "\u2028&"
+
+
+def test_a_report_works_on_copied_damaged_and_empty_runs(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copied"
+    shutil.copytree(run, copy)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write("this is not JSON\n{")
+    (facts,) = make_report(copy).facts["runs"]
+    assert facts["steps"] == 14
+    assert any("metrics.jsonl" in line for line in facts["left_out"])
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (copy / name).unlink()
+    (facts,) = make_report(copy).facts["runs"]
+    assert any("missing" in line for line in facts["left_out"])
+
+
+def test_several_runs_have_a_table_of_what_differs(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["config"]["seed"] = 7
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    differences = make_report(run, other).facts["differences"]
+    assert differences["config"] == [["seed", "0", "7"]]
+
+
+def test_sampling_keeps_extremes_and_counts() -> None:
+    series = SampledSeries()
+    for start in range(0, 10_000, 100):
+        rows = [(b"%d" % i, b"1.5", b'"x"', b"%d" % (i % 10)) for i in range(start, start + 100)]
+        if start == 5_000:
+            rows[37] = (b"5037", b"1.5", b'"x"', b"999")
+            rows[38] = (b"5038", b"1.5", b'"x"', b"NaN")
+        series.add(rows, 64)
+    assert len(series) <= 64
+    assert (series.highest, series.highest_step, max(series.highs)) == (999.0, 5037.0, 999.0)
+    assert (series.not_finite, series.not_finite_steps) == (1, [5038.0])
+    assert sum(series.counts) == 9_999
+
+
+def test_a_completed_run_gets_a_report_unless_it_is_turned_off(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    opened = hookline.open_run(copy)
+    assert write_report_at_end(opened, "completed") is None  # turned off by conftest.py
+    monkeypatch.setenv("HOOKLINE_REPORT", "1")
+    assert write_report_at_end(opened, "preempted") is None
+    assert write_report_at_end(opened, "completed", wanted=False) is None
+    assert write_report_at_end(opened, "completed") == copy / "report.html"
+
+
+def test_the_command_writes_a_file_and_prints_facts(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    command = [sys.executable, "-m", "hookline", "report", str(run), "-o", str(out), "--json"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed)["runs"][0]["steps"] == 14
+    assert out.stat().st_size > 1_000_000
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    command[5:7] = ["-o", str(other)]
+    failed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert "is not a report" in failed.stderr
+    assert other.read_text() == "mine"
+
+
+# -- in a browser ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or "chromium"
+    for argument in (
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+        *("--no-first-run", f"--user-data-dir={tmp_path_factory.mktemp('profile')}"),
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = shutil.which("chromedriver") or "chromedriver"
+    service = webdriver.ChromeService(driver, env={**os.environ})
+    opened = webdriver.Chrome(options=options, service=service)
+    yield opened
+    opened.quit()
+
+
+def wait_for(browser: Any, script: str) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 30).until(lambda page: page.execute_script(script))
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_works_in_a_browser(run: Path, browser: Any, tmp_path: Path, width: int) -> None:
+    page = make_report(run).write(tmp_path / "report.html")
+    browser.set_window_size(width, 900)
+    browser.get(page.as_uri())
+    wait_for(browser, "return document.body.dataset.ready")
+    # Charts are drawn when they come into view.
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    count = "return document.querySelectorAll('.chart .main-svg').length"
+    assert wait_for(browser, count) > 6
+    traces = "return document.querySelector('#curves .chart').data.map(t => t.name)"
+    names = browser.execute_script(traces)
+    assert {"train/loss", "checkpoint", "skipped step", "hook switched", "failure"} <= {*names}
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    for axis, title in (("time", "time in seconds"), ("tokens", "tokens"), ("steps", "steps")):
+        browser.execute_script(f"document.querySelector('[data-value={axis}]').click()")
+        shown = "return document.querySelector('#curves .chart').layout.xaxis.title.text"
+        assert browser.execute_script(shown) == title
+    browser.execute_script("""
+        const chart = document.querySelector('#curves .chart');
+        chart.scrollIntoView({behavior: 'instant'});
+        Plotly.Fx.hover(chart, [{curveNumber: 0, pointNumber: 3}]);
+    """)
+    assert wait_for(browser, "return document.querySelectorAll('#curves .hoverlayer *').length")
+    before = browser.execute_script("return document.documentElement.dataset.theme")
+    browser.execute_script("document.getElementById('theme').click()")
+    assert browser.execute_script("return document.documentElement.dataset.theme") != before
+    assert "onerror" in browser.execute_script("return document.querySelector('h1').textContent")
+    assert "Hookline report" in browser.title  # no script of the run has changed it
+    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    assert browser.get_log("browser") == []
