@@ -86,6 +86,9 @@ def test_the_demo_is_a_completed_run_on_disk(trained: Trained) -> None:
         "validation_curve",
         "gradient_norms",
         "checkpoint_at_end",
+        "gradient_monitor",
+        "outlier_monitor",
+        "lr_monitor",
         "identity",
     ]
     assert len(set(trained.values("grad_norm/blocks.0"))) == 30

@@ -43,6 +43,7 @@ class Incidents(hookline.Hook):
             self.skipped = True
             trainer.skip_optimizer_step(reason=HOSTILE)
         if step == 7:
+            trainer.log("train/tokens_seen", 70)  # as samples do: not at the end
             trainer.hooks.disable_hook("idle")
         if step == 8:
             trainer.save_checkpoint()

@@ -1,7 +1,7 @@
-"""`hookline demo`: train a small GPT on the text of Python's help, with three hooks.
+"""`hookline demo`: train a small GPT on the text of Python's help, with hooks.
 
-This file is also an example: the hooks come first, then the training in `run_demo`, then the data
-and the model.
+This file is also an example: three hooks of its own come first, then the training in `run_demo`,
+then the data and the model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.config.trainer_config import TrainerConfig
 from hookline.context import Metrics
 from hookline.hook import Hook
+from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
+from hookline.hooks.monitoring.lr_monitor import LRMonitor
+from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor
 from hookline.printable import printable
 from hookline.runs.run_lookup import shorten_path
 from hookline.trainer.trainer import Trainer
@@ -107,6 +110,10 @@ def make_trainer(
     trainer.add_hook(ValidationCurve())
     trainer.add_hook(GradientNorms(), every=math.ceil(steps / GRADIENT_MEASUREMENTS))
     trainer.add_hook(CheckpointAtEnd())
+    often = math.ceil(steps / 40)  # what the report draws layer by layer
+    trainer.add_hook(GradientMonitor(log_frequency=often))
+    trainer.add_hook(OutlierMonitor(log_frequency=often))
+    trainer.add_hook(LRMonitor())
     return trainer, *_loaders(text.data, seed)
 
 

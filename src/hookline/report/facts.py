@@ -247,14 +247,14 @@ def _parameters(manifest: dict[str, Any]) -> int | None:
 
 def token_points(data: RunData) -> list[tuple[float, float]]:
     """Return how many tokens were seen at some steps, in their order."""
-    series = data.series.get("train/tokens_seen") or data.series.get("tokens_seen")
-    if series is not None:
-        return list(zip(series.steps, series.highs, strict=True))
     points = {
         float(event["step"]): float(event["tokens_seen"])
         for event in data.events_of("checkpoint", "end")
         if _number(event.get("tokens_seen")) > 0 and _number(event.get("step")) > 0
     }
+    series = data.series.get("train/tokens_seen") or data.series.get("tokens_seen")
+    if series is not None:
+        points |= dict(zip(series.steps, series.highs, strict=True))
     return sorted({0.0: 0.0, **points}.items()) if points else []
 
 

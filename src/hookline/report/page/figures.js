@@ -50,7 +50,7 @@ function draw(node) {
   one.isDrawn = true;
   const made = one.make(node);
   if (made.height) node.style.height = made.height + "px";
-  Plotly.react(node, made.traces, layout(made.layout), CONFIG);
+  Plotly.react(node, made.traces, layout(made.layout), made.small ? { ...CONFIG, displayModeBar: false } : CONFIG);
   if (made.onclick && !one.listens) {
     one.listens = true;
     node.on("plotly_click", made.onclick);

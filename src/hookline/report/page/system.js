@@ -7,7 +7,7 @@ function smallChart(names, run, title) {
       const i = MANY ? RUNS.indexOf(one) : k;
       return curve(one, name, { color: color(i), yaxis: "y" }, { by: "steps", smoothing: 0 }, unit);
     }));
-    return { traces, layout: { margin: { l: 44, r: 8, t: 6, b: 26 }, showlegend: false, xaxis: axis({}), yaxis: axis({}) } };
+    return { small: true, traces, layout: { margin: { l: 44, r: 8, t: 6, b: 26 }, showlegend: false, xaxis: axis({}), yaxis: axis({}) } };
   }, title);
   return h("figure", {}, h("figcaption", {}, title), chart);
 }
