@@ -106,9 +106,7 @@ class AttentionMonitor(BuiltIn, Probe):
             return
         if call.step != self._step:
             self._measured, self._step = {}, call.step
-        if call.compiled:
-            self._compiled = True
-        elif call.name not in self._measured and call.module is not None:
+        if not call.compiled and call.name not in self._measured and call.module is not None:
             calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
             calls.start(call.module)
             call.saved = calls
@@ -119,6 +117,7 @@ class AttentionMonitor(BuiltIn, Probe):
         calls: AttentionCalls | None = call.saved
         if calls is None:
             if call.compiled:
+                self._compiled = True
                 self._unseen[call.name] = None
             return
         calls.stop()
