@@ -18,7 +18,8 @@ from torch import nn
 
 import hookline
 from bench.harness import Row, Spread, interleave
-from bench.monitors import make_batch, make_model
+from bench.monitors import DIAGNOSTICS, make_batch, make_model
+from hookline.config.hook_items import make_hook
 
 __all__ = ["run"]
 
@@ -26,26 +27,17 @@ _PERIOD = 200  # steps after which all have reported
 
 
 def run(*, quick: bool) -> list[Row]:
-    rounds = 2 if quick else 5
+    rounds = 1 if quick else 5
     with tempfile.TemporaryDirectory() as folder:
         return [_measure(Path(folder), rounds)]
 
 
-def make_hooks() -> list[hookline.Hook]:
-    return [
-        hookline.OptimizerMonitor(),
-        hookline.GradientNoiseScale(),
-        hookline.AttentionMonitor(),
-        hookline.OutlierMonitor(),
-        hookline.LogitMonitor(),
-        hookline.Sharpness(),
-        hookline.LossSpikeDetector(),
-    ]
-
-
 def _measure(folder: Path, rounds: int) -> Row:
     batch = make_batch()
-    trainers = {"with": _trainer(folder, make_hooks()), "without": _trainer(folder, [])}
+    trainers = {
+        "with": _trainer(folder, [make_hook(name, {}) for name in DIAGNOSTICS]),
+        "without": _trainer(folder, []),
+    }
     parts = rounds * 10
     measured = interleave(
         {

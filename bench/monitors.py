@@ -2,7 +2,8 @@
 
 A gradient monitor's report is measured from when gradients are ready until its values are in the
 run's record, and compared with the least that gives the same numbers (norms), and with the version
-that everybody writes first (a full report). Then a whole training, with all built-ins and without.
+that everybody writes first (a full report). Then a whole training, with all built-ins but the
+diagnostics, and without.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from hookline.config.hook_items import make_hook
 from hookline.config.hook_names import BUILT_INS
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 
-__all__ = ["make_batch", "make_model", "run"]
+__all__ = ["DIAGNOSTICS", "make_batch", "make_model", "run"]
+
+DIAGNOSTICS = (
+    "optimizer_monitor",
+    "gradient_noise_scale",
+    "attention_monitor",
+    "outlier_monitor",
+    "logit_monitor",
+    "sharpness",
+    "loss_spike_detector",
+)
+"""The hooks that `bench/diagnostics.py` measures, with another limit."""
 
 PERCENTILES = [10.0, 50.0, 90.0]
 BINS = 64
@@ -139,7 +151,7 @@ def _training(folder: Path, *, quick: bool) -> Row:
         trainer.finish()
     again = _whole_ratio(measured, "again").median
     return Row(
-        "all built-ins at their default frequencies, over the same training without",
+        "all built-ins but diagnostics, at default frequencies, over the same training without",
         _whole_ratio(measured, "with"),
         "×",
         limit=1.03,
@@ -156,14 +168,15 @@ def _whole_ratio(measured: Rounds, name: str) -> Spread:
 
 
 def _all_built_ins(folder: Path) -> list[hookline.Hook]:
-    """Every hook that is built in, as it comes; what needs an address gets one where nobody is."""
+    """Every built-in hook but the diagnostics; an address is one where nobody is."""
     needs: dict[str, dict[str, Any]] = {
         "notification": {"webhook_url": "http://127.0.0.1:9/"},
         "upload": {"destination": str(folder / "uploaded")},
         "time_limit": {"limit": 3600},
     }
     updates = {name for name, path in BUILT_INS.items() if ".updates." in path}
-    return [make_hook(name, needs.get(name, {})) for name in BUILT_INS if name not in updates]
+    names = [name for name in BUILT_INS if name not in updates and name not in DIAGNOSTICS]
+    return [make_hook(name, needs.get(name, {})) for name in names]
 
 
 # -- the model ------------------------------------------------------------------------------------

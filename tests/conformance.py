@@ -24,6 +24,12 @@ Loop = Callable[[list[Any], Path], tuple[nn.Module, Any]]
 WRITTEN = {"log.jsonl", "traces", "uploaded", "heartbeat"}
 """What built-in hooks write beside the run."""
 
+RECORDS = ("train/loss", "val/loss", "gradients/total/norm", "optimizer/total/update_ratio")
+"""What is compared in the run's record."""
+
+NOISE = "gradient_noise/variance"
+"""What is compared in one process: several have smaller micro-batches."""
+
 
 def is_main() -> bool:
     """Return whether this process writes."""
@@ -175,10 +181,17 @@ class Norms(hookline.Hook):
         self.seen.append(grad_norm)
 
 
-def built_ins(folder: Path, webhook: str) -> list[Any]:
-    """Return all built-in hooks."""
-    return [
+def built_ins(folder: Path, webhook: str, loop: str = "trainer") -> list[Any]:
+    """Return all built-in hooks that a loop of this name does not refuse."""
+    hooks = [
         hookline.GradientMonitor(log_frequency=2),
+        hookline.OptimizerMonitor(log_frequency=2),
+        hookline.GradientNoiseScale(log_frequency=2),
+        hookline.AttentionMonitor(Head, log_frequency=2),  # which has no attention: it says so
+        hookline.OutlierMonitor(log_frequency=2),
+        hookline.LogitMonitor(log_frequency=2, class_dim=0),
+        hookline.Sharpness(log_frequency=2),
+        hookline.LossSpikeDetector(window=4, min_steps=4),
         hookline.LRMonitor(),
         hookline.ActivationStats(log_interval=2),
         hookline.RuntimeProfile(log_frequency=2),
@@ -196,6 +209,17 @@ def built_ins(folder: Path, webhook: str) -> list[Any]:
         hookline.Heartbeat(path=folder / "heartbeat"),
         hookline.NotificationHook(webhook_url=webhook),
     ]
+    return [hook for hook in hooks if type(hook) not in refused_in(loop)]
+
+
+def refused_in(loop: str) -> set[type]:
+    """Return the built-in hooks that raise an error in a loop of this name."""
+    refused = set()
+    if "trainer" not in loop:
+        refused.add(hookline.Sharpness)  # other loops cannot compute the loss of a batch again
+    if "fsdp" in loop:
+        refused |= {hookline.Sharpness, hookline.GradientNoiseScale}
+    return refused
 
 
 class Webhook(BaseHTTPRequestHandler):
@@ -223,16 +247,20 @@ def webhook() -> Iterator[str]:
 
 
 def run(
-    loop: Loop, folder: Path, *more: Any, missing: Collection[str] = frozenset()
+    loop: Loop,
+    folder: Path,
+    *more: Any,
+    name: str = "trainer",
+    missing: Collection[str] = frozenset(),
 ) -> dict[str, Any]:
-    """Train in a loop with all kinds of hooks, and more; return what they saw."""
+    """Train in the loop of this name with all kinds of hooks, and more; return what they saw."""
     folder.mkdir(exist_ok=True)
     recorder, toggling = make_recorder(missing), Toggling()
     dialects = [TakesTrainer(), TakesState(), TakesActivations(), TakesContext()]
     capture = hookline.probes.Capture(Head)
     with webhook() as url:
-        own = [recorder, *dialects, Failing(), toggling, capture, *built_ins(folder, url), *more]
-        model, session = loop(own, folder)
+        own = [recorder, *dialects, Failing(), toggling, capture]
+        model, session = loop([*own, *built_ins(folder, url, name), *more], folder)
     described = session.hooks.describe()
     return {
         "events": recorder.events,
@@ -258,11 +286,13 @@ def describe_files(run_folder: Path, folder: Path) -> dict[str, Any]:
     """Return what the run has recorded, and what hooks have written."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
+    records = {
+        name: [(r["step"], r["value"]) for r in found if r["name"] == name]
+        for name in (*RECORDS, NOISE)
+    }
     return {
-        "records": {
-            name: [(r["step"], r["value"]) for r in found if r["name"] == name]
-            for name in ("train/loss", "val/loss", "gradients/total/norm")
-        },
+        "records": {name: records[name] for name in RECORDS},
+        "noise": records[NOISE],
         "recorded status": json.loads((run_folder / "manifest.json").read_text())["status"],
         "saved": sorted(path.name for path in (run_folder / "checkpoints").iterdir()),
         "written": sorted(path.name for path in folder.iterdir() if path.name in WRITTEN),

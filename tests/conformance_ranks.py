@@ -29,7 +29,7 @@ def run_loops() -> None:
     for name in chosen or LOOPS_OF_RANKS:
         begun = time.monotonic()
         loop, own = LOOPS_OF_RANKS[name], Path(folder) / name.replace(" ", "_")
-        found[name] = run(loop, own, HalveHead(), missing=missing_events(name))
+        found[name] = run(loop, own, HalveHead(), name=name, missing=missing_events(name))
         _, stopped = loop([StopsAlone()], own)
         found[name]["stopped"] = stopped.step, stopped.status
         norms = Norms()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance import WRITTEN, HalveHead, built_ins, run
+from conformance import WRITTEN, HalveHead, Norms, built_ins, run
 from hosts import LOOPS, LOOPS_OF_RANKS, MISSING, missing_events
 from rank_checks import run_ranks
 
@@ -96,11 +96,14 @@ def test_all_built_in_hooks_are_among_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "trainer"])
 def test_hooks_see_the_same_in_every_loop(loop, expected, tmp_path) -> None:
-    found = run(LOOPS[loop], tmp_path, missing=missing_events(loop))
+    found = run(LOOPS[loop], tmp_path, name=loop, missing=missing_events(loop))
     assert_same_calls(found, expected, loop)
     assert_same_values(found["values"], expected["values"])
     assert_same_files(found, expected)
     assert_same_weights(found, expected)
+    assert [step for step, _ in found["noise"]] == [2, 4, 6]
+    noise = [value for _, value in expected["noise"]]
+    assert [value for _, value in found["noise"]] == pytest.approx(noise, rel=1e-4)
 
 
 @pytest.mark.parametrize("loop", LOOPS_OF_RANKS)
@@ -146,7 +149,7 @@ def test_the_loss_of_a_language_model_in_two_processes(of_ranks) -> None:
 
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "trainer"])
 def test_an_update_changes_training_in_the_same_way(loop, expected, updated, tmp_path) -> None:
-    found = run(LOOPS[loop], tmp_path, HalveHead(), missing=missing_events(loop))
+    found = run(LOOPS[loop], tmp_path, HalveHead(), name=loop, missing=missing_events(loop))
     assert_same_weights(found, updated)
     first = next(iter(expected["weights"].values()))
     assert not torch.allclose(next(iter(updated["weights"].values())), first, rtol=1e-3)
@@ -159,3 +162,11 @@ def test_what_a_loop_does_not_give_is_refused_by_name(loop, tmp_path) -> None:
         hook = type("Needy", (hookline.Hook,), method)()
         with pytest.raises(NotSuppliedError, match=event):
             LOOPS[loop]([hook], tmp_path)
+
+
+@pytest.mark.parametrize("loop", [name for name in LOOPS if "trainer" not in name])
+def test_sharpness_is_refused_by_name_before_the_first_step(loop, tmp_path) -> None:
+    steps = Norms()
+    with pytest.raises(hookline.HooklineError, match="Sharpness"):
+        LOOPS[loop]([hookline.Sharpness(), steps], tmp_path)
+    assert steps.seen == []

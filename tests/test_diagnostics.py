@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -286,6 +287,58 @@ def test_a_module_that_raises_is_watched_no_longer(tmp_path: Path) -> None:
     with monitor.attach(model), pytest.raises(RuntimeError, match="out of memory"):
         model(torch.zeros(1))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("method", ["disable_hook", "remove_hook"])
+def test_a_monitor_that_is_turned_off_within_a_call_leaves_nothing_active(method: str) -> None:
+    class TogglingAttention(SelfAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            getattr(trainer.hooks, method)("attention_monitor")
+            return super().forward(x)
+
+    class Modes(hookline.Hook):
+        def on_after_forward(self) -> None:
+            assert not torch.overrides._get_current_function_mode_stack()
+
+    model = nn.Sequential(TogglingAttention(), nn.Linear(8, 8))
+    trainer = loops.make_trainer(
+        hookline.AttentionMonitor(log_frequency=1), Modes(), model=model, max_steps=1
+    )
+    trainer.fit([tuple(torch.randn(2, 3, 5, 8))])
+    assert trainer.hooks.summary().failures == {}
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_failing_measurement_is_a_failure_of_the_monitor(monkeypatch: Any) -> None:
+    def fail(*args: Any) -> Any:
+        raise ValueError("not measured")
+
+    monkeypatch.setattr("hookline.hooks.monitoring.attention_calls._measure_logits", fail)
+    model = nn.Sequential(SelfAttention())
+    trainer = loops.make_trainer(hookline.AttentionMonitor(log_frequency=1), model=model)
+    trainer.fit([tuple(torch.randn(2, 3, 5, 8))])
+    assert trainer.status == "completed"
+    assert trainer.hooks.summary().failures == {"attention_monitor": 1}
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_an_interrupted_call_leaves_nothing_active() -> None:
+    class InterruptedAttention(SelfAttention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt  # after which PyTorch calls no hook
+
+    trainer = loops.make_trainer(
+        hookline.AttentionMonitor(log_frequency=1), model=nn.Sequential(InterruptedAttention())
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit([tuple(torch.randn(2, 3, 5, 8))])
+    assert trainer.status == "interrupted"
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_model_without_attention_is_an_error() -> None:
+    with pytest.raises(hookline.HookConfigError, match="no module whose class is called"):
+        loops.fit(hookline.AttentionMonitor())
 
 
 # -- OutlierMonitor -------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["AttentionCalls", "LogitStatistics"]
 
@@ -29,7 +30,9 @@ class LogitStatistics:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Measures softmax and fused attention within the block; nothing is changed.
+    """Measures softmax and fused attention in one call of a module; nothing is changed.
+
+    A failure of a measurement is kept as `error`, so that the module does not fail.
 
     Args:
         heads: the number of heads, for logits whose first dimension is batch and heads together.
@@ -39,8 +42,25 @@ class AttentionCalls(TorchFunctionMode):
     def __init__(self, heads: int | None, *, recompute: bool) -> None:
         super().__init__()
         self.statistics = LogitStatistics()
+        self.error: Exception | None = None
         self._heads = heads
         self._recompute = recompute
+        self._handle: RemovableHandle | None = None
+
+    def start(self, module: nn.Module) -> None:
+        """Watch a module's call that begins, until it ends or raises, or until `stop`."""
+        # A hook of its own, since the monitor may be disabled within the call. If the module
+        # raises, only the last hook may be removed while PyTorch calls them: this one.
+        self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            if self in _get_current_function_mode_stack():
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -51,13 +71,22 @@ class AttentionCalls(TorchFunctionMode):
     ) -> Any:
         """Call a function; measure it first if it is attention."""
         kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            try:
+                self._measure(func, args, kwargs)
+            except Exception as error:
+                self.error = error
+        return func(*args, **kwargs)
+
+    def _measure(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if func is _FUSED:
             self._measure_fused(*args, **kwargs)
         elif func is _MULTI_HEAD:  # what it calls is not seen
             self._measure_multi_head(*args, **kwargs)
         elif func in _SOFTMAX:
             self._measure_softmax(*args, **kwargs)
-        return func(*args, **kwargs)
 
     @torch.no_grad()
     def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:

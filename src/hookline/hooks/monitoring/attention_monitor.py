@@ -64,7 +64,7 @@ class AttentionMonitor(BuiltIn, Probe):
     hookline_records = True
     probe_name = "attention_monitor"
     wants_input = False
-    _results = ("_measured", "_step", "_calls", "_unseen", "_compiled", "_warned")
+    _results = ("_measured", "_step", "_running", "_unseen", "_compiled", "_warned")
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class AttentionMonitor(BuiltIn, Probe):
     def _reset_results(self) -> None:
         self._measured: dict[str, LogitStatistics] = {}
         self._step: int | None = None
-        self._calls: AttentionCalls | None = None
+        self._running: list[AttentionCalls] = []
         self._unseen: dict[str, None] = {}
         self._compiled = False
         self._warned = False
@@ -102,35 +102,37 @@ class AttentionMonitor(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """Watch the operations within a module, if its call is measured."""
-        self._stop_watching()  # a call that was interrupted
         if call.step is not None and (call.step + 1) % self.log_frequency:
             return
         if call.step != self._step:
             self._measured, self._step = {}, call.step
-        if call.compiled:
-            self._compiled = True
-        elif call.name not in self._measured:
-            self._calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
-            self._calls.__enter__()  # type: ignore[no-untyped-call]
+        if not call.compiled and call.name not in self._measured and call.module is not None:
+            calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
+            calls.start(call.module)
+            call.saved = calls
+            self._running.append(calls)
 
     def after(self, call: Call) -> None:
-        """Keep what was measured."""
-        found = self._stop_watching()
-        if found is not None and found.values:
-            self._measured[call.name] = found
-        elif found is not None or call.compiled:
+        """Keep what was measured; raise if measuring has failed."""
+        calls: AttentionCalls | None = call.saved
+        if calls is None:
+            if call.compiled:
+                self._compiled = True
+                self._unseen[call.name] = None
+            return
+        calls.stop()
+        self._running = [one for one in self._running if one is not calls]
+        if calls.error is not None:
+            raise calls.error
+        if calls.statistics.values:
+            self._measured[call.name] = calls.statistics
+        else:
             self._unseen[call.name] = None
 
-    def interrupted(self, call: Call) -> None:
-        """Stop watching a module that has raised."""
-        self._stop_watching()
-
-    def _stop_watching(self) -> LogitStatistics | None:
-        calls, self._calls = self._calls, None
-        if calls is None:
-            return None
-        calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return calls.statistics
+    def _stop_watching(self) -> None:
+        """Stop watching calls whose end was not seen, such as those that Ctrl-C has ended."""
+        while self._running:
+            self._running.pop().stop()
 
     def on_train_start(self) -> None:
         """Forget what was measured before."""

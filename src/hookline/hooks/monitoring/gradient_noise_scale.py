@@ -35,8 +35,8 @@ class GradientNoiseScale(BuiltIn):
 
         |G|² = (B |g_B|² - b |g_b|²) / (B - b)        tr(Σ) = (|g_b|² - |g_B|²) / (1/b - 1/B)
 
-    with b samples in a micro-batch and B in a step. Both are unbiased and averaged over reports,
-    separately, before they are divided.
+    with b samples in a micro-batch and B in a step, and |g_b|² as the mean over the micro-batches
+    of all ranks. Both are unbiased and averaged over reports, separately, before they are divided.
 
     | value | meaning |
     |---|---|
@@ -46,11 +46,10 @@ class GradientNoiseScale(BuiltIn):
     | `gradient_noise/batch_size` | the samples in this step, to compare with |
 
     It needs several micro-batches in a step (gradient accumulation) or several processes (DDP); if
-    there is one of each, a warning says so and nothing is logged. Each process measures its own
-    micro-batches, and the first one's estimates are logged. A step with micro-batches of different
-    sizes is left out, and so is one with gradients that are not finite. The loop has to average
-    gradients before its optimizer's step, as DDP does. Parameters that are sharded (FSDP2) are
-    refused: there, the gradient of a micro-batch exists nowhere.
+    there is one of each, a warning says so and nothing is logged. A step with micro-batches of
+    different sizes is left out, and so is one with gradients that are not finite. Several processes
+    have to average their gradients within backward, as DDP does. Parameters that are sharded
+    (FSDP2) are refused: there, the gradient of a micro-batch exists nowhere.
 
     Args:
         log_frequency: measure every N optimizer steps.
@@ -61,7 +60,7 @@ class GradientNoiseScale(BuiltIn):
 
     cost = (
         "Nothing in steps without a report. In those, a norm of each parameter's gradient in each "
-        "backward, and one wait for the device."
+        "backward, and one wait for the device; with several processes one small collective."
     )
     hookline_group = HookGroup.MONITOR
     hookline_records = True
@@ -155,29 +154,41 @@ class GradientNoiseScale(BuiltIn):
         sizes, self._sizes = self._sizes, []
         if not self._handles:
             return
-        squares, scaled, norm = self._squares, self._scaled, self._norm
-        repeated = self._repeated
-        self._forget()
-        n, ranks = len(squares), world_size()
-        if n * ranks == 1:
+        if len(self._squares) * world_size() == 1:
+            self._forget()
             self._warned = True
             log.warning(
                 "GradientNoiseScale needs several micro-batches in a step (gradient accumulation) "
                 "or several processes. There is one of each, so it measures nothing."
             )
             return
-        small = self._size_of_micro_batch(sizes)
-        if small is None or repeated or scaled is None or norm is None or not all(squares):
+        own = self._measure_step(self._size_of_micro_batch(sizes))
+        self._forget()
+        (ranks,) = read_tensors([_gather(own)])
+        if not all(math.isfinite(number) for one in ranks for number in one):
             return
-        totals = [torch.stack(list(one.values())).sum() for one in squares]
-        after, ready, *of_batches = read_tensors([scaled, norm, *totals])
-        if not all(map(math.isfinite, (after, ready, *of_batches))) or not after:
-            return
-        unscale = (ready / after) ** 2
+        squares, of_big, size, n = zip(*ranks, strict=True)
+        if len(set(size)) == len(set(n)) == 1:  # else the micro-batches of the ranks differ
+            small = int(size[0])
+            big = small * int(n[0]) * len(ranks)
+            self._update(sum(squares) / len(ranks), of_big[0], small, big)
+            self._log(trainer, big)
+
+    def _measure_step(self, size: int | None) -> Tensor:
+        """Return what this rank has measured, without waiting for the device.
+
+        These are the mean squared norm of its micro-batches' gradients, the squared norm of the
+        step's gradient, the size of a micro-batch and their number; NaN if they cannot be used.
+        """
+        squares, scaled, norm = self._squares, self._scaled, self._norm
+        n = len(squares)
+        if size is None or scaled is None or norm is None or self._repeated or not all(squares):
+            return torch.full((4,), math.nan, device=_device_of(self._parameters))
+        totals = torch.stack([torch.stack(list(one.values())).sum() for one in squares])
         # A micro-batch's part of an accumulated mean is one n-th of its own gradient.
-        of_small = sum(of_batches) / n * n**2 * unscale
-        self._update(of_small, ready**2, small, small * n * ranks)
-        self._log(trainer, small * n * ranks)
+        of_small = totals.mean() * n**2 * (norm / scaled).square()
+        counts = torch.tensor([float(size), float(n)]).to(norm.device)
+        return torch.cat([torch.stack([of_small, norm.square()]), counts])
 
     def _size_of_micro_batch(self, sizes: list[int]) -> int | None:
         """Return how many samples each micro-batch has; None if they differ."""
@@ -229,6 +240,19 @@ class GradientNoiseScale(BuiltIn):
         """Restore the averages."""
         self._signal, self._variance = state["signal"], state["variance"]
         self._weight = state["weight"]
+
+
+def _gather(own: Tensor) -> Tensor:
+    """Return a row for each rank."""
+    if world_size() == 1:
+        return own[None]
+    rows = [torch.empty_like(own) for _ in range(world_size())]
+    torch.distributed.all_gather(rows, own)
+    return torch.stack(rows)
+
+
+def _device_of(parameters: list[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _parameters_of(optimizers: list[Any]) -> list[Tensor]:

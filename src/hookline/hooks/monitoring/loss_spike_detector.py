@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from hookline.context import LazyFloat
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import read_jsonl_backwards
 
 __all__ = ["LossSpikeDetector"]
@@ -43,6 +44,8 @@ class LossSpikeDetector(BuiltIn):
     | `batches` | of the first step: `loader`, `batch_idx`, and `indices` in the dataset |
     | `values` | by name: pairs of step and value, as logged in the steps around it |
     | `values_omitted` | how many more there were, beyond 5,000 |
+
+    A spike that is repeated by a resumed training is recorded once.
 
     `indices` is null where the loop does not know them: only Hookline's trainer does, for a
     `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
@@ -160,11 +163,20 @@ class LossSpikeDetector(BuiltIn):
         if spike is None:
             return
         self.spikes.append(spike)
-        if run is None or not hasattr(run, "event"):
+        if run is None or not hasattr(run, "event") or _is_recorded(run, spike):
             return
         first, last = spike["step"] - self.steps_before, spike["step"] + self.steps_after
         values, omitted = _read_values(run, first, last)
         run.event("loss_spike", **spike, values=values, values_omitted=omitted)
+
+
+def _is_recorded(run: Any, spike: Mapping[str, Any]) -> bool:
+    """Return whether the run has the event: training may have been resumed from before it."""
+    known = {name: to_jsonable(spike[name]) for name in ("step", "loss")}
+    return any(
+        record.get("kind") == "loss_spike" and known.items() <= record.items()
+        for record in read_jsonl_backwards(run.path / "events.jsonl")
+    )
 
 
 def _robust_z(loss: float, center: float, deviation: float) -> float:

@@ -25,11 +25,10 @@ __all__ = ["Sharpness"]
 class Sharpness(BuiltIn):
     """Measures the curvature of the loss along the gradient, gᵀHg / gᵀg.
 
-    Gradient descent along g is stable while the learning rate is below 2 divided by it
-    (arXiv 2604.14108 uses it to follow the stability of training). The Hessian is not computed: the
-    gradient is computed once more, at weights that are moved a little along the gradient, and the
-    difference of the two is divided by the distance. So it works with fused attention, which has
-    no second derivative.
+    A step of gradient descent lowers the loss, to second order, while the learning rate is below 2
+    divided by it (see arXiv 2604.14108). The Hessian is not computed: the gradient is computed once
+    more, at weights that are moved a little along the gradient, and the difference of the two is
+    divided by the distance. So it works with fused attention, which has no second derivative.
 
     The batch is that of the step, with the same dropout. If a step has several batches, it is the
     last one of them, and its gradient at the unmoved weights is computed again, too. Weights,

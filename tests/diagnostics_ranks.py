@@ -1,0 +1,144 @@
+"""Run by `torchrun` with two ranks: diagnostics with DDP and FSDP2.
+
+What rank 0 has logged is written by name of the training, for a comparison with one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import check_in_all_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookline
+from hookline.runs.jsonl_file import read_records
+
+SAMPLES, BATCH_SIZE = 96, 8  # of all processes together
+OUTLIER = 40  # the sample with a very large loss
+
+
+def make_data(*, outlier: bool = False) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 8, generator=generator)
+    y = torch.randn(SAMPLES, 4, generator=generator)
+    if outlier:
+        y[OUTLIER] = 1000.0
+    return TensorDataset(x, y)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 3), nn.Linear(3, 4))
+
+
+def train(
+    folder: Path, *hooks: hookline.Hook, lr: float = 0.01, outlier: bool = False, **fields: Any
+) -> hookline.Trainer:
+    """Train in all processes, with a batch size of 8 of all of them together."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    config = hookline.TrainerConfig(**{"max_steps": 6, "runs": folder, "progress": "off"} | fields)
+    trainer = hookline.Trainer(config, model, optimizer, loss_fn=F.mse_loss, hooks=hooks)
+    trainer.fit(DataLoader(make_data(outlier=outlier), batch_size=BATCH_SIZE // ranks))
+    assert trainer.hooks.summary().failures == {}
+    return trainer
+
+
+def logged(trainer: hookline.Trainer, prefix: str) -> dict[str, float]:
+    """Return the values that were logged under names with a prefix, by step and name."""
+    records = read_records(trainer.run.path / "metrics.jsonl")
+    return {
+        f"{one['step']} {one['name']}": one["value"]
+        for one in records
+        if one["name"].startswith(prefix)
+    }
+
+
+class KeepSamples(hookline.Hook):
+    """Keeps this process's batches and the weights that they were used with."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_start(self, batch: Any, step: int, model: nn.Module) -> None:
+        if step == 0:
+            self.batches.append([one.clone() for one in batch])
+            state = model.state_dict()
+            self.weights = {k.removeprefix("module."): v.clone() for k, v in state.items()}
+
+
+def check_all() -> None:
+    folder = Path(sys.argv[1])
+    found: dict[str, Any] = {}
+    measured = {
+        "optimizer": (hookline.OptimizerMonitor, {"strategy": "fsdp", "clip_norm": 0.5}),
+        "sharpness": (hookline.Sharpness, {"strategy": "ddp"}),
+        "sharpness, accumulated": (hookline.Sharpness, {"strategy": "ddp", "accumulate": 2}),
+        "gradient_noise": (hookline.GradientNoiseScale, {"strategy": "ddp"}),
+        "gradient_noise, accumulated": (
+            hookline.GradientNoiseScale,
+            {"strategy": "ddp", "accumulate": 2},
+        ),
+    }
+    for name, (kind, fields) in measured.items():
+        kept = KeepSamples()
+        trainer = train(folder / name, kind(1), kept, **fields)
+        if name.startswith("gradient_noise"):
+            check_noise(trainer, kept)
+        if dist.get_rank() == 0:
+            found[name] = logged(trainer, name.partition(",")[0])
+    for kind in (hookline.Sharpness, hookline.GradientNoiseScale):
+        with pytest.raises(hookline.HookConfigError, match=rf"{kind.__name__}.*sharded \(FSDP2\)"):
+            train(folder / "refused", kind(), strategy="fsdp")
+    record_spike(folder / "spike", found)
+    if dist.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def check_noise(trainer: hookline.Trainer, kept: KeepSamples) -> None:
+    """Compare with gradients that are computed one by one, in the first step."""
+    model = make_model()
+    model.load_state_dict(kept.weights)
+    own = []
+    for x, y in kept.batches:
+        gradients = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+        own.append(torch.cat([g.flatten() for g in gradients]).double())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    every = torch.stack([gradient for one in everyone for gradient in one])
+    of_small = every.square().sum(1).mean().item()
+    of_big = every.mean(0).square().sum().item()
+    small, big = BATCH_SIZE // 2, BATCH_SIZE // 2 * len(every)
+    if dist.get_rank() == 0:
+        found = logged(trainer, "gradient_noise")
+        signal = (big * of_big - small * of_small) / (big - small)
+        variance = (of_small - of_big) / (1 / small - 1 / big)
+        assert found["1 gradient_noise/signal"] == pytest.approx(signal, rel=1e-3)
+        assert found["1 gradient_noise/variance"] == pytest.approx(variance, rel=1e-3)
+        assert found["1 gradient_noise/batch_size"] == big
+
+
+def record_spike(folder: Path, found: dict[str, Any]) -> None:
+    detector = hookline.LossSpikeDetector(window=8, min_steps=4, steps_after=2)
+    trainer = train(folder, detector, strategy="ddp", max_steps=12, lr=1e-5, outlier=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found["spikes"] = [
+            event
+            for event in hookline.open_run(trainer.run.path).events()
+            if event["kind"] == "loss_spike"
+        ]
+
+
+if __name__ == "__main__":
+    check_in_all_ranks(check_all)
