@@ -130,6 +130,8 @@ class TrackerThread:
         except BaseException as error:
             self.failed += count
             self._failures += 1
+            if self.problem is not None:
+                return  # it could not end either
             if self._failures >= _MAX_FAILURES:
                 self._disable(f"failed {self._failures} times in a row and is disabled", error)
             elif self._failures == 1:
