@@ -106,7 +106,8 @@ def test_a_config_file_has_built_in_trackers_and_those_of_packages(project, site
 @pytest.mark.parametrize(
     ("trackers", "message"),
     [
-        ("tensorbord", "Did you mean 'tensorboard'?"),
+        ("tensorbord", "train.yaml:5: trackers: Unknown tracker 'tensorbord'. Did you mean 'tens"),
+        ("net.Tracker", "trackers.0.name: It is 'net.Tracker'. Expected the name of a tracker"),
         ("{name: tensorboard, colour: 1}", "unexpected keyword argument 'colour'"),
         ("wandb, wandb", "'wandb' twice"),
     ],

@@ -63,7 +63,8 @@ def _to_metric_record(fields: Any) -> MetricRecord | None:
     is_record = isinstance(fields, Mapping) and fields.get("v") == VERSION
     if not is_record or find_metric_problem(fields) is not None:
         return None
-    step, seconds = fields.get("step"), fields.get("time")
+    step: Any = fields.get("step")
+    seconds: Any = fields.get("time")
     if type(step) is not int or not is_finite_number(seconds):
         return None
     value: Any = fields["value"]

@@ -31,6 +31,8 @@ _MAX_REPEATED = 100_000
 
 def make_tracker_set(given: Any) -> TrackerSet | None:
     """Return the trackers of a loop; None if there are none, which costs nothing."""
+    if isinstance(given, TrackerSet):
+        return given
     return TrackerSet(given) if given is not None and given != () and given != [] else None
 
 

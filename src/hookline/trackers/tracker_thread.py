@@ -160,8 +160,9 @@ class TrackerThread:
             for lacking, position in read_range(file, self._logged.value, end):
                 self._log((lacking, position))
         self._logged.rewind(end)
-        if hasattr(self._tracker, "rewind"):
-            self._tracker.rewind(step, [self._read(record) for record in records])
+        rewind: Any = getattr(self._tracker, "rewind", None)
+        if rewind is not None:
+            rewind(step, [self._read(record) for record in records])
 
     def _call(self, call: tuple[str, tuple[Any, ...]]) -> None:
         method, arguments = call
