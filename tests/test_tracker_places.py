@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,11 +12,13 @@ import pytest
 import torch
 from commands import call_hookline, run_hookline
 from torch.utils.data import DataLoader, TensorDataset
+from warm_processes import WarmParent
 
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.runs.jsonl_file import read_records
 from hookline.runs.run import Run
+from hookline.trackers import tracker_set
 
 NET = """
 import torch
@@ -175,98 +175,78 @@ def test_workers_of_a_data_loader_may_be_forked_while_a_tracker_runs(tmp_path):
     assert tracker.pids == {os.getpid()}
 
 
-SIGNALLED = """
-import json, os, signal, sys, threading, time
-import torch
-from hookline import Hook, Trainer, TrainerConfig
+class Stuck(Kept):
+    """A tracker that never returns from its first call."""
 
-class Stuck:
-    name = "stuck"
-    def start(self, run): pass
-    def log(self, values): threading.Event().wait()
-    def finish(self, status): pass
+    def log(self, values):
+        threading.Event().wait()
+
 
 class Send(Hook):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, name):
+        self.signal = getattr(signal, name)
+
     def on_step_end(self, trainer, step):
         trainer.run.flush()
         if step == 3:
-            os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+            os.kill(os.getpid(), self.signal)
 
-import hookline.trackers.tracker_set as trackers
-assert trackers._SHORT_END_SECONDS == 5.0
-trackers._SHORT_END_SECONDS = 0.5
-model = torch.nn.Linear(2, 1)
-trainer = Trainer(
-    TrainerConfig(runs=sys.argv[1], progress="off"),
-    model,
-    torch.optim.SGD(model.parameters(), 0.1),
-    loss_fn=torch.nn.functional.mse_loss,
-    hooks=[Send()],
-    trackers=[Stuck()],
-)
-status = "ended"
-try:
-    trainer.fit([(torch.ones(1, 2), torch.ones(1, 1))] * 6)
-except KeyboardInterrupt:
-    status = "KeyboardInterrupt"
-print(json.dumps([status, trainer.status]))
-"""
+
+def train_and_signal(folder, name):
+    """Train with a tracker that is stuck, and print how training ended."""
+    assert tracker_set._SHORT_END_SECONDS == 5.0
+    tracker_set._SHORT_END_SECONDS = 0.2
+    trainer = make(folder, Stuck(), [Send(name)])
+    end = "returned"
+    try:
+        trainer.fit(BATCHES)
+    except KeyboardInterrupt:
+        end = "KeyboardInterrupt"
+    print(json.dumps([end, trainer.status]))
+
+
+def train_and_die(folder):
+    """Train with a tracker that is stuck, and be killed while the end waits for it."""
+    trainer = make(folder, Stuck())
+    finish = trainer._trackers.finish
+
+    def finish_and_die(status):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        finish(status)
+
+    trainer._trackers.finish = finish_and_die
+    trainer.fit(BATCHES)
+
+
+@pytest.fixture(scope="module")
+def parent():
+    with WarmParent() as parent:
+        yield parent
 
 
 @pytest.mark.parametrize(
     ("name", "end"),
-    [("SIGINT", ["KeyboardInterrupt", "interrupted"]), ("SIGTERM", ["ended", "preempted"])],
+    [("SIGINT", ["KeyboardInterrupt", "interrupted"]), ("SIGTERM", ["returned", "preempted"])],
 )
-def test_after_a_signal_the_wait_for_trackers_is_short(tmp_path, name, end):
-    done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, str(tmp_path), name],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == end
-    assert "has not ended: 3 values may be missing" in done.stderr
-    (folder,) = tmp_path.iterdir()
+def test_after_a_signal_the_wait_for_trackers_is_short(tmp_path, parent, name, end):
+    runs = tmp_path / "runs"
+    process = parent.start(train_and_signal, runs, name, log=tmp_path / "log.txt")
+    assert process.wait() == 0, process.output
+    assert json.loads(process.output.splitlines()[-1]) == end
+    assert "has not ended: 3 values may be missing" in process.output
+    (folder,) = runs.iterdir()
     assert Run.open(folder).manifest["status"] == end[1]
     last = list(read_records(folder / "events.jsonl"))[-1]
     assert (last["kind"], last["status"]) == ("end", end[1])
 
 
-KILLED_IN_WAIT = """
-import os, signal, sys, threading
-import torch
-from hookline import Trainer, TrainerConfig
-
-class Stuck:
-    name = "stuck"
-    def start(self, run): pass
-    def log(self, values): threading.Event().wait()
-    def finish(self, status): pass
-
-model = torch.nn.Linear(2, 1)
-trainer = Trainer(
-    TrainerConfig(runs=sys.argv[1], progress="off"),
-    model,
-    torch.optim.SGD(model.parameters(), 0.1),
-    loss_fn=torch.nn.functional.mse_loss,
-    trackers=[Stuck()],
-)
-join = trainer._trackers.finish
-def finish(status):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    join(status)
-trainer._trackers.finish = finish
-trainer.fit([(torch.ones(1, 2), torch.ones(1, 1))] * 6)
-"""
-
-
-def test_a_process_that_is_killed_while_it_waits_has_completed_its_run(tmp_path):
-    command = [sys.executable, "-c", KILLED_IN_WAIT, str(tmp_path)]
-    done = subprocess.run(command, timeout=120, check=False, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
-    (folder,) = tmp_path.iterdir()
+def test_a_process_that_is_killed_while_it_waits_has_completed_its_run(tmp_path, parent):
+    runs = tmp_path / "runs"
+    process = parent.start(train_and_die, runs, log=tmp_path / "log.txt")
+    assert process.wait() == -signal.SIGKILL, process.output
+    (folder,) = runs.iterdir()
     assert Run.open(folder).manifest["status"] == "completed"
     assert list(read_records(folder / "events.jsonl"))[-1]["kind"] == "end"
     Run.open(folder, resume=True).close()  # the lease is free
