@@ -31,6 +31,7 @@ from bench import (
     resume,
     several_processes,
     sharded_saves,
+    trackers,
     trainer,
     updates,
 )
@@ -49,6 +50,7 @@ PARTS = {
     "resume": resume.run,
     "several_processes": several_processes.run,
     "sharded_saves": sharded_saves.run,
+    "trackers": trackers.run,
     "hosts": hosts.run,
     "imports": imports.run,
     "report": report.run,

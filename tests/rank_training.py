@@ -52,6 +52,45 @@ def watch(folder: Path) -> dict[str, Any]:
     return {"lines": lines, "saved": saved, "after": (folder / "after" / "manifest.json").exists()}
 
 
+class Kept:
+    """A tracker that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.steps: list[int] = []
+
+    def start(self, run: Any) -> None:
+        self.calls.append("start")
+
+    def log(self, values: Any) -> None:
+        self.steps += [value.step for value in values if value.name == "train/loss"]
+
+    def finish(self, status: str) -> None:
+        self.calls.append(status)
+
+
+def track(folder: Path) -> dict[str, Any]:
+    """A trainer and a session with a tracker."""
+    own, attached = Kept(), Kept()
+    made, _ = make(None)
+    trainer = hookline.Trainer(
+        hookline.TrainerConfig(max_steps=3, progress="off", runs=folder / "trainer"),
+        made.model,
+        made.optimizers[0],
+        loss_fn=made.loss_fn,
+        trackers=[own],
+    )
+    trainer.fit(loaders()[0])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hookline.attach(model, optimizer, trackers=[attached], runs=folder / "session"):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: [t.calls, t.steps] for name, t in (("own", own), ("attached", attached))}
+
+
 def change_size(folder: Path) -> dict[str, Any]:
     """Save in the middle of an epoch, and continue a checkpoint that one process has saved."""
     trainer, seen = make(folder / "two", max_steps=14)
@@ -139,6 +178,6 @@ def whole(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name in ("watch", "change_size", "interrupt", "late_signal", "die", "whole"):
+    for name in ("watch", "track", "change_size", "interrupt", "late_signal", "die", "whole"):
         setattr(shared, name, globals()[name])
     shared.main()

@@ -72,7 +72,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     trainer.fit(loaders()[0])
     (folder / "one" / "epoch=0-step=6").rename(folder / "one" / "middle")
     (folder / "one" / "epoch=0-step=9").rename(folder / "one" / "end")
-    return run(folder, "watch", "change_size", "whole", "late_signal"), folder
+    return run(folder, "watch", "track", "change_size", "whole", "late_signal"), folder
 
 
 def test_slow_ranks_are_named(two) -> None:
@@ -88,6 +88,13 @@ def test_slow_ranks_are_named(two) -> None:
     assert {event["rank"] for event in behind if event["batch"] == 6} == {0}
     assert not any(event["missing"] for event in behind)
     assert "ranks_together" in [event["kind"] for event in events]
+
+
+def test_only_the_first_rank_tracks(two) -> None:
+    (first, second), _ = two
+    assert first["track"]["own"] == [["start", "completed"], [1, 2, 3]]
+    assert first["track"]["attached"] == [["start", "completed"], [1, 2, 3]]
+    assert second["track"] == {"own": [[], []], "attached": [[], []]}
 
 
 def test_each_rank_has_its_failures_throughput_and_memory_in_the_run(two) -> None:

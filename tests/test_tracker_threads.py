@@ -12,6 +12,7 @@ import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.errors import ArgumentError, ConfigError
 from hookline.runs.jsonl_file import read_records
+from hookline.runs.run import Run
 from hookline.trackers import Tracker
 from hookline.trackers.tracker_names import BUILT_IN_TRACKERS, make_trackers
 from hookline.trackers.tracker_set import TrackerSet
@@ -98,14 +99,13 @@ class Flush(Hook):
 
 def test_a_failing_tracker_is_logged_once_and_disabled(tmp_path, caplog):
     tracker = Failing()
-    with caplog.at_level(logging.ERROR, logger="hookline"):
+    with caplog.at_level(logging.WARNING, logger="hookline"):
         train(tmp_path, tracker, hooks=[Flush()]).fit(BATCHES)
     assert tracker.calls.count("log") == 3
     messages = [r.getMessage() for r in caplog.records]
     assert len([m for m in messages if "'failing' failed. Training" in m]) == 1
     assert len([m for m in messages if "failed 3 times in a row and is disabled" in m]) == 1
-    (event,) = events(tmp_path, "trackers")
-    assert event["missing"]["failing"]["failed"] == 7
+    assert "the tracker 'failing' lacks 7 values" in caplog.text
     assert events(tmp_path, "end")[0]["status"] == "completed"
 
 
@@ -115,11 +115,36 @@ def test_a_stuck_tracker_neither_stops_training_nor_its_end(tmp_path, caplog):
     trainer.fit(BATCHES)
     assert trainer.status == "completed"
     (event,) = events(tmp_path, "trackers")
-    missing = event["missing"]["stuck"]
-    assert missing["left"] == 3
-    assert missing["dropped"] == 4  # of six losses and their mean
+    assert event["missing"]["stuck"]["dropped"] == 4  # of six losses and their mean
     assert "too slow: values are dropped" in caplog.text
     assert "has not ended: 3 values may be missing" in caplog.text
+
+
+def test_the_run_is_complete_before_the_end_waits_for_trackers(tmp_path):
+    class Slow(Kept):
+        def start(self, run):
+            is_waiting.wait(60)  # so that the run ends first
+            return super().start(run)
+
+        def finish(self, status):
+            super().finish(status)
+            self.seen = Run.open(self.run.folder).manifest["status"]
+            self.ends = events(tmp_path, "end")
+            Run.open(self.run.folder, resume=True).close("stopped")  # the lease is free
+
+    is_waiting = threading.Event()
+    tracker = Slow()
+    trainer = train(tmp_path, tracker)
+    finish = trainer._trackers.finish
+    trainer._trackers.finish = lambda status: (is_waiting.set(), finish(status))
+    trainer.fit(BATCHES)
+    assert tracker.seen == "completed"
+    assert tracker.ends[0]["status"] == "completed"
+    assert tracker.calls == ["start", "completed"]
+    manifest = Run.open(tracker.run.folder).manifest
+    assert manifest["trackers"] == {"kept": {"id": "one"}}
+    assert manifest["status"] == "stopped"
+    assert len(tracker.values) == 7
 
 
 def test_a_tracker_that_does_not_start_is_disabled(tmp_path, caplog):

@@ -48,6 +48,11 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Write and read run folders. See [runs](../runs.md).",
         ("hookline.runs", "hookline.files"),
     ),
+    "trackers": (
+        "Trackers",
+        "Write a tracker of your own. See [trackers](../trackers.md).",
+        ("hookline.trackers",),
+    ),
     "config_files": (
         "Config files",
         "Load a training run from a file. See [config files](../configuration.md).",

@@ -99,6 +99,9 @@ if TYPE_CHECKING:
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
     from hookline.tensors.full_tensor import full_tensor as full_tensor
+    from hookline.trackers import TrackedRun as TrackedRun
+    from hookline.trackers import TrackedValue as TrackedValue
+    from hookline.trackers import Tracker as Tracker
     from hookline.trainer.accelerate_trainer import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer import Trainer as Trainer
     from hookline.trainer.trainer import get_trainer as get_trainer
@@ -170,6 +173,7 @@ _MODULES = {
     "probes.taps": ("tap",),
     "runs": ("get_last_checkpoint", "open_run"),
     "tensors.full_tensor": ("full_tensor",),
+    "trackers": ("TrackedRun", "TrackedValue", "Tracker"),
     "trainer.accelerate_trainer": ("AccelerateTrainer",),
     "trainer.trainer": ("Trainer", "get_trainer"),
     "updates": (

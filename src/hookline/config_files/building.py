@@ -26,6 +26,7 @@ from hookline.config_files.object_specs import iterate_hooks, iterate_loaders, i
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
+from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["RunConfig", "build_trainer", "format_origin", "run_config"]
@@ -99,9 +100,11 @@ class _Builder:
         outside = {"include", "trainer", "seed", "trackers", *labels} - {"hparams"}
         sections = config.model_dump(mode="json", exclude=outside)
         sections = {name: value for name, value in sections.items() if name not in _LABELS or value}
+        with self._creating(("trackers",)):
+            given = [tracker.model_dump(mode="json") for tracker in config.trackers]
+            trackers = make_tracker_set(given)
         with self._creating(("trainer",)):
             fields = run_config(config.trainer, {**sections, "seed": seed}, seed)
-            trackers = [tracker.model_dump(mode="json") for tracker in config.trackers]
             trainer = Trainer(
                 fields, model, optimizers, schedulers, trackers=trackers, **functions, **labels
             )

@@ -27,7 +27,13 @@ from hookline.config_files.config_tree import (
     format_name,
     format_value,
 )
-from hookline.config_files.file_model import TAGS, HookConfig, HooksByKind, TrainingConfig
+from hookline.config_files.file_model import (
+    TAGS,
+    TRACKER_NAME,
+    HookConfig,
+    HooksByKind,
+    TrainingConfig,
+)
 from hookline.config_files.object_specs import (
     ObjectSpec,
     contains_object,
@@ -107,6 +113,8 @@ def _expectation(error: dict[str, Any]) -> str:
         is_dashed = is_union and str(error["input"]).startswith("-")
         hint = ", whose items have a space after the dash" if is_dashed else ""
         return "Expected a mapping" + (f" or a list{hint}" if is_union else "")
+    if error["type"] == "string_pattern_mismatch" and context["pattern"] == TRACKER_NAME:
+        return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
         return "Expected a class path, `package.module.Name`"
     if error["type"] == "value_error":  # raised by a validator of the models

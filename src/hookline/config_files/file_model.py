@@ -38,6 +38,7 @@ from hookline.config.trainer_config import Config, TrainerConfig
 
 __all__ = [
     "TAGS",
+    "TRACKER_NAME",
     "DataConfig",
     "GroupConfig",
     "HookConfig",
@@ -53,6 +54,7 @@ __all__ = [
 TAGS = ("(one)", "(list)", "(named)")
 """The names of a section's forms, which pydantic puts into the path of an error."""
 
+TRACKER_NAME = r"^[\w-]+$"
 _PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 
 
@@ -232,7 +234,7 @@ class TrackerConfig(StringShorthand):
     shorthand_key = "name"
 
     name: str = Field(
-        pattern=r"^[\w-]+$",
+        pattern=TRACKER_NAME,
         description="`tensorboard`, `wandb`, `mlflow`, `trackio`, or a tracker of an installed "
         "package",
     )

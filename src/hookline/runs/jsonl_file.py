@@ -32,6 +32,7 @@ __all__ = [
     "InvalidValue",
     "JsonlFile",
     "JsonlReader",
+    "MetricRecord",
     "MetricsLog",
     "encode_line",
     "read_jsonl_backwards",

@@ -36,7 +36,6 @@ class Recorder(EventRecorder):
         super().__init__()
         self._root = root
         self._trackers = trackers
-        self._interrupt: KeyboardInterrupt | None = None  # that came at the end
         self.sink: Run | None = None  # what values are logged to: the run, or one for trackers only
         self.run_id: str | None = None
 
@@ -167,16 +166,6 @@ class Recorder(EventRecorder):
         if self._trackers is not None and kind == "checkpoint":
             self._trackers.checkpoint(fields["path"], fields["step"])
 
-    def finish_trackers(self, status: str) -> None:
-        """Wait until the trackers have everything, but not long."""
-        if self._trackers is None or self.sink is None:
-            return
-        self.sink.flush()
-        try:
-            self._trackers.finish(status)
-        except KeyboardInterrupt as interrupt:  # the run is closed first
-            self._interrupt = interrupt
-
     def problem(self) -> str | None:
         """Return what is missing in the run, in one line; None if it is complete."""
         problems = [] if self._trackers is None else self._trackers.describe_problems()
@@ -193,11 +182,19 @@ class Recorder(EventRecorder):
         step: int | None = None,
         **fields: Any,
     ) -> None:
-        """End the run, with further fields for its last event; nothing is recorded afterwards."""
-        self.finish_trackers(status)
+        """End the run, with further fields for its last event; nothing is recorded afterwards.
+
+        The run is closed before the wait for trackers: a process that is killed meanwhile has
+        completed it.
+        """
+        sink = self.sink
+        if sink is not None:
+            sink.flush()
         if self.run is not None:
-            if self._trackers is not None and (missing := self._trackers.report()):
-                self.run.event("trackers", missing=missing)
+            if self._trackers is not None:
+                self._trackers.write_ids()
+                if missing := self._trackers.report():
+                    self.run.event("trackers", missing=missing)
             end = {"status": status, "reason": reason, "step": step}
             if error is not None:
                 end["error"] = mask_text(f"{type(error).__name__}: {error}")
@@ -206,15 +203,13 @@ class Recorder(EventRecorder):
             hooks = summary.as_dict()
             self.run.event("end", **end, **fields, skipped_steps=skipped, hooks=hooks)
             self.run.close(status, error)
-            self.run = None
-        elif self.sink is not None:
-            self.sink.close(status, error)
-        self.sink = None
-        if self._trackers is not None:
-            self._trackers.close()
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
+        self.run = self.sink = None
+        if self._trackers is not None and sink is not None:
+            try:
+                self._trackers.finish(status)
+            finally:
+                sink.close(status, error)  # of a run without a folder, whose images are needed
+                self._trackers.close()
 
 
 def describe_loop(

@@ -19,7 +19,7 @@ _FILES = (
     *("manifest.json", "metrics.jsonl", "events.jsonl", "repeated.jsonl"),
     *("log.jsonl", "log.repeated.jsonl", "heartbeat.json"),
 )
-_FOLDERS = ("checkpoints", "media", "profile")
+_FOLDERS = ("checkpoints", "media", "profile", "trackers")
 
 
 def create_run_folder(root: Path) -> Path:

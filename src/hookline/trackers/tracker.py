@@ -52,6 +52,10 @@ class Tracker(Protocol):
     - `log_checkpoint(path, step)`: a checkpoint is complete in the folder `path`.
     - `rewind(step, values)`: the run continues from an earlier checkpoint. All that was logged from
       `step` on is void, apart from `values`.
+
+    Two attributes are read if they exist: `name`; and `unsaved_seconds`, how long the tool itself
+    keeps values in memory. If the process is killed, a resumed run logs what the tool lacks of its
+    record, and what was logged in the last `unsaved_seconds`.
     """
 
     def start(self, run: TrackedRun) -> Mapping[str, Any] | None:

@@ -92,6 +92,6 @@ def _find_path(name: str) -> str:
         return name
     known = [*BUILT_IN_TRACKERS, *points]
     raise ConfigError(
-        f"Unknown tracker '{name}'.{nearest(name, known)} Known are: {', '.join(known)}; one of "
-        "your own is named by its class path."
+        f"Unknown tracker '{name}'.{nearest(name, known)} Known are: {', '.join(known)}. One of "
+        "your own is given as an object, or gets a name with an entry point 'hookline.trackers'."
     )

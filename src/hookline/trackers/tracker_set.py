@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.masking import mask_secrets
+from hookline.runs.closed_run import amend_manifest
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.jsonl_file import read_jsonl_backwards
 from hookline.runs.run import Run
+from hookline.trackers.recorded_values import read_from_step
 from hookline.trackers.tracker import TrackedRun, flatten
 from hookline.trackers.tracker_names import make_trackers
 from hookline.trackers.tracker_thread import TrackerThread
@@ -30,6 +31,8 @@ _MAX_REPEATED = 100_000
 
 def make_tracker_set(given: Any) -> TrackerSet | None:
     """Return the trackers of a loop; None if there are none, which costs nothing."""
+    if isinstance(given, TrackerSet):
+        return given
     return TrackerSet(given) if given is not None and given != () and given != [] else None
 
 
@@ -54,11 +57,10 @@ class TrackerSet:
         self._threads: list[TrackerThread] = []
         self._run: Run | None = None
         self._unwritten: list[TrackerThread] = []  # those whose ids are not in the manifest yet
-        self._left: dict[str, int] = {}
 
     def start(self, run: Run, hparams: Mapping[str, Any]) -> None:
         """Start the trackers in their threads, and give them the run's record from now on."""
-        self._run, self._left = run, {}
+        self._run = run
         manifest = run.manifest
         config = {**manifest.get("config", {}), **mask_secrets(to_jsonable(dict(hparams)))}
         tracked = TrackedRun(
@@ -87,14 +89,15 @@ class TrackerSet:
                     "values wait in memory.",
                     *(thread.name, _START_SECONDS),
                 )
-        self._write_ids()
+        self.write_ids()
 
     def put(self, records: Sequence[tuple[Any, ...]]) -> None:
         """Give all trackers records that have just been written."""
+        end = self._find_end()
         for thread in self._threads:
-            thread.put(records)
+            thread.put(records, end)
         if self._unwritten:
-            self._write_ids()
+            self.write_ids()
 
     def checkpoint(self, path: str, step: Any) -> None:
         """Tell the trackers that a checkpoint is complete."""
@@ -102,24 +105,19 @@ class TrackerSet:
             thread.call("log_checkpoint", Path(path), step)
 
     def rewind(self, step: int | None) -> None:
-        """Tell the trackers that the run's record was rewound to a step, or to its end."""
+        """Tell the trackers that the run's record was rewound to a step, or to its end.
+
+        What a tracker lacks of the record, because the process was killed, it gets now.
+        """
         if self._run is None or not self._run.has_folder:
             return
-        kept: list[tuple[Any, ...]] = []
-        for record in read_jsonl_backwards(self._run.metrics_file):
-            step = record["step"] if step is None else step
-            if record["step"] < step or len(kept) >= _MAX_REPEATED:
-                break
-            value = record["value"]
-            if record["kind"] == "scalar" and isinstance(value, str):
-                value = float(value)
-            fields = (record[name] for name in ("step", "epoch", "time", "name", "kind"))
-            kept.append((*fields, value))
+        step, kept = read_from_step(self._run.metrics_file, step, _MAX_REPEATED)
+        end = self._find_end()
         for thread in self._threads:
-            thread.call("rewind", step or 0, kept[::-1])
+            thread.rewind(step, kept, end)
 
     def finish(self, status: str) -> None:
-        """End the trackers, and wait for them, but not long."""
+        """End the trackers, and wait for them, but not long. The run itself may be closed."""
         if not self._threads:
             return
         seconds = self._end_seconds
@@ -134,29 +132,31 @@ class TrackerSet:
             log.warning("Waiting up to %.0f s for trackers: %s.", seconds, ", ".join(waiting))
         for thread in self._threads:
             if not thread.join(started + seconds):
-                self._left[thread.name] = thread.waiting
                 log.warning(
                     "The tracker '%s' has not ended: %d values may be missing there. The run's own "
                     "record is complete.",
                     *(thread.name, thread.waiting),
                 )
-        self._write_ids()
+        for problem in self.describe_problems():
+            log.warning("At the end of the run, %s.", problem)
+        self.write_ids()
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each tracker lacks: how many values, and why. Empty if nothing is missing."""
-        missing: dict[str, dict[str, Any]] = {}
-        for thread in self._threads:
-            counts = {"dropped": thread.dropped, "failed": thread.failed}
-            counts["left"] = self._left.get(thread.name, 0)
-            if any(counts.values()) or thread.problem or thread.name in self._left:
-                missing[thread.name] = {**counts, "problem": thread.problem}
-        return missing
+        return {
+            thread.name: {
+                "dropped": thread.dropped,
+                "failed": thread.failed,
+                "problem": thread.problem,
+            }
+            for thread in self._threads
+            if thread.dropped or thread.failed or thread.problem
+        }
 
     def describe_problems(self) -> list[str]:
         """Return what each tracker lacks, one line each."""
         return [
-            f"the tracker '{name}' lacks "
-            f"{found['dropped'] + found['failed'] + found['left']} values"
+            f"the tracker '{name}' lacks {found['dropped'] + found['failed']} values"
             for name, found in self.report().items()
         ]
 
@@ -164,12 +164,24 @@ class TrackerSet:
         """Forget the run."""
         self._threads, self._unwritten, self._run = [], [], None
 
-    def _write_ids(self) -> None:
+    def write_ids(self) -> None:
+        """Write the ids of the tools' runs to the manifest, of trackers that have started."""
         started = [thread for thread in self._unwritten if thread.ids is not None]
-        if started and self._run is not None:
-            self._unwritten = [t for t in self._unwritten if t not in started]
-            known = self._run.manifest.get("trackers", {})
-            self._run.update(trackers={**known, **{t.name: t.ids for t in started}})
+        if not started or self._run is None:
+            return
+        self._unwritten = [t for t in self._unwritten if t not in started]
+        ids = {thread.name: thread.ids for thread in started}
+        if self._run.metrics_log is None:
+            amend_manifest(self._run.path, "trackers", ids)
+        else:
+            self._run.update(trackers={**self._run.manifest.get("trackers", {}), **ids})
+
+    def _find_end(self) -> int:
+        """Return where the run's metrics log ends, in bytes; 0 if it is not written."""
+        run = self._run
+        if run is None or run.metrics_log is None or not run.has_folder:
+            return 0
+        return run.metrics_log.file.size
 
 
 def _with_ids(run: TrackedRun, saved: Any) -> TrackedRun:

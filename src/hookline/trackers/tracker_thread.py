@@ -13,6 +13,8 @@ from typing import Any
 
 from hookline.masking import mask_known_values
 from hookline.runs.jsonl_file import InvalidValue
+from hookline.trackers.logged_position import LoggedPosition
+from hookline.trackers.recorded_values import read_range
 from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
 
 __all__ = ["TrackerThread"]
@@ -43,6 +45,8 @@ class TrackerThread:
         self._queue: SimpleQueue[tuple[Callable[..., None], Any, int]] = SimpleQueue()
         self._given = self._done = 0  # each is counted by one thread only: no lock
         self._failures = 0  # in a row
+        unsaved_seconds = float(getattr(tracker, "unsaved_seconds", 0.0))
+        self._logged = LoggedPosition(run.folder, name, unsaved_seconds)
         self._pid = os.getpid()
         self._is_over = False
         # A daemon: a tracker that never returns does not keep the process.
@@ -54,8 +58,13 @@ class TrackerThread:
         """How many values have not been logged yet."""
         return self._given - self._done
 
-    def put(self, records: Sequence[tuple[Any, ...]]) -> None:
-        """Give the tracker records of the run, or drop them if too many wait already."""
+    def put(self, records: Sequence[tuple[Any, ...]], end: int) -> None:
+        """Give the tracker records of the run, or drop them if too many wait already.
+
+        Args:
+            records: the records.
+            end: the position behind them in the run's metrics log.
+        """
         if os.getpid() != self._pid:  # a forked process has a copy of the queue, and no thread
             return
         if self.waiting + len(records) > self._max_values:
@@ -68,7 +77,18 @@ class TrackerThread:
             self.dropped += len(records)
             return
         self._given += len(records)
-        self._queue.put((self._log, records, len(records)))
+        self._queue.put((self._log, (records, end), len(records)))
+
+    def rewind(self, step: int, records: Sequence[tuple[Any, ...]], end: int) -> None:
+        """Let the tracker continue where the run's record ends now, and log what it lacks of it.
+
+        Args:
+            step: the step that the run continues from.
+            records: the record's values from that step on.
+            end: the position where the run's metrics log ends.
+        """
+        if os.getpid() == self._pid:
+            self._queue.put((self._rewind, (step, records, end), 0))
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of the tracker, if it has it, after the values so far."""
@@ -110,6 +130,8 @@ class TrackerThread:
         except BaseException as error:
             self.failed += count
             self._failures += 1
+            if self.problem is not None:
+                return  # it could not end either
             if self._failures >= _MAX_FAILURES:
                 self._disable(f"failed {self._failures} times in a row and is disabled", error)
             elif self._failures == 1:
@@ -126,20 +148,31 @@ class TrackerThread:
             exc_info=error,
         )
 
-    def _log(self, records: Sequence[tuple[Any, ...]]) -> None:
+    def _log(self, given: tuple[Sequence[tuple[Any, ...]], int]) -> None:
+        records, end = given
         self._tracker.log([self._read(record) for record in records])
+        self._logged.advance(end)
+
+    def _rewind(self, given: tuple[int, Sequence[tuple[Any, ...]], int]) -> None:
+        step, records, end = given
+        if self._run.folder is not None and self._logged.value < end:
+            file = self._run.folder / "metrics.jsonl"
+            for lacking, position in read_range(file, self._logged.value, end):
+                self._log((lacking, position))
+        self._logged.rewind(end)
+        rewind: Any = getattr(self._tracker, "rewind", None)
+        if rewind is not None:
+            rewind(step, [self._read(record) for record in records])
 
     def _call(self, call: tuple[str, tuple[Any, ...]]) -> None:
         method, arguments = call
-        if method == "rewind":
-            step, records = arguments
-            arguments = step, [self._read(record) for record in records]
         getattr(self._tracker, method)(*arguments)
 
     def _finish(self, status: str) -> None:
         self._is_over = True
         if self.ids is not None:  # it has started
             self._tracker.finish(status)
+            self._logged.save()
 
     def _read(self, record: tuple[Any, ...]) -> TrackedValue:
         step, _, seconds, name, kind, value = record

@@ -20,6 +20,8 @@ class TrackioTracker:
         options: further arguments of `trackio.init`, such as `space_id`.
     """
 
+    unsaved_seconds = 2.0  # it writes twice a second
+
     def __init__(
         self, project: str = "hookline", checkpoints: bool = False, **options: Any
     ) -> None:

@@ -29,6 +29,7 @@ class WandbTracker:
     """
 
     is_awaited = True  # a hook may call wandb.log as soon as training begins
+    unsaved_seconds = 20.0  # it writes its file every 15 seconds
 
     def __init__(self, checkpoints: bool = False, **options: Any) -> None:
         self._checkpoints, self._options = checkpoints, options

@@ -542,7 +542,6 @@ class TrainerRun(TrainerBase):
             if self._rank_watch is not None:
                 self._rank_watch.close()
                 self._rank_watch = None
-            self._recorder.finish_trackers(context.status)
             reasons = [text for text in (self.stop_reason, self._recorder.problem()) if text]
             self._progress.end(context.status, summary, "; ".join(reasons))
             measured = {} if self._monitor is None else self._monitor.close()
