@@ -226,7 +226,45 @@ def test_a_callback_that_is_added_later_is_the_same(tmp_path, plain):
     trainer.add_callback(HooklineCallback([watch], runs=None))
     trainer.train()
     assert watch.events[:4] == ["train", "epoch 0", "batch 0", "end 0"]
+    assert watch.events[-1] == "completed"
     assert same(weights_of(trainer), weights_of(plain))
+    assert "train" not in vars(trainer)
+
+
+class Raises(TrainerCallback):
+    """A callback of the user's that fails at an event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        def fail(*args, **kwargs):
+            raise error
+
+        setattr(self, event, fail)
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "status"),
+    [
+        ("on_epoch_begin", ValueError("broken"), "error"),
+        ("on_step_end", ValueError("broken"), "error"),
+        ("on_step_end", KeyboardInterrupt(), "interrupted"),
+        ("on_evaluate", ValueError("broken"), "error"),
+        ("on_train_end", ValueError("broken"), "error"),
+    ],
+)
+def test_a_callback_that_is_added_later_sees_exceptions(tmp_path, event, error, status):
+    watch = Watch()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "max_steps": 1}
+    trainer = make_trainer(tmp_path / "out", **options)
+    trainer.add_callback(Raises(event, error))
+    callback = HooklineCallback([watch], runs=None)
+    trainer.add_callback(callback)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert watch.events[-2:] == [type(error).__name__, status]
+    assert callback.session.status == status
+    assert callback.session.has_ended
+    assert not {"train", "_run_epoch", "evaluate"} & vars(trainer).keys()
+    assert "on_epoch_begin" not in vars(trainer.callback_handler)
 
 
 def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):

@@ -5,7 +5,8 @@
 
 A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
 four of the trainer's public methods are wrapped on this object while it is attached: `train`,
-`training_step`, `evaluate` and `prediction_step`.
+`training_step`, `evaluate` and `prediction_step`. A callback that `add_callback` has added is first
+called when `train` runs already: then the parts of `train` are wrapped, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_session import HostSession
 
 __all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+
+PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
+LAST_PART_OF_TRAIN = "_finalize_training"
+"""What `Trainer.train` calls after `on_train_begin`; private, so that the tests check them."""
 
 HOST = Host(
     name="a Hugging Face Trainer",
@@ -108,22 +113,30 @@ class HooklineCallback(TrainerCallback):
                 "session belongs to one. Choose the batch size, and attach again."
             )
         self._trainer = trainer
-        wrappers: dict[str, Callable[..., Any]] = {
-            "train": self._train,
-            "training_step": self._training_step,
-            "evaluate": self._evaluate,
-            "prediction_step": self._prediction_step,
-        }
-        for name, wrapper in wrappers.items():
-            original = getattr(trainer, name)
-            vars(trainer)[name] = functools.partial(wrapper, original)
+        self._wrap(trainer, "train", self._train)
+        self._wrap(trainer, "training_step", self._training_step)
+        self._wrap(trainer, "evaluate", self._evaluate)
+        self._wrap(trainer, "prediction_step", self._prediction_step)
+
+    def _bind_to_running(self, trainer: Trainer) -> None:
+        """Wrap the parts of `train`, which runs already: what raises in them ends training."""
+        self.bind(trainer)
+        self._wrap(trainer.callback_handler, "on_epoch_begin", self._part_of_train)
+        for name in PARTS_OF_TRAIN:
+            self._wrap(trainer, name, self._part_of_train)
+        self._wrap(trainer, LAST_PART_OF_TRAIN, self._last_part_of_train)
+
+    def _wrap(self, target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a method on this object only."""
+        vars(target)[name] = functools.partial(wrapper, getattr(target, name))
 
     def _unbind(self) -> None:
         """Put the trainer's own methods back."""
-        for name in ("train", "training_step", "evaluate", "prediction_step"):
-            wrapper = vars(self._trainer).get(name)
-            if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
-                del vars(self._trainer)[name]
+        assert self._trainer is not None
+        for target in (self._trainer, self._trainer.callback_handler):
+            for name, wrapper in list(vars(target).items()):
+                if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
+                    del vars(target)[name]
 
     def _find_trainer(self) -> Trainer:
         """Return the trainer that calls this callback: it is not among a callback's arguments."""
@@ -147,6 +160,17 @@ class HooklineCallback(TrainerCallback):
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
         return result
+
+    def _part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            self.session.__exit__(type(error), error, error.__traceback__)
+            self._unbind()
+            raise
+
+    def _last_part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._train(functools.partial(self._part_of_train, method), *args, **kwargs)
 
     def _training_step(
         self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -203,7 +227,7 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._trainer is None:  # the callback was added after the trainer was made
-            self.bind(self._find_trainer())
+            self._bind_to_running(self._find_trainer())
         trainer, session = self._trainer, self.session
         assert trainer is not None
         if state.is_hyper_param_search:
