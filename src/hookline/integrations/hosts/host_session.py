@@ -183,6 +183,8 @@ class HostSession(Session):
         self._cleanup.close()
         if self._is_connected:
             super().detach()
+        elif self._context.status == "training":  # the host had nothing to train
+            self._context.status = "completed"
         self._ended = True
 
     def stop(self, reason: str = "") -> None:
