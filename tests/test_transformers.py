@@ -318,6 +318,39 @@ def test_only_complete_checkpoints_are_found(tmp_path, caplog):
     assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
 
 
+class FindsComplete(TrainerCallback):
+    """Notes the last complete checkpoint when the trainer has written another one."""
+
+    def __init__(self) -> None:
+        self.found: list[str | None] = []
+
+    def on_save(self, args, state, control, **kwargs):
+        last = hookline.get_last_checkpoint(args.output_dir)
+        self.found.append(None if last is None else last.name)
+        if state.global_step == 8:
+            raise ValueError("broken")
+
+
+def test_a_complete_checkpoint_is_there_until_the_next_one_is_complete(tmp_path):
+    finder = FindsComplete()
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = make_trainer(tmp_path / "out", callbacks=[finder], **options)
+    seen = []
+
+    class Look(hookline.Hook):
+        def on_checkpoint_save(self):
+            seen.append([path.name for path in (tmp_path / "out").glob("checkpoint-*")])
+
+    hookline.attach(trainer, hooks=[Look()])
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert finder.found == [None, "checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert seen == [["checkpoint-2"], ["checkpoint-4"], ["checkpoint-6"]]
+    assert trainer.args.save_total_limit == 1
+    saved = torch.load(tmp_path / "out/checkpoint-6/training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1
+
+
 def test_a_checkpoint_that_is_written_twice_is_complete(tmp_path):
     class SaveAgain(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -4,7 +4,8 @@
     trainer.fit(model, loader)
 
 A callback of the trainer says where training is. Only public parts of Lightning are used;
-`Trainer.save_checkpoint` is wrapped on this trainer while it trains.
+`Trainer.save_checkpoint` is wrapped on this trainer while it trains, and `remove_checkpoint` on its
+strategy.
 """
 
 from __future__ import annotations

@@ -4,9 +4,12 @@
     trainer.train()
 
 A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
-four of the trainer's public methods are wrapped on this object while it is attached: `train`,
-`training_step`, `evaluate` and `prediction_step`. A callback that `add_callback` has added is first
-called when `train` runs already: then the parts of `train` are wrapped, too.
+five of the trainer's public methods are wrapped on this object while it is attached: `train`,
+`training_step`, `evaluate`, `prediction_step` and `save_model`. A callback that `add_callback` has
+added is first called when `train` runs already: then the parts of `train` are wrapped, too.
+
+The trainer would delete old checkpoints (`save_total_limit`) before the new one has the hooks' state
+and is marked as complete. So its limit is taken away meanwhile, and applied after that.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
@@ -99,6 +103,7 @@ class HooklineCallback(TrainerCallback):
         )
         self._trainer: Trainer | None = None
         self._epoch: int | None = None
+        self._save_limit: int | None = None  # the trainer's, while it saves
         self._hooks_folder = host_state.HOOKS_FOLDER
         self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
@@ -117,6 +122,7 @@ class HooklineCallback(TrainerCallback):
         self._wrap(trainer, "training_step", self._training_step)
         self._wrap(trainer, "evaluate", self._evaluate)
         self._wrap(trainer, "prediction_step", self._prediction_step)
+        self._wrap(trainer, "save_model", self._save_model)
 
     def _bind_to_running(self, trainer: Trainer) -> None:
         """Wrap the parts of `train`, which runs already: what raises in them ends training."""
@@ -131,8 +137,9 @@ class HooklineCallback(TrainerCallback):
         vars(target)[name] = functools.partial(wrapper, getattr(target, name))
 
     def _unbind(self) -> None:
-        """Put the trainer's own methods back."""
+        """Put the trainer's own methods back, and its limit, if saving has failed."""
         assert self._trainer is not None
+        self._restore_save_limit(self._trainer.args)
         for target in (self._trainer, self._trainer.callback_handler):
             for name, wrapper in list(vars(target).items()):
                 if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
@@ -214,6 +221,26 @@ class HooklineCallback(TrainerCallback):
         outputs = prediction_step(model, inputs, *args, **kwargs)
         self.session.end_validation_batch(outputs[0])
         return outputs
+
+    def _save_model(
+        self, save_model: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save the model; within a checkpoint, let the trainer delete no other one for now."""
+        result = save_model(output_dir, *args, **kwargs)
+        trainer = self._trainer
+        if trainer is not None and self.session.is_training and output_dir is not None:
+            limit = trainer.args.save_total_limit
+            is_checkpoint = Path(output_dir) == _checkpoint_folder(trainer.args, trainer.state)
+            if is_checkpoint and limit is not None:
+                self._save_limit, trainer.args.save_total_limit = limit, None
+        return result
+
+    def _restore_save_limit(self, args: TrainingArguments) -> int | None:
+        """Give the trainer its limit back; return it, None if there is nothing to delete."""
+        limit, self._save_limit = self._save_limit, None
+        if limit is not None:
+            args.save_total_limit = limit
+        return limit
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -329,6 +356,7 @@ class HooklineCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        limit = self._restore_save_limit(args)
         if not self.session.is_training:
             return
         trainer = self._trainer
@@ -336,7 +364,10 @@ class HooklineCallback(TrainerCallback):
         self._end_epoch()  # another callback has kept the trainer from validating
         folder = _checkpoint_folder(args, state)
         trainer.accelerator.wait_for_everyone()  # every rank writes its random states
-        host_state.save(self.session, folder, self._hooks_folder)
+        is_complete = host_state.save(self.session, folder, self._hooks_folder)
+        if is_complete and args.should_save:
+            best = state.best_model_checkpoint
+            rotate_checkpoints(str(args.output_dir), limit, best, use_mtime=True)
         self.session.notify_checkpoint_saved(str(folder))
 
     def on_train_end(
