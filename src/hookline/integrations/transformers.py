@@ -8,7 +8,7 @@ five of the trainer's public methods are wrapped on this object while it is atta
 `training_step`, `evaluate`, `prediction_step` and `save_model`. A callback that `add_callback` has
 added is first called when `train` runs already: then the parts of `train` are wrapped, too.
 
-The trainer would delete old checkpoints (`save_total_limit`) before the new one has the hooks' state
+The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
 and is marked as complete. So its limit is taken away meanwhile, and applied after that.
 """
 
