@@ -89,12 +89,10 @@ HOST = Host(
 class HooklineCallback(_Callback):
     """Hooks as a callback: `Trainer(callbacks=[HooklineCallback([Watch()], runs="runs")])`.
 
+    Its options are those of `hookline.attach`, and one more.
+
     Args:
-        hooks: as for `hookline.attach`.
         key: tells the states of several of these callbacks apart in checkpoints.
-        allow_missing: only warn about hooks that need what the trainer does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
-        options: as for `hookline.attach`: `runs`, `name`, `settings` …
 
     Attributes:
         session: the session, as `hookline.attach(trainer, …)` returns it.

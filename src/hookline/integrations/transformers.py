@@ -76,11 +76,7 @@ HOST = Host(
 class HooklineCallback(TrainerCallback):
     """Hooks as a callback: `Trainer(…, callbacks=[HooklineCallback([Watch()], runs="runs")])`.
 
-    Args:
-        hooks: as for `hookline.attach`.
-        allow_missing: only warn about hooks that need what the trainer does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
-        options: as for `hookline.attach`: `runs`, `name`, `settings` …
+    Its options are those of `hookline.attach`.
 
     Attributes:
         session: the session, as `hookline.attach(trainer, …)` returns it.
