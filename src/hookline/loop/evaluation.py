@@ -15,7 +15,7 @@ from hookline.tensors.nested import tensors_in
 
 __all__ = ["count_tokens", "evaluation", "make_counter", "samples_in"]
 
-_TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
+_TOKEN_TYPES = frozenset({torch.int64, torch.int32, torch.int16})
 
 
 @contextmanager
