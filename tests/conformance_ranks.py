@@ -16,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance import HalveHead, Norms, StopsAlone, run
-from hosts import LOOPS_OF_RANKS, in_lightning, missing_events
+from hosts import LOOPS_OF_RANKS, in_lightning, in_transformers, missing_events
 from rank_checks import check_in_all_ranks
 
 import hookline
+from hookline.integrations.hosts import host_state
+from hookline.tensors.full_tensor import full_tensor
+from hookline.tensors.sharded import is_sharded
 
 
 def run_loops() -> None:
@@ -40,6 +43,7 @@ def run_loops() -> None:
     if not chosen:
         refuse_sharded_lightning(Path(folder))
         found["language model"] = train_language_model(Path(folder) / "language_model")
+        found["sharded checkpoints"] = resume_sharded(Path(folder) / "sharded_checkpoints")
     torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
 
 
@@ -47,6 +51,26 @@ def refuse_sharded_lightning(folder: Path) -> None:
     """A sharded LightningModule is refused before the first step."""
     with pytest.raises(hookline.LoopError, match="ModelParallelStrategy"):
         in_lightning([Norms()], folder, strategy="fsdp")
+
+
+def resume_sharded(folder: Path) -> dict[str, Any]:
+    """Train with FSDP2 in Hugging Face's trainer, and once more from its first checkpoint."""
+    found: dict[str, Any] = {}
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    first = folder / "out" / "checkpoint-2"
+    for name, resume in (("whole", None), ("resumed", str(first))):
+        hook = hookline.EMA(decay=0.5)
+        model, session = in_transformers([hook], folder, sharded=True, resume=resume, **saving)
+        averages = hook.state_dict()["averages"]
+        found[name] = {
+            "are sharded": all(map(is_sharded, averages.values())),
+            "averages": full_tensor(averages),
+            "weights": full_tensor(dict(model.state_dict())),
+            "ended": (session.step, session.status, hook.updates),
+            "last": getattr(hookline.get_last_checkpoint(folder / "out"), "name", None),
+        }
+    found["saved"] = (host_state.load(first) or {})["hooks"]["ema"]
+    return found
 
 
 def train_language_model(folder: Path) -> dict[str, Any]:

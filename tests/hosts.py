@@ -181,7 +181,12 @@ def use_fsdp_on_cpu(trainer: Any) -> None:
 
 
 def in_transformers(
-    hooks: list[Any], folder: Path, *, sharded: bool = False
+    hooks: list[Any],
+    folder: Path,
+    *,
+    sharded: bool = False,
+    resume: str | None = None,
+    **saving: Any,
 ) -> tuple[nn.Module, Any]:
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainingArguments
@@ -209,12 +214,12 @@ def in_transformers(
         max_grad_norm=MAX_NORM,
         lr_scheduler_type="constant",
         eval_strategy="epoch",
-        save_strategy="no",
         logging_strategy="no",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         remove_unused_columns=False,
+        **(saving or {"save_strategy": "no"}),
     )
     trainer = InOrder(
         model,
@@ -225,7 +230,7 @@ def in_transformers(
         optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     )
     session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return model, session
 
 

@@ -13,9 +13,12 @@ from ignite.engine import Engine
 from ignite.handlers import Checkpoint
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 import hookline
+from hookline.integrations.transformers import LAST_PART_OF_TRAIN, PARTS_OF_TRAIN
 
 SOURCE = Path(hookline.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "host_internals.md"
@@ -72,10 +75,15 @@ def test_ignite_has_the_variables_that_are_read() -> None:
 
 
 def test_the_wrapped_methods_are_there() -> None:
-    for name in ("train", "training_step", "evaluate", "prediction_step"):
+    for name in ("train", "training_step", "evaluate", "prediction_step", "save_model"):
         assert callable(getattr(Trainer, name))
+    called = Trainer._inner_training_loop.__code__.co_names
+    assert {*PARTS_OF_TRAIN, LAST_PART_OF_TRAIN, "on_epoch_begin"} <= set(called)
     assert list(inspect.signature(Trainer.train).parameters)[1] == "resume_from_checkpoint"
+    parameters = list(inspect.signature(rotate_checkpoints).parameters)
+    assert parameters[:3] == ["output_dir", "save_total_limit", "best_model_checkpoint"]
     assert callable(LightningTrainer.save_checkpoint)
+    assert callable(Strategy.remove_checkpoint)
     assert callable(Engine.run)
     inner = TorchCheckpointIO()
     assert AsyncCheckpointIO(inner).checkpoint_io is inner
@@ -83,5 +91,7 @@ def test_the_wrapped_methods_are_there() -> None:
 
 def test_the_page_lists_them() -> None:
     page = PAGE.read_text()
-    for name in (*OF_ACCELERATE, "filename", "load_objects", "prediction_step", "save_checkpoint"):
+    parts = (*PARTS_OF_TRAIN, LAST_PART_OF_TRAIN)
+    used = ("filename", "load_objects", "prediction_step", "save_checkpoint", "rotate_checkpoints")
+    for name in (*OF_ACCELERATE, *parts, *used):
         assert name in page, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import lightning.pytorch as lightning
 import loops
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from loops import same, weights
@@ -408,6 +409,40 @@ def test_lightnings_limits_end_training_as_completed(tmp_path, options, steps) -
     assert [k["status"] for k in seen.named("on_train_end")] == ["completed"]
 
 
+@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}])
+def test_a_fit_that_has_nothing_to_train_is_completed(tmp_path, options) -> None:
+    seen = recorder("on_train_start", "on_train_end")
+    session, _ = fit(tmp_path, [seen], **options)
+    assert session.status == "completed"
+    assert session.has_ended
+    assert not seen.names  # as Lightning's own callbacks
+
+
+class CopiesTrainer(lightning.Callback):
+    """Copies the trainer within `fit`, and uses the copy."""
+
+    copied: Any = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            type(self).copied = copy.deepcopy(trainer)
+            self.copied.save_checkpoint(Path(trainer.default_root_dir) / "copy.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, when Lightning's loops are copied
+def test_a_copy_of_the_trainer_has_no_hooks(tmp_path, caplog) -> None:
+    seen = recorder("on_step_end", "on_checkpoint_save")
+    session, _ = fit(tmp_path, [seen], callbacks=[CopiesTrainer()], max_epochs=1)
+    assert session.status == "completed"
+    assert seen.names == ["on_step_end"] * 6
+    assert "has no hooks" in caplog.text
+    assert (tmp_path / "copy.ckpt").exists()
+    copied = CopiesTrainer.copied
+    assert not any(isinstance(each, HooklineCallback) for each in copied.callbacks)
+    copied.validate(module(), data(2), verbose=False)
+    assert seen.names == ["on_step_end"] * 6
+
+
 # -- validation and metrics -----------------------------------------------------------------------
 
 
@@ -545,6 +580,18 @@ def test_a_checkpoint_is_announced_when_its_file_is_complete(tmp_path, plugins) 
     assert [event for event in hook.events if "saved" in event] == ["saved 3", "saved 6"]
     assert not session.hooks.describe()[0].failures
     assert "save_checkpoint" not in vars(trainer)
+
+
+def test_a_file_that_lightning_writes_and_removes_is_no_checkpoint(tmp_path) -> None:
+    class Tuned(Module):
+        lr = 0.01
+
+    seen = recorder("on_checkpoint_save")
+    finder = LearningRateFinder(num_training_steps=3, update_attr=False)
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=1)
+    options = {"callbacks": [finder, saving], "enable_checkpointing": True, "max_epochs": 1}
+    fit(tmp_path, [seen], module(Tuned), **options)
+    assert [kwargs["step"] for kwargs in seen.named("on_checkpoint_save")] == [3, 6]
 
 
 def test_the_states_of_two_callbacks_do_not_collide(tmp_path) -> None:

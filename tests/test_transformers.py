@@ -226,7 +226,45 @@ def test_a_callback_that_is_added_later_is_the_same(tmp_path, plain):
     trainer.add_callback(HooklineCallback([watch], runs=None))
     trainer.train()
     assert watch.events[:4] == ["train", "epoch 0", "batch 0", "end 0"]
+    assert watch.events[-1] == "completed"
     assert same(weights_of(trainer), weights_of(plain))
+    assert "train" not in vars(trainer)
+
+
+class Raises(TrainerCallback):
+    """A callback of the user's that fails at an event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        def fail(*args, **kwargs):
+            raise error
+
+        setattr(self, event, fail)
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "status"),
+    [
+        ("on_epoch_begin", ValueError("broken"), "error"),
+        ("on_step_end", ValueError("broken"), "error"),
+        ("on_step_end", KeyboardInterrupt(), "interrupted"),
+        ("on_evaluate", ValueError("broken"), "error"),
+        ("on_train_end", ValueError("broken"), "error"),
+    ],
+)
+def test_a_callback_that_is_added_later_sees_exceptions(tmp_path, event, error, status):
+    watch = Watch()
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "max_steps": 1}
+    trainer = make_trainer(tmp_path / "out", **options)
+    trainer.add_callback(Raises(event, error))
+    callback = HooklineCallback([watch], runs=None)
+    trainer.add_callback(callback)
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert watch.events[-2:] == [type(error).__name__, status]
+    assert callback.session.status == status
+    assert callback.session.has_ended
+    assert not {"train", "_run_epoch", "evaluate"} & vars(trainer).keys()
+    assert "on_epoch_begin" not in vars(trainer.callback_handler)
 
 
 def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):
@@ -278,6 +316,39 @@ def test_only_complete_checkpoints_are_found(tmp_path, caplog):
     (tmp_path / "checkpoint-4" / "hookline_complete.json").unlink()
     (tmp_path / "checkpoint-9").mkdir()  # a save that was killed
     assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+class FindsComplete(TrainerCallback):
+    """Notes the last complete checkpoint when the trainer has written another one."""
+
+    def __init__(self) -> None:
+        self.found: list[str | None] = []
+
+    def on_save(self, args, state, control, **kwargs):
+        last = hookline.get_last_checkpoint(args.output_dir)
+        self.found.append(None if last is None else last.name)
+        if state.global_step == 8:
+            raise ValueError("broken")
+
+
+def test_a_complete_checkpoint_is_there_until_the_next_one_is_complete(tmp_path):
+    finder = FindsComplete()
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    trainer = make_trainer(tmp_path / "out", callbacks=[finder], **options)
+    seen = []
+
+    class Look(hookline.Hook):
+        def on_checkpoint_save(self):
+            seen.append([path.name for path in (tmp_path / "out").glob("checkpoint-*")])
+
+    hookline.attach(trainer, hooks=[Look()])
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert finder.found == [None, "checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert seen == [["checkpoint-2"], ["checkpoint-4"], ["checkpoint-6"]]
+    assert trainer.args.save_total_limit == 1
+    saved = torch.load(tmp_path / "out/checkpoint-6/training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1
 
 
 def test_a_checkpoint_that_is_written_twice_is_complete(tmp_path):

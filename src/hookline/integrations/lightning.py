@@ -4,11 +4,13 @@
     trainer.fit(model, loader)
 
 A callback of the trainer says where training is. Only public parts of Lightning are used;
-`Trainer.save_checkpoint` is wrapped on this trainer while it trains.
+`Trainer.save_checkpoint` is wrapped on this trainer while it trains, and `remove_checkpoint` on its
+strategy.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,8 @@ else:
     _Callback = type("_Callback", callback_classes(), {})
 
 __all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+
+log = logging.getLogger("hookline")
 
 HOST = Host(
     name="a Lightning Trainer",
@@ -85,12 +89,10 @@ HOST = Host(
 class HooklineCallback(_Callback):
     """Hooks as a callback: `Trainer(callbacks=[HooklineCallback([Watch()], runs="runs")])`.
 
+    Its options are those of `hookline.attach`, and one more.
+
     Args:
-        hooks: as for `hookline.attach`.
         key: tells the states of several of these callbacks apart in checkpoints.
-        allow_missing: only warn about hooks that need what the trainer does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
-        options: as for `hookline.attach`: `runs`, `name`, `settings` …
 
     Attributes:
         session: the session, as `hookline.attach(trainer, …)` returns it.
@@ -127,6 +129,14 @@ class HooklineCallback(_Callback):
         self._logged: dict[str, Any] = {}  # what the record has already
         self._shown: dict[str, Any] = {}  # what hooks have had as metrics of batches
         self._known_before: dict[str, Any] = {}  # metrics at the start of a validation
+
+    def __deepcopy__(self, memo: Any) -> _Callback:
+        """Return a callback that does nothing: hooks belong to one training."""
+        log.warning(
+            "The copy of this trainer has no hooks: they belong to one training. Attach others to "
+            "it, `hookline.attach(copy, …)`."
+        )
+        return _NoHooks()
 
     @property
     def state_key(self) -> str:
@@ -212,7 +222,8 @@ class HooklineCallback(_Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            if self.session.started:  # else this was no training, as `Tuner.lr_find`
+            # Else this was no training, as `Tuner.lr_find`.
+            if self.session.started or trainer.fit_loop.skip:
                 self.session.detach()
             self._release()
 
@@ -397,6 +408,10 @@ class HooklineCallback(_Callback):
                 self.session.notify_saved(
                     checkpoint.path, step=checkpoint.step, epoch=checkpoint.epoch
                 )
+
+
+class _NoHooks(_Callback):
+    """What the copy of a trainer has instead of a `HooklineCallback`."""
 
 
 def _new_values(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The checkpoints that a Lightning Trainer writes: noticed when they are on the disk.
 
 `Trainer.save_checkpoint` writes every checkpoint, those of `ModelCheckpoint` included, and no
-callback is called after it. So this method is wrapped on the trainer while it trains. With
-`AsyncCheckpointIO` it returns before the file is written: then the plugin that writes it is
-wrapped, too.
+callback is called after it. So this method is wrapped on the trainer while it trains, and
+`remove_checkpoint` on its strategy. With `AsyncCheckpointIO` it returns before the file is written:
+then the plugin that writes it is wrapped, too.
 """
 
 from __future__ import annotations
@@ -55,9 +55,13 @@ class SavedCheckpoints:
                 "do not know when a checkpoint is complete. Use another checkpoint plugin where "
                 "several processes train."
             )
-        _wrap(trainer, self._save)
+        _wrap(trainer, "save_checkpoint", self._save)
+        _wrap(trainer.strategy, "remove_checkpoint", self._remove)
         if self._writer is not None:
-            _wrap(self._writer, self._write)
+            _wrap(self._writer, "save_checkpoint", self._write)
+
+    def __deepcopy__(self, memo: Any) -> SavedCheckpoints:
+        return self  # what was copied is told apart by the object that is called
 
     def take(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that were completed since the last call."""
@@ -71,12 +75,16 @@ class SavedCheckpoints:
 
     def detach(self) -> None:
         """Put the methods back."""
-        for wrapped in (self._trainer, self._writer):
-            method = vars(wrapped).get("save_checkpoint") if wrapped is not None else None
-            if getattr(getattr(method, "func", None), "__self__", None) is self:
-                del vars(wrapped)["save_checkpoint"]
+        for wrapped in (self._trainer, self._trainer.strategy, self._writer):
+            for name, method in list(vars(wrapped).items()) if wrapped is not None else ():
+                if getattr(getattr(method, "func", None), "__self__", None) is self:
+                    del vars(wrapped)[name]
 
-    def _save(self, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    def _save(
+        self, trainer: Any, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if trainer is not self._trainer:
+            return save(filepath, *args, **kwargs)
         path, where = os.fspath(filepath), self._where()
         if self._writer is None:
             result = save(filepath, *args, **kwargs)
@@ -86,10 +94,28 @@ class SavedCheckpoints:
             self._writing[path] = where
         return save(filepath, *args, **kwargs)
 
+    def _remove(
+        self, strategy: Any, remove: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Forget a checkpoint that was only for a moment, as that of `LearningRateFinder`."""
+        if strategy is self._trainer.strategy:
+            path = os.fspath(filepath)
+            for checkpoint in [each for each in list(self._saved) if each.path == path]:
+                self._saved.remove(checkpoint)
+        return remove(filepath, *args, **kwargs)
+
     def _write(
-        self, write: Callable[..., Any], checkpoint: Any, path: Any, *args: Any, **kwargs: Any
+        self,
+        writer: Any,
+        write: Callable[..., Any],
+        checkpoint: Any,
+        path: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Write in the background; the plugin reports what fails."""
+        if writer is not self._writer:
+            return write(checkpoint, path, *args, **kwargs)
         where = self._writing.get(os.fspath(path), (0, None))
         try:
             result = write(checkpoint, path, *args, **kwargs)
@@ -106,9 +132,9 @@ class SavedCheckpoints:
         self._saved.append(SavedCheckpoint(path, *where))
 
 
-def _wrap(target: Any, wrapper: Callable[..., Any]) -> None:
-    """Replace `save_checkpoint` on this object only."""
-    vars(target)["save_checkpoint"] = functools.partial(wrapper, target.save_checkpoint)
+def _wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method on this object only."""
+    vars(target)[name] = functools.partial(wrapper, target, getattr(target, name))
 
 
 def _background_writer(plugin: Any) -> Any:

@@ -4,8 +4,12 @@
     trainer.train()
 
 A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
-four of the trainer's public methods are wrapped on this object while it is attached: `train`,
-`training_step`, `evaluate` and `prediction_step`.
+five of the trainer's public methods are wrapped on this object while it is attached: `train`,
+`training_step`, `evaluate`, `prediction_step` and `save_model`. A callback that `add_callback` has
+added is first called when `train` runs already: then the parts of `train` are wrapped, too.
+
+The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
+and is marked as complete. So its limit is taken away meanwhile, and applied after that.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
@@ -29,6 +34,10 @@ from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_session import HostSession
 
 __all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+
+PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
+LAST_PART_OF_TRAIN = "_finalize_training"
+"""What `Trainer.train` calls after `on_train_begin`; private, so that the tests check them."""
 
 HOST = Host(
     name="a Hugging Face Trainer",
@@ -67,11 +76,7 @@ HOST = Host(
 class HooklineCallback(TrainerCallback):
     """Hooks as a callback: `Trainer(…, callbacks=[HooklineCallback([Watch()], runs="runs")])`.
 
-    Args:
-        hooks: as for `hookline.attach`.
-        allow_missing: only warn about hooks that need what the trainer does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
-        options: as for `hookline.attach`: `runs`, `name`, `settings` …
+    Its options are those of `hookline.attach`.
 
     Attributes:
         session: the session, as `hookline.attach(trainer, …)` returns it.
@@ -94,6 +99,7 @@ class HooklineCallback(TrainerCallback):
         )
         self._trainer: Trainer | None = None
         self._epoch: int | None = None
+        self._save_limit: int | None = None  # the trainer's, while it saves
         self._hooks_folder = host_state.HOOKS_FOLDER
         self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
@@ -108,22 +114,32 @@ class HooklineCallback(TrainerCallback):
                 "session belongs to one. Choose the batch size, and attach again."
             )
         self._trainer = trainer
-        wrappers: dict[str, Callable[..., Any]] = {
-            "train": self._train,
-            "training_step": self._training_step,
-            "evaluate": self._evaluate,
-            "prediction_step": self._prediction_step,
-        }
-        for name, wrapper in wrappers.items():
-            original = getattr(trainer, name)
-            vars(trainer)[name] = functools.partial(wrapper, original)
+        self._wrap(trainer, "train", self._train)
+        self._wrap(trainer, "training_step", self._training_step)
+        self._wrap(trainer, "evaluate", self._evaluate)
+        self._wrap(trainer, "prediction_step", self._prediction_step)
+        self._wrap(trainer, "save_model", self._save_model)
+
+    def _bind_to_running(self, trainer: Trainer) -> None:
+        """Wrap the parts of `train`, which runs already: what raises in them ends training."""
+        self.bind(trainer)
+        self._wrap(trainer.callback_handler, "on_epoch_begin", self._part_of_train)
+        for name in PARTS_OF_TRAIN:
+            self._wrap(trainer, name, self._part_of_train)
+        self._wrap(trainer, LAST_PART_OF_TRAIN, self._last_part_of_train)
+
+    def _wrap(self, target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a method on this object only."""
+        vars(target)[name] = functools.partial(wrapper, getattr(target, name))
 
     def _unbind(self) -> None:
-        """Put the trainer's own methods back."""
-        for name in ("train", "training_step", "evaluate", "prediction_step"):
-            wrapper = vars(self._trainer).get(name)
-            if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
-                del vars(self._trainer)[name]
+        """Put the trainer's own methods back, and its limit, if saving has failed."""
+        assert self._trainer is not None
+        self._restore_save_limit(self._trainer.args)
+        for target in (self._trainer, self._trainer.callback_handler):
+            for name, wrapper in list(vars(target).items()):
+                if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
+                    del vars(target)[name]
 
     def _find_trainer(self) -> Trainer:
         """Return the trainer that calls this callback: it is not among a callback's arguments."""
@@ -147,6 +163,17 @@ class HooklineCallback(TrainerCallback):
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
         return result
+
+    def _part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            self.session.__exit__(type(error), error, error.__traceback__)
+            self._unbind()
+            raise
+
+    def _last_part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._train(functools.partial(self._part_of_train, method), *args, **kwargs)
 
     def _training_step(
         self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -191,6 +218,26 @@ class HooklineCallback(TrainerCallback):
         self.session.end_validation_batch(outputs[0])
         return outputs
 
+    def _save_model(
+        self, save_model: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save the model; within a checkpoint, let the trainer delete no other one for now."""
+        result = save_model(output_dir, *args, **kwargs)
+        trainer = self._trainer
+        if trainer is not None and self.session.is_training and output_dir is not None:
+            limit = trainer.args.save_total_limit
+            is_checkpoint = Path(output_dir) == _checkpoint_folder(trainer.args, trainer.state)
+            if is_checkpoint and limit is not None:
+                self._save_limit, trainer.args.save_total_limit = limit, None
+        return result
+
+    def _restore_save_limit(self, args: TrainingArguments) -> int | None:
+        """Give the trainer its limit back; return it, None if there is nothing to delete."""
+        limit, self._save_limit = self._save_limit, None
+        if limit is not None:
+            args.save_total_limit = limit
+        return limit
+
     # -- events -----------------------------------------------------------------------------------
 
     def on_init_end(
@@ -203,7 +250,7 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._trainer is None:  # the callback was added after the trainer was made
-            self.bind(self._find_trainer())
+            self._bind_to_running(self._find_trainer())
         trainer, session = self._trainer, self.session
         assert trainer is not None
         if state.is_hyper_param_search:
@@ -305,6 +352,7 @@ class HooklineCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        limit = self._restore_save_limit(args)
         if not self.session.is_training:
             return
         trainer = self._trainer
@@ -312,7 +360,10 @@ class HooklineCallback(TrainerCallback):
         self._end_epoch()  # another callback has kept the trainer from validating
         folder = _checkpoint_folder(args, state)
         trainer.accelerator.wait_for_everyone()  # every rank writes its random states
-        host_state.save(self.session, folder, self._hooks_folder)
+        is_complete = host_state.save(self.session, folder, self._hooks_folder)
+        if is_complete and args.should_save:
+            best = state.best_model_checkpoint
+            rotate_checkpoints(str(args.output_dir), limit, best, use_mtime=True)
         self.session.notify_checkpoint_saved(str(folder))
 
     def on_train_end(

@@ -15,7 +15,7 @@ from hookline.tensors.nested import tensors_in
 
 __all__ = ["count_tokens", "evaluation", "make_counter", "samples_in"]
 
-_TOKEN_TYPES = (torch.int64, torch.int32, torch.int16)
+_TOKEN_TYPES = frozenset({torch.int64, torch.int32, torch.int16})
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def count_tokens(batch: Any) -> int | None:
 
     None if the batch has neither. Bytes are not tokens: they are pixels more often.
     """
-    if isinstance(batch, tuple | list):  # first: an abstract class costs more
+    if isinstance(batch, (tuple, list)):  # first: an abstract class costs more, as does a union
         inputs = batch[0] if batch else None
     elif isinstance(batch, dict) or isinstance(batch, Mapping):  # noqa: SIM101 (faster so)
         ids = batch.get("input_ids")

@@ -282,7 +282,7 @@ class AttachedLoop(RecordedLoop):
             return
         self._agreement = LoopAgreement(self.hooks, self._context)
         self._stop.needs_agreement = True
-        self._step_watch.skips.any_rank = self._agreement.any_rank
+        self._step_watch.skips.share(self._agreement.any_rank)
         self._step_watch.after_step = self._after_step
         if is_sharded_loop(self.optimizers):
             self._make_checkpoints()  # in all processes, because a hook of any may ask for one
@@ -410,13 +410,6 @@ class AttachedLoop(RecordedLoop):
     def _probe_phase(self) -> tuple[bool, bool]:
         return not self._ended, self.started and not self._ended
 
-    def _count_tokens(self, batch: Any) -> int | None:
-        tokens = None if self._tokens_fn is None else self._tokens_fn(batch)
-        if tokens is None:
-            return None
-        self._supplied.add("tokens")
-        return tokens
-
     def _end_batch(self) -> None:
         """End the batch in progress, if there is one."""
         batch = self._context.known_batch
@@ -437,8 +430,13 @@ class AttachedLoop(RecordedLoop):
             watch = self._step_watch
             loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
-            self._context.metrics = Metrics(known | batch.logged)
+            host = self._host_batch_metrics()
+            self._context.metrics = Metrics({**known, **batch.logged, **host})
             self._fire("on_train_batch_end")
+
+    def _host_batch_metrics(self) -> Mapping[str, Any]:
+        """Return what a host has logged in the training batch that ends."""
+        return {}
 
     def _unmet_requirements(self, *needs: str) -> list[str]:
         calls = self._context.calls

@@ -24,7 +24,7 @@ from hookline.tensors.global_norm import global_norm
 __all__ = ["BareLoopEventContext", "Batch", "ProbeContext"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Batch:
     """A batch that the loop loads through the session."""
 

@@ -20,13 +20,14 @@ class LoopPhases(AttachedLoop):
 
     def _begin_batch(self, batch: Batch) -> None:
         """Begin a batch, of training or validation."""
-        phases = self._step_watch.phases
-        if phases.timed and self._validation is None:
-            phases.begin_batch()
+        watch, trains = self._step_watch, self._validation is None
+        if watch.phases.timed and trains:
+            watch.phases.begin_batch()
         self._context.known_batch = batch
-        self._step_watch.losses.batch_begins()
-        batch.tokens = self._count_tokens(batch.batch)
-        trains = self._validation is None
+        watch.losses.batch_begins()
+        if self._tokens_fn is not None and (tokens := self._tokens_fn(batch.batch)) is not None:
+            batch.tokens = tokens
+            self._supplied.add("tokens")
         self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -13,16 +13,23 @@ class StepSkips:
     """Requests to skip steps: an optimizer's gradients are removed, so its step changes nothing.
 
     Attributes:
-        any_rank: returns whether any process has set a flag, where several train together.
+        is_active: whether something has to be done before a step. An attribute, because it is read
+            three times in each step.
     """
 
     def __init__(self) -> None:
-        self.any_rank: Callable[[bool], bool] | None = None
+        self.is_active = False
+        self._any_rank: Callable[[bool], bool] | None = None
         self._reasons: dict[int, str] = {}  # by optimizer; -1 for all
+
+    def share(self, any_rank: Callable[[bool], bool]) -> None:
+        """Skip in all processes together; `any_rank` returns whether any of them has set a flag."""
+        self._any_rank, self.is_active = any_rank, True
 
     def request(self, i: int, reason: str) -> None:
         """Skip an optimizer's next step; -1 stands for all."""
         self._reasons[i] = reason
+        self.is_active = True
 
     def reason(self, i: int) -> str | None:
         """Return why an optimizer's step is skipped; None if it is not."""
@@ -31,7 +38,7 @@ class StepSkips:
     def apply(self, i: int, optimizer: torch.optim.Optimizer) -> None:
         """Remove the gradients of a step that is to be skipped, in all processes together."""
         skips = self.reason(i) is not None
-        if self.any_rank is not None and self.any_rank(skips) and not skips:
+        if self._any_rank is not None and self._any_rank(skips) and not skips:
             self.request(i, "another process asked")
             skips = True
         if skips:
@@ -42,11 +49,9 @@ class StepSkips:
         """Forget requests for gradients that no step has used."""
         self._reasons.pop(i, None)
         self._reasons.pop(-1, None)
+        self.is_active = bool(self._reasons) or self._any_rank is not None
 
     def clear(self) -> None:
         """Forget all requests."""
         self._reasons.clear()
-
-    def __bool__(self) -> bool:
-        """Whether something has to be done before a step."""
-        return bool(self._reasons) or self.any_rank is not None
+        self.is_active = self._any_rank is not None

@@ -298,7 +298,7 @@ class StepWatch:
                 self._gradients_ready(0)
             if fire.on_before_optimizer_step is not None:
                 fire.on_before_optimizer_step(context)
-            if self.skips:
+            if self.skips.is_active:
                 self.skips.apply(0, optimizer)
             return None
         return self._before_any_step(optimizer, args, kwargs)
@@ -324,7 +324,7 @@ class StepWatch:
         if self.dispatchers.on_before_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_before_optimizer_step(self.context)
-        if self.skips:
+        if self.skips.is_active:
             self.skips.apply(i, self.optimizers[i])
 
     def _closure_ends(self, i: int) -> None:
@@ -336,7 +336,7 @@ class StepWatch:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.phases.timed:
             self.phases.lap("optimizer")
-        if self._takes_short_path and (not self.skips or self.skips.reason(0) is None):
+        if self._takes_short_path and (not self.skips.is_active or self.skips.reason(0) is None):
             if self.dispatchers.on_after_optimizer_step is not None:
                 self.dispatchers.on_after_optimizer_step(self.context)
             self._end_step(skipped=False)
@@ -395,7 +395,7 @@ class StepWatch:
         context, losses = self.context, self.losses
         latest_loss = context.latest_loss
         context.skipped = skipped
-        if self.skips:
+        if self.skips.is_active:
             self.skips.clear()  # on_step_end requests for the next step
         if not skipped:
             context.step += 1

@@ -33,17 +33,14 @@ log = logging.getLogger("hookline")
 class HostSession(Session):
     """A session in a host's loop; the host's callbacks call the methods below.
 
-    The model and the optimizers are given by `connect`, when the host has made them.
+    The model and the optimizers are given by `connect`, when the host has made them. The options
+    that are not listed here are those of `attach`.
 
     Args:
         host: what the host gives to hooks.
-        hooks: hooks to register, as for `attach`.
-        allow_missing: only warn about hooks that need what the host does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
         log_to_host: gets, after each step, the numbers that hooks have logged in it.
         batch_metrics: returns what the host has logged in the training batch that ends, for hooks
             that ask for its metrics.
-        options: as for `attach`.
     """
 
     def __init__(
@@ -183,6 +180,8 @@ class HostSession(Session):
         self._cleanup.close()
         if self._is_connected:
             super().detach()
+        elif self._context.status == "training":  # the host had nothing to train
+            self._context.status = "completed"
         self._ended = True
 
     def stop(self, reason: str = "") -> None:
@@ -251,7 +250,8 @@ class HostSession(Session):
         self._step_watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        self._reach_boundary()
+        if self._checkpoints is not None:
+            self._reach_boundary()
         self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
         self._batch_idx += 1
 
@@ -265,16 +265,15 @@ class HostSession(Session):
             self._step_watch.end_open_step()
         batch = self._context.known_batch
         has_stepped = batch is None or batch.ended
-        self._end_batch()
+        if not has_stepped:
+            self._end_batch()
         self._context.known_batch = None
         return has_stepped
 
-    def _end_batch(self) -> None:
-        batch = self._context.known_batch if self._validation is None else None
-        is_wanted = batch is not None and not batch.ended and self._step_watch.needs.batch_metrics
-        if batch is not None and is_wanted and self._batch_metrics is not None:
-            batch.logged |= self._batch_metrics()
-        super()._end_batch()
+    def _host_batch_metrics(self) -> Mapping[str, Any]:
+        if self._batch_metrics is None or not self._step_watch.needs.batch_metrics:
+            return {}
+        return self._batch_metrics()
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Fire `on_before_backward` with the loss that will be differentiated."""

@@ -28,16 +28,19 @@ __all__ = ["HOOKS_FOLDER", "load", "save"]
 log = logging.getLogger("hookline")
 
 
-def save(session: HostSession, folder: Path, name: str = HOOKS_FOLDER) -> None:
+def save(session: HostSession, folder: Path, name: str = HOOKS_FOLDER) -> bool:
     """Save the hooks' state in a host's checkpoint, and mark it as complete; on the first rank.
 
     Each of several sessions has a folder `name` of its own in it. All ranks call this: what is
     sharded is gathered. A failure is logged: the host's checkpoint itself is there.
+
+    Returns:
+        Whether the checkpoint is complete, as far as this rank knows.
     """
     try:
         state = full_tensor(collect_state(session))
         if not is_main_process():
-            return
+            return True
         info = {"step": session.step, "epoch": state["epoch"], "run_id": state["run_id"]}
         unmark(folder, name)  # the host may have written this checkpoint again
         save_checkpoint(folder / name, model={}, state=state, info=info)
@@ -46,6 +49,8 @@ def save(session: HostSession, folder: Path, name: str = HOOKS_FOLDER) -> None:
         mark_complete(folder)
     except (CheckpointError, CollectiveError, OSError) as error:
         log.warning("The state of the hooks was not saved with %s: %s", folder, error)
+        return False
+    return True
 
 
 def load(folder: Path, name: str = HOOKS_FOLDER) -> dict[str, Any] | None:
