@@ -37,7 +37,7 @@ def make_trackers(given: Any) -> dict[str, Tracker]:
         ConfigError: A name or an option is not known, a package is not installed, or two trackers
             have the same name.
     """
-    if isinstance(given, str | Mapping) or hasattr(given, "start"):
+    if isinstance(given, str | Mapping) or hasattr(type(given), "start"):
         given = [given]
     trackers: dict[str, Tracker] = {}
     for item in read_items("trackers", given, "a list of trackers"):

@@ -33,7 +33,9 @@ def make_tracker_set(given: Any) -> TrackerSet | None:
     """Return the trackers of a loop; None if there are none, which costs nothing."""
     if isinstance(given, TrackerSet):
         return given
-    return TrackerSet(given) if given is not None and given != () and given != [] else None
+    if given is None or (type(given) in (list, tuple) and not given):
+        return None
+    return TrackerSet(given)
 
 
 class TrackerSet:

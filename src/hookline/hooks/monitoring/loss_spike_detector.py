@@ -68,7 +68,7 @@ class LossSpikeDetector(BuiltIn):
     def __init__(
         self,
         threshold: PositiveFloat = 6.0,
-        window: Annotated[int, Field(ge=4)] = 100,
+        window: Annotated[int, Field(ge=4, le=1_000_000)] = 100,
         *,
         min_steps: Annotated[int, Field(ge=4)] = 20,
         steps_before: PositiveInt = 100,

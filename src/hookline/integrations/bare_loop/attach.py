@@ -133,7 +133,7 @@ def session_options(
 
 def _tracker_set(given: Any) -> Any:
     """Return the trackers; None if there are none, which imports nothing."""
-    if given is None or given == () or given == []:
+    if given is None or (type(given) in (list, tuple) and not given):
         return None
     from hookline.trackers.tracker_set import make_tracker_set
 
