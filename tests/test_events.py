@@ -181,16 +181,8 @@ def project(tmp_path):
     """Copy the files that the generator reads and writes."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "docs").mkdir()
-    for name in (
-        "docs/events.md",
-        "docs/trainer_config.md",
-        "docs/built_in.md",
-        "docs/configuration_reference.md",
-        "CONTRIBUTING.md",
-        "pyproject.toml",
-        "README.md",
-    ):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
+    for name in ("CONTRIBUTING.md", "pyproject.toml", "mkdocs.yml", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     generate(tmp_path)  # independent of concurrent changes in the work tree
     return tmp_path

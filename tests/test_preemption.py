@@ -229,6 +229,16 @@ def test_saving_that_takes_longer_than_the_grace_period_is_said_once(tmp_path, c
     assert caplog.text.count("before it is killed") == 1
 
 
+def test_watches_that_end_in_the_order_in_which_they_began_leave_no_handler():
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = (SignalWatch(ControlRequests(), ["SIGTERM"]) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    second.__exit__()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_forked_process_still_ends_when_it_is_asked_to():
     requests = ControlRequests()
     with SignalWatch(requests, ["SIGTERM"]):

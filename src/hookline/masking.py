@@ -246,20 +246,22 @@ def masked_repr(value: Any, *names: Any) -> str:
 
 _NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
 _OWN_WORDS = split_words(  # of records: without them, a run could not be read
-    "accumulate background batch_size budget_after checkpoint checkpoints class_path clip_norm "
+    "accumulate background backward batch_size budget_after checkpoint checkpoints class_path clip_norm "
     "clip_value completed config_hash continue_on_hook_error cpus_usable dampening diff_sha256 "
     "differentiable failures maximize momentum nesterov weight_decay "
     "early_stopping_config enable_early_stopping_hook enable_gradient_monitor enable_logging_hook "
     "enable_lr_monitor enable_model_checkpoint_hook fast_forward find_unused_parameters "
     "grace_seconds gradient_as_bucket_view "
-    "gradient_monitor_config histogram hook_classes hook_configs hookline init_args interrupted "
+    "gradient_monitor_config histogram hook_failed hook_classes hook_configs hookline init_args interrupted "
     "keep_every last_error log_errors log_hook_errors lost_records lr_monitor_config max_epochs "
     "max_failures max_steps model_checkpoint_config on_crash on_exhausted on_failure optimizer "
     "optimizer_every optimizers packages packages_sha256 parameters pid_namespace pid_started "
     "platform precision preempted progress rank_behind ranks_together reshard_after_forward "
     "resumed_from save_every_n_epochs schedule scheduler scheduler_every schedulers settings "
-    "shard_loaders slow_rank_seconds strategy tokens_fn tokens_seen torch_seed trainable training "
-    "other_ranks untracked validate_every_epochs validate_every_steps versions when_busy"
+    "shard_loaders skipped_steps slow_rank_seconds step_skipped strategy tokens_fn tokens_seen "
+    "torch_seed trainable training "
+    "other_ranks loss_spike optimizer_idx traceback trackers untracked validation "
+    "validate_every_epochs validate_every_steps versions when_busy"
 )
 _remembered: set[str] = set()
 _scanned: Any = None  # the environment at the last scan

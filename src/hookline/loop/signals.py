@@ -38,6 +38,7 @@ class SignalWatch:
         numbers = (getattr(signal, name, None) for name in ("SIGINT", *names))
         self._numbers = [number for number in numbers if number is not None]
         self._previous: dict[int, Any] = {}
+        self._replaced: dict[int, Any] = {}  # the same, after the block has ended
         self._worker_handler: Any = None  # what SIGCHLD did before a signal came
         self._pid = os.getpid()
 
@@ -58,7 +59,7 @@ class SignalWatch:
     ) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._receive:  # else somebody has replaced it
-                signal.signal(number, previous)
+                signal.signal(number, _find_active(number, previous))
         if self._worker_handler is not None:
             if signal.getsignal(signal.SIGCHLD) is _do_nothing:
                 signal.signal(signal.SIGCHLD, self._worker_handler)
@@ -67,7 +68,7 @@ class SignalWatch:
         outer = getattr(self._previous.get(received or 0), "__self__", None)
         if received is not None and isinstance(outer, SignalWatch):
             outer._requests.receive_signal(received)
-        self._previous.clear()
+        self._replaced, self._previous = self._previous, {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # in a forked process, such as a worker of a loader
@@ -99,6 +100,15 @@ class SignalWatch:
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
+
+
+def _find_active(number: int, handler: Any) -> Any:
+    """Return the handler to restore: blocks need not end in the order in which they are nested."""
+    watch = getattr(handler, "__self__", None)
+    while isinstance(watch, SignalWatch) and number in watch._replaced:
+        handler = watch._replaced[number]
+        watch = getattr(handler, "__self__", None)
+    return handler
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
