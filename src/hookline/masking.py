@@ -247,8 +247,8 @@ def masked_repr(value: Any, *names: Any) -> str:
 _NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
 _OWN_WORDS = split_words(  # of records: without them, a run could not be read
     "accumulate background backward batch_size budget_after checkpoint checkpoints class_path "
-    "clip_norm clip_value completed config_hash continue_on_hook_error cpus_usable dampening diff_sha256 "
-    "differentiable failures maximize momentum nesterov weight_decay "
+    "clip_norm clip_value completed config_hash continue_on_hook_error cpus_usable dampening "
+    "diff_sha256 differentiable failures maximize momentum nesterov weight_decay "
     "early_stopping_config enable_early_stopping_hook enable_gradient_monitor enable_logging_hook "
     "enable_lr_monitor enable_model_checkpoint_hook fast_forward find_unused_parameters "
     "grace_seconds gradient_as_bucket_view gradient_monitor_config histogram hook_failed "
