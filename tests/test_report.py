@@ -152,6 +152,12 @@ def test_the_command_writes_a_file_and_prints_facts(run: Path, tmp_path: Path) -
     assert failed.returncode == 2
     assert "is not a report" in failed.stderr
     assert other.read_text() == "mine"
+    del command[5:7]  # without -o, --json writes no page
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=tmp_path
+    ).stdout
+    assert json.loads(printed)["report"] is None
+    assert sorted(tmp_path.iterdir()) == [other, out]
 
 
 # -- in a browser ---------------------------------------------------------------------------------

@@ -23,8 +23,14 @@ def report(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="The file to write.", metavar="FILE")
-    ] = Path("report.html"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="The file to write; report.html if neither this nor --json is given.",
+            metavar="FILE",
+        ),
+    ] = None,
     folder: RunsFolder = None,
     as_json: Json = False,
     opens: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
@@ -33,22 +39,26 @@ def report(
 
     It has the curves, the gradient flow, what the hooks cost, where the time went, and the run in
     words; for several runs, what differs. A run may still be training, or be damaged: the report
-    says what is missing. **--json** also prints the main facts, for programs.
+    says what is missing. **--json** prints the main facts, for programs; it writes a page only with
+    **-o**.
 
     Example: **hookline report 20261115-210655-3f9c7b -o report.html**
 
     Example: **hookline report 20261115-21 20261115-22 -o both.html --open**
     """
     check_runs_folder(folder)
-    _check_out(out)
+    if out is None and (opens or not as_json):
+        out = Path("report.html")
+    if out is not None:
+        _check_out(out)
     with exit_on_interrupt():
         from hookline.report import make_report
 
         with _Progress() as progress:
             made = make_report(*runs, folder=folder or Path("runs"), progress=progress)
-        written = made.write(out)
+        written = None if out is None else made.write(out)
     if as_json:
-        print_json({"report": str(written), **made.facts})
+        print_json({"report": None if written is None else str(written), **made.facts})
     else:
         from hookline.report.facts import describe_facts
 
@@ -57,7 +67,7 @@ def report(
             for line in facts["left_out"]:
                 show(f"left out: {printable(line, 1000)}")
         show(f"report  {printable(written, 1000)}")
-    if opens:
+    if opens and written is not None:
         import webbrowser
 
         webbrowser.open(written.absolute().as_uri())
