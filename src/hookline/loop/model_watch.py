@@ -12,14 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as _dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.module_classes import is_fsdp_module
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["CalledModules", "ModelCallback", "ModelGroup", "ModelWatch"]
+__all__ = [
+    "CalledModules",
+    "ModelCallback",
+    "ModelGroup",
+    "ModelWatch",
+    "active_dynamo",
+    "keep_out_of_graphs",
+]
 
 
 class ModelGroup(torch.nn.ModuleList):
@@ -40,6 +47,16 @@ class CalledModules:
     wrapper: torch.nn.Module | None = None
 
 
+def keep_out_of_graphs(function: Any) -> None:
+    """Let dynamo not trace a function; it may trace what that calls, if it is active then."""
+    if not hasattr(function, "_torchdynamo_disable"):
+        # Not when this file is imported: importing dynamo takes long. Making an optimizer has
+        # imported it.
+        from torch._dynamo.decorators import skip
+
+        skip(function)
+
+
 class ModelCallback:
     """A callable for PyTorch's hooks, kept out of compiled graphs.
 
@@ -50,17 +67,12 @@ class ModelCallback:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
-        if not hasattr(ModelCallback.__call__, "_torchdynamo_disable"):
-            # Not when this file is imported: importing dynamo takes long. Making an optimizer has
-            # imported it.
-            from torch._dynamo.decorators import skip
-
-            skip(ModelCallback.__call__)
+        keep_out_of_graphs(ModelCallback.__call__)
 
     def __call__(self, *args: Any) -> Any:
         """Call the callback, outside of compiled graphs."""
         # `torch.compiler.disable` in each call would take half a microsecond.
-        if _dynamo() is None:
+        if active_dynamo() is None:
             return self._call(*args)
         return torch.compiler.disable(self._call)(*args)
 

@@ -412,26 +412,26 @@ class AttachedLoop(RecordedLoop):
 
     def _end_batch(self) -> None:
         """End the batch in progress, if there is one."""
-        batch = self._context.known_batch
+        context, watch = self._context, self._step_watch
+        batch = context.known_batch
         if batch is None or batch.ended:
             return
         batch.ended = True
-        if self._step_watch.phases.timed:
-            self._step_watch.phases.end_part()
+        if watch.phases.timed:
+            watch.phases.end_part()
         if self._validation is not None:
-            self._context.metrics = Metrics(batch.logged)
-            self._context.known_loss = batch.logged.get("loss")
-            self._context.why_no_loss = f". {CALLS['log']}"
+            context.metrics = Metrics(batch.logged)
+            context.known_loss = batch.logged.get("loss")
+            context.why_no_loss = f". {CALLS['log']}"
             self._fire("on_validation_batch_end")
             return
         if batch.tokens is not None:
-            self._context.known_tokens = (self._context.known_tokens or 0) + batch.tokens
-        if self.hooks.dispatchers.on_train_batch_end is not None:
-            watch = self._step_watch
+            context.known_tokens = (context.known_tokens or 0) + batch.tokens
+        if watch.dispatchers.on_train_batch_end is not None:
             loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
             host = self._host_batch_metrics()
-            self._context.metrics = Metrics({**known, **batch.logged, **host})
+            context.metrics = Metrics({**known, **batch.logged, **host})
             self._fire("on_train_batch_end")
 
     def _host_batch_metrics(self) -> Mapping[str, Any]:

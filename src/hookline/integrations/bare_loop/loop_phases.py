@@ -21,14 +21,18 @@ class LoopPhases(AttachedLoop):
     def _begin_batch(self, batch: Batch) -> None:
         """Begin a batch, of training or validation."""
         watch, trains = self._step_watch, self._validation is None
-        if watch.phases.timed and trains:
+        if trains and watch.phases.timed:
             watch.phases.begin_batch()
         self._context.known_batch = batch
         watch.losses.batch_begins()
         if self._tokens_fn is not None and (tokens := self._tokens_fn(batch.batch)) is not None:
             batch.tokens = tokens
             self._supplied.add("tokens")
-        self._fire("on_train_batch_start" if trains else "on_validation_batch_start")
+        fire = self.hooks.dispatchers
+        if not trains:
+            self._fire("on_validation_batch_start")
+        elif fire.on_train_batch_start is not None:
+            self._fire("on_train_batch_start")
 
     def _begin_epoch(self, epoch: int) -> None:
         self._context.known_epoch = epoch

@@ -35,7 +35,7 @@ from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
 from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.integrations.bare_loop.step_skips import StepSkips
-from hookline.loop.model_watch import ModelCallback, ModelWatch
+from hookline.loop.model_watch import ModelWatch, active_dynamo, keep_out_of_graphs
 from hookline.loop.phase_times import PhaseTimes
 
 __all__ = ["StepWatch"]
@@ -88,7 +88,7 @@ class StepWatch:
         self.skips = StepSkips()
         self._found_inf: torch.Tensor | None = None
         self._unchecked = True
-        self._verified = self._takes_short_path = False
+        self._verified = self._takes_short_path = self._starts_silently = False
         self._has_started = self._in_scaler_step = self._closure_evaluated = False
         self.has_new_gradients = self.ends_with_batch = False
         self._calls_before_step = 0
@@ -106,8 +106,10 @@ class StepWatch:
         self._handles: list[RemovableHandle] = []
         self.hooks_changed()
         for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(ModelCallback(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(ModelCallback(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        keep_out_of_graphs(StepWatch._before_step)
+        keep_out_of_graphs(StepWatch._after_step)
         if scaler is not None:
             ScalerWatch.listen(scaler, self)
 
@@ -151,7 +153,7 @@ class StepWatch:
         self._clips.listen(needs.clips)
         self._indirect.listen(needs.backward)
         self._unchecked = True
-        self._takes_short_path = False
+        self._takes_short_path = self._starts_silently = False
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -290,18 +292,23 @@ class StepWatch:
     # -- optimizer.step ---------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        fire, context = self.dispatchers, self.context
+        """Do what comes before a step; where there is nothing to do, in as few reads as can be."""
+        if active_dynamo() is not None:  # the loop calls a compiled `step`
+            return torch.compiler.disable(self._before_step)(optimizer, args, kwargs)
+        has_closure = kwargs or (len(args) > 1 and args[1] is not None)
         if self.at_boundary is not None and not self._stepped:
             self.at_boundary()
-        if self._takes_short_path and not kwargs and (len(args) == 1 or args[1] is None):
+        if not self._takes_short_path or has_closure:
+            return self._before_any_step(optimizer, args, kwargs)
+        if not self._starts_silently:
+            fire = self.dispatchers
             if fire.on_gradients_ready is not None or fire.update is not None:
                 self._gradients_ready(0)
             if fire.on_before_optimizer_step is not None:
-                fire.on_before_optimizer_step(context)
-            if self.skips.is_active:
-                self.skips.apply(0, optimizer)
-            return None
-        return self._before_any_step(optimizer, args, kwargs)
+                fire.on_before_optimizer_step(self.context)
+        if self.skips.is_active:
+            self.skips.apply(0, optimizer)
+        return None
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.callbacks.begin()
@@ -334,6 +341,9 @@ class StepWatch:
         self._start_turn(i)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if active_dynamo() is not None:
+            torch.compiler.disable(self._after_step)(optimizer, args, kwargs)
+            return
         if self.phases.timed:
             self.phases.lap("optimizer")
         if self._takes_short_path and (not self.skips.is_active or self.skips.reason(0) is None):
@@ -385,14 +395,19 @@ class StepWatch:
             self._end_all_turns()
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
+            fire = self.dispatchers
+            self._starts_silently = fire.on_before_optimizer_step is None and (
+                fire.on_gradients_ready is None and fire.update is None
+            )
 
     def _end_all_turns(self) -> None:
         skipped = not any(self._stepped.values())
         self._stepped.clear()
         self._end_step(skipped=skipped)
+        self.checks.is_first_step = False
 
     def _end_step(self, *, skipped: bool) -> None:
-        context, losses = self.context, self.losses
+        context, losses, record = self.context, self.losses, self.callbacks.record_step
         latest_loss = context.latest_loss
         context.skipped = skipped
         if self.skips.is_active:
@@ -416,7 +431,6 @@ class StepWatch:
             self._ready.clear()
             self._versions.clear()
             self._clips.end_step()
-        self.checks.is_first_step = False
         self.has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self.model.calls_seen
         self._indirect.thread = get_ident()
@@ -424,9 +438,9 @@ class StepWatch:
             self.end_probes()
         context.skipped = False
         context.step_in_progress = context.step + 1
-        if self.callbacks.record_step is not None:
+        if record is not None:
             is_new = context.latest_loss is not latest_loss
-            self.callbacks.record_step(context.latest_loss if is_new else None)
+            record(context.latest_loss if is_new else None)
         if self.after_step is not None:
             self.after_step()
 

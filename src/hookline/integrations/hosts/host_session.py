@@ -261,13 +261,14 @@ class HostSession(Session):
         Returns:
             Whether the host is between two steps now.
         """
+        context = self._context
         if self._step_watch.ends_with_batch:
             self._step_watch.end_open_step()
-        batch = self._context.known_batch
+        batch = context.known_batch
         has_stepped = batch is None or batch.ended
         if not has_stepped:
             self._end_batch()
-        self._context.known_batch = None
+        context.known_batch = None
         return has_stepped
 
     def _host_batch_metrics(self) -> Mapping[str, Any]:
