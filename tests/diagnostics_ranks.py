@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 
 SAMPLES, BATCH_SIZE = 96, 8  # of all processes together
 OUTLIER = 40  # the sample with a very large loss

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 
 Values = dict[tuple[int, str], Any]
 

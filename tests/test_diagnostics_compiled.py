@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the compiler
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 from hookline.tensors.parameter_names import match_names
 from hookline.tensors.tensor_statistics import TensorStatistics
 

@@ -33,7 +33,7 @@ from hookline.runs import Run, diff_runs, lease, open_run, read_records
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint, list_run_folders
 from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
 

@@ -25,7 +25,7 @@ from hookline.context import LazyFloat
 from hookline.hooks.monitoring.console_log import ConsoleLogHook
 from hookline.hooks.monitoring.json_log import JSONLogHook
 from hookline.hooks.monitoring.logging_hook import LoggingHook
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 
 
 def train(tmp_path, *hooks, **options):

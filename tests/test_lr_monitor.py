@@ -12,7 +12,7 @@ from loops import Net, batches, make, train
 
 import hookline
 from hookline.hooks.monitoring.lr_monitor import LRMonitor
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 
 
 def fit(

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
-from hookline.runs.jsonl_file import read_jsonl_backwards
+from hookline.runs.jsonl_reader import read_jsonl_backwards
 from hookline.runs.metric_summary import is_better_when_low
 from hookline.runs.run_lookup import find_run_of_checkpoint
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
 from hookline.hooks.monitoring.torch_profiler import TorchProfiler
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 from hookline.tensors.timing import mark, timed_device
 
 PHASES = ("data", "forward", "backward", "optimizer")

@@ -20,7 +20,8 @@ from leftovers import leave_unfinished_folder
 
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
-from hookline.runs.jsonl_file import JsonlFile, MetricsLog
+from hookline.runs.jsonl_file import JsonlFile
+from hookline.runs.metrics_log import MetricsLog
 
 
 @pytest.fixture

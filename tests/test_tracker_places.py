@@ -16,7 +16,7 @@ from warm_processes import WarmParent
 
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import tracker_set
 

@@ -11,7 +11,7 @@ import torch
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.errors import ArgumentError, ConfigError
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import Tracker
 from hookline.trackers.tracker_names import BUILT_IN_TRACKERS, make_trackers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from wandb_files import read_history, read_wandb_file
 
-from hookline.runs.jsonl_file import read_records
+from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.report.sampling import SampledSeries
-from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.manifest import inspect_run_manifest
 from hookline.runs.run_files import find_refused_entries, find_refused_folder
 from hookline.runs.run_reader import OpenedRun

@@ -14,7 +14,7 @@ from hookline.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint, get_last_checkpoint
     from hookline.runs.diff import diff_runs
-    from hookline.runs.jsonl_file import read_records
+    from hookline.runs.jsonl_reader import read_records
     from hookline.runs.run import Run
     from hookline.runs.run_reader import OpenedRun, open_run
 
@@ -33,7 +33,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "diff": ("diff_runs",),
-        "jsonl_file": ("read_records",),
+        "jsonl_reader": ("read_records",),
         "run_reader": ("OpenedRun", "open_run"),
         "run": ("Run",),
         "checkpoint_reader": ("SavedCheckpoint", "get_last_checkpoint"),

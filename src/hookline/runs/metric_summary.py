@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.scalar_lines import read_scalars
 
 __all__ = [

@@ -28,7 +28,8 @@ from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.printable import printable
-from hookline.runs.jsonl_file import JsonlFile, JsonlReader
+from hookline.runs.jsonl_file import JsonlFile
+from hookline.runs.jsonl_reader import JsonlReader
 
 __all__ = ["REPEATED", "check_rewind", "finish_rewind", "move_end", "plan_rewind"]
 

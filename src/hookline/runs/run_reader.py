@@ -16,7 +16,7 @@ from hookline.errors import RunError
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
-from hookline.runs.jsonl_file import JsonlReader, read_jsonl_backwards
+from hookline.runs.jsonl_reader import JsonlReader, read_jsonl_backwards
 from hookline.runs.lease import is_silent
 from hookline.runs.manifest import inspect_run_manifest, last_write_time
 from hookline.runs.manifest_fields import parse_time

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hookline.runs.jsonl_file import JsonlReader
+from hookline.runs.jsonl_reader import JsonlReader
 
 __all__ = ["Scalar", "read_scalars"]
 

@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from hookline.runs.jsonl_file import JsonlFile, MetricsLog
+from hookline.runs.jsonl_file import JsonlFile
 from hookline.runs.manifest import describe_part, new_manifest
+from hookline.runs.metrics_log import MetricsLog
 from hookline.runs.run import Kind, Run
 
 __all__ = ["UnwrittenRun"]

@@ -10,7 +10,9 @@ from typing import Any
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.files.strict_json import parse_json
-from hookline.runs.jsonl_file import VERSION, MetricRecord, read_jsonl_backwards
+from hookline.runs.jsonl_file import VERSION
+from hookline.runs.jsonl_reader import read_jsonl_backwards
+from hookline.runs.metrics_log import MetricRecord
 from hookline.runs.record_checks import find_metric_problem, is_finite_number
 
 __all__ = ["read_from_step", "read_range"]

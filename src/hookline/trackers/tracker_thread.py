@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hookline.masking import mask_known_values
-from hookline.runs.jsonl_file import InvalidValue
+from hookline.runs.metrics_log import InvalidValue
 from hookline.trackers.logged_position import LoggedPosition
 from hookline.trackers.recorded_values import read_range
 from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker

@@ -15,7 +15,7 @@ from hookline.context import LazyFloat
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.jsonl_file import read_jsonl_backwards
+from hookline.runs.jsonl_reader import read_jsonl_backwards
 
 __all__ = ["LossSpikeDetector"]
 

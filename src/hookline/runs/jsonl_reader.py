@@ -1,0 +1,213 @@
+"""Reads files of JSON lines that may be damaged, endless, or still be written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hookline.arguments import check_path
+from hookline.errors import RunError
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_regular_file
+from hookline.files.strict_json import parse_json
+from hookline.printable import printable
+from hookline.runs.jsonl_file import VERSION
+from hookline.runs.record_checks import find_event_problem, find_metric_problem
+
+__all__ = ["JsonlReader", "read_jsonl_backwards", "read_records"]
+
+_BLOCK_SIZE = 1 << 18
+_END_SIZE = 1 << 16  # read at a time from the end
+_MAX_SHOWN = 5  # damaged lines in one message
+_MAX_DAMAGED = 20_000  # then it is not a log, and each further line takes longer than a record
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records of `metrics.jsonl` or `events.jsonl`, skipping damaged lines.
+
+    Raises:
+        RunError: It cannot be read: it is missing, a link or not a regular file, or a line is
+            longer than `hookline.file_limits` allows.
+    """
+    path = Path(check_path("read_records(path)", path, "a file of records"))
+    try:
+        with open_regular_file(path) as file:
+            while line := file.readline(file_limits.line_bytes + 1):
+                if len(line) > file_limits.line_bytes:
+                    raise RunError(f"{path} cannot be read further: {_describe_long_line()}.")
+                if line.endswith(b"\n"):  # the last line may be incomplete
+                    with suppress(ValueError):
+                        yield _parse_line(line)
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error}.") from error
+
+
+class JsonlReader:
+    """Reads a file's records without keeping them, and notes what is damaged in it.
+
+    Args:
+        file: `events.jsonl`, or a file of metrics.
+        growing: The file may still be written: then an incomplete last line is not damage.
+    """
+
+    def __init__(self, file: Path, *, growing: bool = False) -> None:
+        self._file = file
+        self._find_problem = (
+            find_event_problem if file.name == "events.jsonl" else find_metric_problem
+        )
+        self._growing = growing
+        self._lines = 0
+        self._damaged = 0
+        self._first_damaged: list[str] = []
+        self._newer_versions: list[str] = []
+        self._problems: list[str] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for block in self.blocks():
+            for line in block[:-1].split(b"\n"):
+                if (record := self.parse(line)) is not None:
+                    yield record
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield blocks of complete lines. `parse` every line, or count them with `skip`.
+
+        Reading ends at a line that is longer than `hookline.file_limits` allows: it may be endless.
+        """
+        name, limit = self._file.name, file_limits.line_bytes
+        try:
+            with open_regular_file(self._file) as file:
+                while block := file.read(_BLOCK_SIZE):
+                    rest = file.readline(limit)
+                    block += rest
+                    is_complete = block.endswith(b"\n")
+                    if not is_complete:
+                        block = block[: block.rfind(b"\n") + 1]
+                    if block:
+                        yield block
+                    if self._damaged > _MAX_DAMAGED:
+                        self._problems.append(
+                            f"{name} is read up to line {self._lines}: too many are damaged"
+                        )
+                        return
+                    if not is_complete and len(rest) == limit:
+                        self._problems.append(
+                            f"{name} is read up to line {self._lines}: {_describe_long_line()}"
+                        )
+                        return
+                    if not is_complete and not self._growing:
+                        self._problems.append(f"{name}: its last line is incomplete")
+        except FileNotFoundError:
+            self._problems.append(f"{name} is missing")
+        except OSError as error:
+            self._problems.append(f"{name} cannot be read: {error}")
+
+    def skip(self, lines: int) -> None:
+        """Count lines that are read without `parse`."""
+        self._lines += lines
+
+    def parse(self, line: bytes) -> dict[str, Any] | None:
+        """Return the record of the next line; None if it is damaged or of a newer version."""
+        self._lines += 1
+        try:
+            record = _parse_line(line)
+            if _is_newer(record):
+                self._note_version(record["v"])
+                return None
+            problem = self._find_problem(record)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            if problem is None:
+                return record
+        self._damaged += 1
+        if len(self._first_damaged) < _MAX_SHOWN:
+            self._first_damaged.append(f"line {self._lines}: {problem}")
+        return None
+
+    def _note_version(self, version: int) -> None:
+        shown = printable(version, 20)
+        if shown not in self._newer_versions and len(self._newer_versions) < _MAX_SHOWN:
+            self._newer_versions.append(shown)
+
+    @property
+    def damage(self) -> list[str]:
+        """What is damaged, one line each; complete when everything has been read."""
+        name, problems = self._file.name, [*self._problems]
+        if self._damaged:
+            lines = "; ".join(self._first_damaged)
+            more = "; …" if self._damaged > _MAX_SHOWN else ""
+            plural = "line" if self._damaged == 1 else "lines"
+            problems.append(f"{name}: {self._damaged} {plural} cannot be read ({lines}{more})")
+        if self._newer_versions:
+            versions = ", ".join(sorted(self._newer_versions))
+            problems.append(
+                f"{name}: records of version {versions} were skipped; this hookline reads up to "
+                f"{VERSION}. Install a newer one: pip install -U hookline"
+            )
+        return problems
+
+
+def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
+    """Yield a file's records, the last first, reading only as much as is consumed.
+
+    Args:
+        file: `metrics.jsonl` or `events.jsonl`.
+        max_bytes: How many bytes to read at most; a run may have gigabytes.
+    """
+    damaged = 0
+    for line in _read_lines_backwards(file, max_bytes):
+        try:
+            record = _parse_line(line)
+            if not _is_newer(record):
+                yield record
+        except ValueError:
+            damaged += 1
+            if damaged > _MAX_DAMAGED:
+                return
+
+
+def _read_lines_backwards(file: Path, max_bytes: int) -> Iterator[bytes]:
+    try:
+        with open_regular_file(file) as lines:
+            end = position = lines.seek(0, os.SEEK_END)
+            rest = b""
+            while position > 0 and end - position < max_bytes:
+                size = min(_END_SIZE, position)
+                position = lines.seek(position - size)
+                # The first line may begin in the block before.
+                rest, *complete = (lines.read(size) + rest).split(b"\n")
+                yield from reversed(complete)
+            if position == 0:
+                yield rest
+    except OSError:
+        return
+
+
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Return the record of a line; raise ValueError if it has none."""
+    try:
+        record = parse_json(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} (column {error.colno})") from None
+    if isinstance(record, dict):
+        return record
+    raise ValueError("it is not an object")
+
+
+def _is_newer(record: dict[str, Any]) -> bool:
+    """Return whether a newer version wrote a record; raise ValueError if it has no version."""
+    version = record.get("v")
+    if type(version) is not int or version < 1:
+        raise ValueError("it has no version 'v'")
+    return version > VERSION
+
+
+def _describe_long_line() -> str:
+    return (
+        f"the next line has more than {file_limits.line_bytes:,} bytes; "
+        "hookline.file_limits allows more"
+    )
