@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from hookline.trackers import Tracker as Tracker
     from hookline.trainer.accelerate_trainer import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer import Trainer as Trainer
-    from hookline.trainer.trainer import get_trainer as get_trainer
+    from hookline.trainer.trainer_kinds import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
     from hookline.updates import Centralize as Centralize
     from hookline.updates import ClipNorm as ClipNorm
@@ -175,7 +175,8 @@ _MODULES = {
     "tensors.full_tensor": ("full_tensor",),
     "trackers": ("TrackedRun", "TrackedValue", "Tracker"),
     "trainer.accelerate_trainer": ("AccelerateTrainer",),
-    "trainer.trainer": ("Trainer", "get_trainer"),
+    "trainer.trainer": ("Trainer",),
+    "trainer.trainer_kinds": ("get_trainer",),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
         *("Mask", "Noise", "Scale", "SkipNonfinite"),

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a trainer, when it is made."""
+"""Checks of the arguments of a trainer and of `fit`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from hookline.arguments import (
+    check_flag,
     check_function,
     check_mapping,
+    check_path,
     read_attribute,
     read_items,
     show_value,
@@ -25,6 +27,7 @@ from hookline.options import BuiltIn
 
 __all__ = [
     "check_arguments",
+    "check_fit",
     "check_gradient",
     "check_metrics",
     "checked_config",
@@ -84,6 +87,37 @@ def check_arguments(
     for name, function in functions.items():
         if function is not None:
             check_function(name, function, *_CALLED_WITH[name])
+
+
+def check_fit(
+    unknown: Iterable[str], resume_from: Any, fork_from: Any, known: Iterable[str], **flags: Any
+) -> tuple[Any, Any]:
+    """Check the arguments of `fit`; return the paths to resume and to fork from.
+
+    Args:
+        unknown: names of arguments that it does not have.
+        resume_from: where to resume from.
+        fork_from: where to fork from.
+        known: names of the arguments that it has.
+        flags: arguments that are True or False.
+    """
+    for name in unknown:
+        hint = nearest(name, known)
+        if name.startswith("train"):
+            hint = " The training data comes first: fit(loader, val_loaders=…)."
+        raise ArgumentError(f"fit() has no argument '{name}'.{hint}")
+    if resume_from is not None and fork_from is not None:
+        raise ArgumentError(
+            "fit() got both resume_from, which continues a run, and fork_from, which starts a "
+            "new one. Give one of them."
+        )
+    for name, value in flags.items():
+        check_flag(f"fit(…, {name}=…)", value)
+    if resume_from is not None:
+        resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
+    if fork_from is not None:
+        fork_from = check_path("fit(…, fork_from=…)", fork_from, "a run or a checkpoint")
+    return resume_from, fork_from
 
 
 def validates_in_fit(trainer: Any) -> bool:

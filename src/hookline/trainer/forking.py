@@ -50,7 +50,7 @@ from hookline.trainer.trainer_checkpoint import (
 )
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
+    from hookline.trainer.trainer_state import TrainerState
 
 __all__ = ["describe_parent", "load_fork"]
 
@@ -70,7 +70,7 @@ def describe_parent(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def load_fork(trainer: TrainerBase, path: Any) -> tuple[Path, dict[str, Any]]:
+def load_fork(trainer: TrainerState, path: Any) -> tuple[Path, dict[str, Any]]:
     """Restore a trainer from a checkpoint, apart from changed settings.
 
     Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
@@ -115,7 +115,7 @@ class _Fork:
     """A checkpoint's state, into which changed settings are written before it is loaded."""
 
     def __init__(
-        self, trainer: TrainerBase, state: dict[str, Any], manifest: Mapping[str, Any]
+        self, trainer: TrainerState, state: dict[str, Any], manifest: Mapping[str, Any]
     ) -> None:
         self.state: dict[str, Any] = {**state, "run": None}  # the metrics are the parent's
         self._trainer = trainer

@@ -16,7 +16,7 @@ from hookline.errors import TrainingError
 from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
-__all__ = ["BatchPlace", "LossCheck", "LossComputer"]
+__all__ = ["BatchPlace", "LossCheck", "LossComputer", "mean_loss", "mean_metrics"]
 
 log = logging.getLogger("hookline")
 _NO_METRICS: Mapping[str, Any] = MappingProxyType({})
@@ -291,3 +291,21 @@ def _not_finite(loss: float, place: BatchPlace) -> TrainingError:
     return TrainingError(
         f"The loss was {loss}. {place} To continue anyway, set on_nan='skip' or 'continue'."
     )
+
+
+def mean_loss(losses: list[Any]) -> Any:
+    """Return the mean of a step's losses, on their device."""
+    if isinstance(losses[0], torch.Tensor):
+        return torch.stack([loss.float() for loss in losses]).mean()
+    return sum(losses) / len(losses)
+
+
+def mean_metrics(batches: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the means of a step's metrics, over the batches that have them."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    values: dict[str, list[Any]] = {}
+    for metrics in batches:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: mean_loss(several) for name, several in values.items()}

@@ -3,6 +3,9 @@
     fit → _run_epochs → _run_epoch → _run_batches → _run_step → _end_step → _boundary
                       → validate                               _apply_requests
 
+What the loop stands on is in `TrainerBase`, `TrainerState`, `TrainerSaving`, `TrainerValidation`,
+`TrainerRun` (start and end) and `TrainerSteps` (smaller parts of the loop).
+
 All values that hooks get are written into the context. Events are fired as
 
     if fire.on_step_end is not None: fire.on_step_end(context)
@@ -14,32 +17,27 @@ device, except where a setting says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any, Never
 
-import torch
-
-from hookline.arguments import check_flag, check_instance, check_path, show_value
-from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import ArgumentError, RunError, TrainingError, nearest
+from hookline.errors import TrainingError
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.means import Means
-from hookline.loop.random_state import generator_state, generators_of
 from hookline.loop.signals import SignalWatch
 from hookline.loop.training_loop import zero_grad
-from hookline.trainer.checks import check_gradient, check_metrics, needs_metric
-from hookline.trainer.losses import BatchPlace
-from hookline.trainer.sharded_loader import end_together, set_loader_epoch
+from hookline.trainer.checks import check_fit, check_gradient, check_metrics
+from hookline.trainer.losses import mean_loss, mean_metrics
+from hookline.trainer.sharded_loader import set_loader_epoch
 from hookline.trainer.strategies import parameters_of
 from hookline.trainer.trainer_base import Phase
-from hookline.trainer.trainer_run import Preempted, TrainerRun
+from hookline.trainer.trainer_saving import Preempted
+from hookline.trainer.trainer_steps import TrainerSteps
 
-__all__ = ["Trainer", "get_trainer"]
+__all__ = ["Trainer"]
 
 
-class Trainer(TrainerRun):
+class Trainer(TrainerSteps):
     """Trains a model, and calls hooks while it does.
 
         trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
@@ -97,22 +95,14 @@ class Trainer(TrainerRun):
                 differences; False loads what fits and lists the rest.
             unknown: any other argument raises an error that suggests the nearest one.
         """
-        for name in unknown:
-            hint = nearest(name, inspect.signature(Trainer.fit).parameters)
-            if name.startswith("train"):
-                hint = " The training data comes first: fit(loader, val_loaders=…)."
-            raise ArgumentError(f"fit() has no argument '{name}'.{hint}")
-        if resume_from is not None and fork_from is not None:
-            raise ArgumentError(
-                "fit() got both resume_from, which continues a run, and fork_from, which starts a "
-                "new one. Give one of them."
-            )
-        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
-        check_flag("fit(…, strict=…)", strict)
-        if resume_from is not None:
-            resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
-        if fork_from is not None:
-            fork_from = check_path("fit(…, fork_from=…)", fork_from, "a run or a checkpoint")
+        resume_from, fork_from = check_fit(
+            unknown,
+            resume_from,
+            fork_from,
+            inspect.signature(Trainer.fit).parameters,
+            per_sample_seed=per_sample_seed,
+            strict=strict,
+        )
         self.set_data(loaders, val_loaders)
         if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)
@@ -141,13 +131,6 @@ class Trainer(TrainerRun):
     def train(self) -> Trainer:
         """Train on the data that the trainer was made with."""
         return self.fit()
-
-    def _check_restartable(self, epochs: int | None) -> None:
-        """Raise if several epochs are asked for and a loader has batches for one only."""
-        validates = self.config.validate_every_epochs == 1
-        for stream in (self.train_data, self.val_data if validates else None):
-            if stream is not None and epochs is not None and epochs > 1:
-                stream.check_restartable(epochs)
 
     def _run_epochs(self, max_epochs: int | None) -> None:
         config, context, fire = self.config, self._context, self._dispatchers
@@ -219,23 +202,6 @@ class Trainer(TrainerRun):
         if not position.batches:
             raise TrainingError("The loaders gave no batch, so there is nothing to train on.")
         return complete
-
-    def _end_together(
-        self, batches: Iterator[Any], length: int | None
-    ) -> tuple[Iterator[Any], int | None]:
-        """Return batches that end in the same step in all processes, and their number."""
-        processes, position = self.strategy.processes, self._position
-        lengths = processes.gather(length)
-        if None in lengths:
-            self._epoch_length = None
-            return end_together(batches, processes), None
-        self._epoch_length = shortest = min(lengths)
-        if shortest < max(lengths):
-            self.announce(
-                f"The processes have different numbers of batches in an epoch ({lengths}): it ends "
-                f"after {shortest}."
-            )
-        return islice(batches, shortest - position.batches), shortest
 
     def _run_batches(
         self, batches: Iterable[tuple[Any, int, int, str]], length: int | None
@@ -411,7 +377,7 @@ class Trainer(TrainerRun):
         """Fire on_step_end, record the loss, and zero the gradients that were used."""
         context, fire, losses = self._context, self._dispatchers, self._accumulated_losses
         run = self._recorder.sink
-        loss = losses[0] if len(losses) == 1 else _mean(losses)
+        loss = losses[0] if len(losses) == 1 else mean_loss(losses)
         if context.norm_agreement is not None:
             context.prepare_norm(context.epoch)
         if fire.on_step_end is not None:
@@ -421,7 +387,7 @@ class Trainer(TrainerRun):
         record = self._step_records.add if not alone else None if run is None else run.log
         if record is not None:
             record(context.step, context.epoch, "train/loss", loss)
-            for name, value in _mean_metrics(self._accumulated_metrics).items():
+            for name, value in mean_metrics(self._accumulated_metrics).items():
                 record(context.step, context.epoch, f"train/{name}", value)
         used = self.optimizers if self._drops_gradients else [o for _, o in self._due_optimizers]
         for optimizer in used:
@@ -435,86 +401,6 @@ class Trainer(TrainerRun):
         self._accumulated_metrics.clear()
         context.clipped_norm = context.agreed_norm = None
         context.step_in_progress = context.step + 1
-
-    def _boundary(self, *, validate: bool | None = None) -> bool:
-        """Validate if it is due and apply requests, between two steps; return whether to stop.
-
-        Args:
-            validate: whether validation is due; None: as the configuration says.
-        """
-        every, context = self._validate_every, self._context
-        if validate is None:
-            validate = every is not None and not context.skipped and context.step % every == 0
-        if validate and self.val_data is not None:
-            self._validation_due = True  # in a checkpoint that is saved before it ends
-            self._validate_in_loop()
-            self._validation_due = False
-        if self._prepares_saving:
-            self._prepare_saving()
-        if not self.strategy.alone and self._step_records.is_due(context.step):
-            self._report_steps()
-        return self._apply_requests()
-
-    def _report_steps(self, *, is_last: bool = False) -> None:
-        """Record the values of the steps, and at times the throughput and memory of each rank."""
-        own = self._rank_metrics.measure(self._position.batches, is_last=is_last)
-        at = self._context.step, self._context.epoch
-        self._step_records.report(self._recorder.sink, own, at)
-
-    def _apply_requests(self) -> bool:
-        """Apply the requests of all ranks on all ranks; return whether to stop."""
-        requests = self._requests
-        if self.run is not None and self.run.lease_lost is not None:
-            raise RunError(f"{self.run.lease_lost} Training ends here.")
-        if self._saving is not None and self._saving.busy:
-            self._saving.report()
-        if (reason := self.strategy.stop_reason()) is not None:
-            self.stop(reason)
-        stop, save, signaled, toggled, saved = self.strategy.any_rank(
-            requests.stop_reason is not None,
-            bool(requests.checkpoints),
-            requests.signal is not None,
-            self._hooks_toggled,
-            bool(self._saved),
-        )
-        if saved:
-            self._share_saved()
-        if toggled:
-            self._agree_on_hooks()
-        if stop:
-            self.stop("another process asked for it")  # the first reason is kept
-        stop = stop or self._context.step >= self._limit
-        if signaled and not stop:  # training that stops here ends in any case
-            self._leave()
-        if save:
-            self._save_requested()
-        if self._probes is not None and self._probes.waiting:
-            self._sync_probes(at_boundary=True)
-        busy = self._saving is not None and self._saving.busy
-        requests.settle(saving=busy or self._prepares_saving)
-        return stop
-
-    def _save_requested(self) -> None:
-        self._save(self._requested_paths())
-
-    def _validate_in_loop(self) -> None:
-        """Validate, unless a signal ends it: then save the state from before it, and leave."""
-        assert self.val_data is not None
-        if not self.strategy.alone:
-            self._step_records.report(self._recorder.sink)  # before the values of the validation
-        state = self._state_before_validation()
-        generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
-        phase, self._phase = self._phase, Phase.IN_STEP  # checkpoints wait for its end
-        try:
-            metrics = self._validate(self.val_data, until_signal=True)
-        except RuntimeError as error:
-            if not self._ended_workers(error):
-                raise
-            metrics = None
-        self._phase = phase
-        if metrics is None:
-            self._cancel_validation(state, generators)
-            self._leave()
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
@@ -563,16 +449,6 @@ class Trainer(TrainerRun):
             self._end()
         self._write_report()
 
-    # -- small parts of the loop ------------------------------------------------------------------
-
-    def _step_size(self) -> int:
-        """Return the number of batches in this step: the last step of an epoch may have fewer."""
-        length = self._epoch_length
-        if length is None:
-            return self._accumulate
-        first = self._position.batches - 1 - len(self._accumulated_losses)
-        return min(self._accumulate, length - first)
-
     def _finish_step(self) -> None:
         """Step with the batches that are there, as if the step had been that small."""
         factor = self._accumulate / len(self._accumulated_losses)
@@ -586,113 +462,3 @@ class Trainer(TrainerRun):
         self._end_step()
         self._boundary()
         self._phase = Phase.BETWEEN_STEPS
-
-    def _add_means(self, loss: Any, extra: Mapping[str, Any], loader: str) -> None:
-        means = self._context.means
-        for name, value in extra.items():
-            means.add(f"train/{name}", value)
-        if self._multi_loader:
-            for name, value in {"loss": loss, **extra}.items():
-                means.add(f"train/dl_{loader}/{name}", value)
-
-    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
-        context, config = self._context, self.config
-        context.clipped_norm = self.strategy.clip(optimizer, config.clip_norm, config.clip_value)
-        self._norms.append(context.clipped_norm)
-        if self._dispatchers.on_gradient_clip is not None:
-            self._dispatchers.on_gradient_clip(context)
-
-    def _combine_norms(self) -> None:
-        """Combine the norms of the optimizers' gradients into the norm of all gradients."""
-        if len(self._norms) > 1:
-            self._context.clipped_norm = torch.linalg.vector_norm(torch.stack(self._norms))
-        self._norms.clear()
-
-    def _skip_reason(self, idx: int) -> str:
-        """Return why this optimizer does not step, on any rank; "" if it does."""
-        reason = self._requests.why_skipped(idx)
-        (skip,) = self.strategy.any_rank(bool(reason))
-        return reason or ("another process asked" if skip else "")
-
-    def _check_loss(self, loss: Any) -> TrainingError | None:
-        """Skip the step of a loss that is not finite, or return the error to raise after it."""
-        context = self._context
-        place = BatchPlace(context.epoch, context.dataloader_name, context.batch_idx)
-        problem = self._loss_check.check(loss, place)
-        if isinstance(problem, TrainingError):
-            return problem
-        if problem:
-            self.skip_optimizer_step(None, problem)
-            self._drops_gradients = (
-                True  # those that wait for their optimizer are not finite either
-            )
-        return None
-
-    def _end_epoch(self, metrics: Metrics) -> None:
-        for scheduler in self.schedulers:
-            if needs_metric(scheduler):
-                # hooks may have changed it in one process; not every epoch may be validated
-                loss = self.strategy.processes.share(metrics.get("val/loss"))
-                if loss is not None:
-                    scheduler.step(loss)
-            elif self.config.scheduler_every == "epoch":
-                scheduler.step()
-        self._position.end_epoch()
-
-
-def _mean(losses: list[Any]) -> Any:
-    """Return the mean of a step's losses, on their device."""
-    if isinstance(losses[0], torch.Tensor):
-        return torch.stack([loss.float() for loss in losses]).mean()
-    return sum(losses) / len(losses)
-
-
-def _mean_metrics(batches: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the means of a step's metrics, over the batches that have them."""
-    if len(batches) == 1:
-        return dict(batches[0])
-    values: dict[str, list[Any]] = {}
-    for metrics in batches:
-        for name, value in metrics.items():
-            values.setdefault(name, []).append(value)
-    return {name: _mean(several) for name, several in values.items()}
-
-
-def get_trainer(
-    kind: str,
-    model: torch.nn.Module,
-    dataloader: Any,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    device: Any = None,
-    **options: Any,
-) -> Trainer:
-    """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
-
-    `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
-    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes, "accelerate" is
-    for Hugging Face Accelerate.
-    """
-    if not isinstance(kind, str) or kind not in ("simple", "ddp", "fsdp", "accelerate"):
-        known = "'simple', 'ddp', 'fsdp' and 'accelerate'"
-        raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
-    if device is not None:
-        check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
-    if kind != "simple":
-        options = {"strategy": kind, **options}
-    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
-    parts.append("accelerator")
-    hooks = options.get("hooks", {})
-    is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
-    if not is_config and not isinstance(hooks, HooksConfig):
-        parts.append("hooks")  # hooks themselves, a registry, or its configuration
-    given = {name: options.pop(name) for name in parts if name in options}
-    val_loaders = options.pop("val_loaders", None)
-    config = TrainerConfig(device=None if device is None else str(device), **options)
-    make: type[Trainer] = Trainer
-    if kind == "accelerate":
-        from hookline.trainer.accelerate_trainer import AccelerateTrainer
-
-        make = AccelerateTrainer
-    trainer = make(config, model, optimizer, **given)
-    trainer.set_data(dataloader, val_loaders)
-    return trainer

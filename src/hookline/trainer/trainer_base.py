@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Any, Literal, Never, get_args
 
@@ -11,7 +11,6 @@ import torch
 
 from hookline.arguments import (
     check_function,
-    check_mapping,
     check_name,
     listed_strings,
     show_value,
@@ -19,12 +18,11 @@ from hookline.arguments import (
 from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
-from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager
-from hookline.errors import CheckpointError, RunError, TrainingError, listed
+from hookline.errors import RunError, TrainingError, listed
 from hookline.hook import Hook
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
+from hookline.loop.evaluation import count_tokens, make_counter
 from hookline.loop.hook_agreement import HookAgreement
 from hookline.loop.loop_monitor import LoopMonitor
 from hookline.loop.means import Means, means_of_all
@@ -33,10 +31,8 @@ from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.step_records import StepRecords
 from hookline.loop.training_loop import TrainingLoop
-from hookline.loop.weight_sharing import share_buffers
 from hookline.runs.recorder import Recorder
 from hookline.runs.run import Kind
-from hookline.tensors.sharded import shard_like
 from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.checks import (
     check_arguments,
@@ -51,7 +47,6 @@ from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.losses import LossComputer
 from hookline.trainer.progress import make_progress
-from hookline.trainer.rank_checks import require_all_processes
 from hookline.trainer.sharded_loader import share_loaders
 from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
 from hookline.trainer.trainer_context import TrainerEventContext
@@ -257,127 +252,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
             "metrics": ["loss", *metrics],
         }
 
-    def validate(self, loaders: Any = None) -> Metrics:
-        """Validate, and return the metrics: means, weighted by the sizes of the batches.
-
-        The model's mode, the random states and the batch in the context do not change.
-        """
-        require_all_processes(self, "trainer.validate()")
-        stream = self.val_data
-        if loaders is not None:
-            stream = self._val_stream(loaders)
-        metrics = self._validate(stream)
-        assert metrics is not None  # only a signal would end it, and nothing looks for signals
-        return metrics
-
-    def _validate(self, stream: Stream | None, *, until_signal: bool = False) -> Metrics | None:
-        """Validate and return the metrics; None if a signal has ended it."""
-        if stream is None:
-            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
-        with self._phases.span("validation"):
-            return self._run_validation(stream, until_signal=until_signal)
-
-    def _run_validation(self, stream: Stream, *, until_signal: bool) -> Metrics | None:
-        context, fire = self._context, self._dispatchers
-        is_canceled = False
-        train_batch = context.batch, context.batch_idx
-        train_loader = context.dataloader_idx, context.dataloader_name
-        means = Means()
-        if not self.strategy.alone:
-            share_buffers(self.model)  # those of rank 0, which checkpoints have
-        context.evaluating = True
-        with evaluation(self.model, self.device):
-            if fire.on_validation_start is not None:
-                fire.on_validation_start(context)
-            for loaded, signaled in self._validation_batches(stream, until_signal):
-                if signaled:
-                    is_canceled = True
-                    break
-                if loaded is None:  # only other processes have a batch
-                    if self.strategy.forward_is_collective:
-                        self.compute_loss(self._batch_to_repeat)
-                    continue
-                batch, batch_idx, loader_idx, loader_name = loaded
-                context.batch, context.batch_idx = batch, batch_idx
-                context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
-                context.made_metrics = None
-                if fire.on_validation_batch_start is not None:
-                    fire.on_validation_batch_start(context)
-                loss, extra = self.compute_loss(batch)
-                weight = float(samples_in(batch))
-                for name, value in {"loss": loss, **extra}.items():
-                    means.add(f"val/{name}", value, weight)
-                    if len(stream.names) > 1:
-                        means.add(f"val/dl_{loader_name}/{name}", value, weight)
-                if fire.on_validation_batch_end is not None:
-                    context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
-                    fire.on_validation_batch_end(context)
-            context.made_metrics = metrics = Metrics(self._means_of_all(means))
-            if fire.on_validation_end is not None and not is_canceled:
-                fire.on_validation_end(context)
-        context.evaluating = False
-        context.batch, context.batch_idx = train_batch
-        context.dataloader_idx, context.dataloader_name = train_loader
-        if is_canceled:
-            return None
-        self._position.validated = dict.copy(metrics)
-        self._recorder.metrics(context.step, context.epoch, metrics)
-        self._progress.validation(metrics, context.epoch, context.step)
-        if "val/accuracy" in metrics:
-            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
-        return metrics
-
-    def _validation_batches(self, stream: Stream, until_signal: bool) -> Iterator[tuple[Any, bool]]:
-        """Iterate over batches, each with whether a signal in any process ends the validation.
-
-        A batch is None while only other processes have more. The processes agree on signals: one
-        that comes right after an agreement waits for the next, or this process would end alone.
-        """
-        requests = self._requests
-        if self.strategy.alone:
-            for batch in stream.tuples():
-                yield batch, until_signal and requests.signal is not None
-            return
-        is_empty = True
-        self._batch_to_repeat = None
-        for batches in stream.tuples_by_loader():  # all processes begin each loader together
-            while True:
-                loaded: Any = None
-                has_ended = False  # whether the signal has also ended the workers of the loader
-                try:
-                    loaded = next(batches, None)
-                except RuntimeError as error:
-                    if not until_signal or not self._ended_workers(error):
-                        raise
-                    has_ended = True
-                signal_came = until_signal and requests.signal is not None
-                more, signaled = self.strategy.any_rank(
-                    loaded is not None or has_ended, signal_came
-                )
-                if not more:
-                    break
-                is_empty = False
-                if self.strategy.forward_is_collective and not signaled:
-                    self._keep_batch_to_repeat(loaded)
-                yield loaded, signaled
-        if is_empty:
-            raise TrainingError("The validation loaders gave no batch in any process.")
-
-    def _ended_workers(self, error: RuntimeError) -> bool:
-        """Return whether a signal to all processes of the job has ended a loader's workers."""
-        return self._requests.signal is not None and "DataLoader worker" in str(error)
-
-    def _keep_batch_to_repeat(self, loaded: Any) -> None:
-        """Keep a batch for when this process has none and others call the model."""
-        if loaded is not None:
-            self._batch_to_repeat = loaded[0]
-        has_none = loaded is None and self._batch_to_repeat is None
-        (missing,) = self.strategy.any_rank(has_none)
-        if missing:
-            kept = self.strategy.processes.gather(self._batch_to_repeat)
-            if self._batch_to_repeat is None:
-                self._batch_to_repeat = next(batch for batch in kept if batch is not None)
-
     def _means_of_all(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
         return means_of_all(means, self.strategy.processes)
@@ -488,103 +362,6 @@ class TrainerBase(TrainingLoop[HookRegistry]):
 
     def _add(self, built_in: str, **options: Any) -> str:
         return self.add_hook(make_hook(built_in, options))
-
-    # -- checkpoints ------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, apart from the model's weights."""
-        context, scaler = self._context, self.strategy.scaler
-        return {
-            "classes": {
-                "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
-                "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
-            },
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "hooks": self.hooks.state_dict(),
-            "attributes": self._attribute_states(),
-            "disabled": [info.name for info in self.hooks.describe() if info.status == "disabled"],
-            "position": self._position.state_dict(self.device),
-            "means": context.means.state_dict(),
-            "step": context.step,
-            "epoch": context.epoch,
-            "round": self._optimizer_round,
-            "pending_gradients": self._pending_gradients(),
-            "tokens_seen": context.counted_tokens,
-            "best_accuracy": self.best_accuracy,
-            "sanity_due": self._sanity_due,
-            "validation_due": self._validation_due,
-            "epoch_started": self._epoch_started,
-            "epoch_over": self._epoch_over,
-            "run": self._recorder.position(),
-            "settings": self._settings,
-            "ranks": self._rank_states,
-            "strategy": self.strategy.state(),
-            **self._before_validation,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            CheckpointError: the run cannot be resumed exactly with this trainer's data.
-        """
-        state = check_mapping("load_state_dict(state)", state)
-        if "optimizers" not in state or "position" not in state:
-            raise CheckpointError("load_state_dict(state) takes what state_dict() returned.")
-        context, scaler = self._context, self.strategy.scaler
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            self.strategy.load_optimizer(optimizer, saved)
-            # Else a scheduler that steps before the next optimizer step warns about their order.
-            optimizer._opt_called = state["step"] > 0  # type: ignore[attr-defined]
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
-        if scaler is not None and state["scaler"] is not None:
-            scaler.load_state_dict(state["scaler"])
-        self.hooks.load_state_dict(state["hooks"])
-        self._load_attribute_states(state["attributes"])
-        self.strategy.load_state(state.get("strategy", {}))
-        for name in state["disabled"]:
-            if name in self.hooks:
-                self.hooks.disable_hook(name)
-        context.step, context.step_in_progress = state["step"], state["step"] + 1
-        context.counted_tokens = state["tokens_seen"]
-        self._optimizer_round = state["round"]
-        self._load_pending_gradients(state["pending_gradients"])
-        context.means.load_state_dict(state["means"])
-        self.best_accuracy = state["best_accuracy"]
-        self._sanity_due, self._validation_due = state["sanity_due"], state["validation_due"]
-        self._epoch_started = state.get("epoch_started", False)
-        self._epoch_over, self._run_position = state["epoch_over"], state.get("run")
-        self._position.load_state_dict(state["position"], self.device)
-        finished = self._position.epoch == self.max_epochs or context.step == self.config.max_steps
-        self._last_epoch = state["epoch"]
-        context.epoch = self._last_epoch if finished else self._position.epoch
-
-    def _rank_state(self) -> dict[str, Any]:
-        """Return the part of the state that each process has of its own."""
-        return {
-            "position": self._position.state_dict(self.device),
-            "means": self._context.means.state_dict(),
-            "tokens_seen": self._context.counted_tokens,
-        }
-
-    def _pending_gradients(self) -> list[list[Any] | None]:
-        """Return the gradients of each optimizer that does not step in every step, else None."""
-        every = self.config.optimizer_every or [1] * len(self.optimizers)
-        return [
-            None if n == 1 else [p.grad for p in parameters_of(optimizer)]
-            for optimizer, n in zip(self.optimizers, every, strict=True)
-        ]
-
-    def _load_pending_gradients(self, saved: list[list[Any] | None]) -> None:
-        for optimizer, gradients in zip(self.optimizers, saved, strict=True):
-            if gradients is not None:
-                for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
-                    parameter.grad = None
-                    if gradient is not None:
-                        parameter.grad = shard_like(gradient.to(parameter.device), parameter)
 
     # -- agreement of the processes ---------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
+    from hookline.trainer.trainer_state import TrainerState
 
 __all__ = [
     "collect_checkpoint",
@@ -55,7 +55,7 @@ _SHOWN = 5
 _COMPARED = ("hooks", "training")  # of a run's manifest, apart from the configuration
 
 
-def collect_checkpoint(trainer: TrainerBase) -> dict[str, Any]:
+def collect_checkpoint(trainer: TrainerState) -> dict[str, Any]:
     """Return the arguments of `CheckpointSaver.save`: `model`, `state`, `info` and `sync`."""
     state, run = trainer.state_dict(), trainer.run
     info = {
@@ -82,7 +82,7 @@ def decode_states(encoded: tuple[Any, Mapping[str, Any]]) -> dict[str, Any]:
     return states
 
 
-def find_start(trainer: TrainerBase, resume_from: Any) -> Path | None:
+def find_start(trainer: TrainerState, resume_from: Any) -> Path | None:
     """Return the checkpoint that training continues from; None to start a new run.
 
     Args:
@@ -123,7 +123,7 @@ def _is_same(manifest: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
 
 
 def load_trainer_checkpoint(
-    trainer: TrainerBase, found: Path, *, strict: bool = True
+    trainer: TrainerState, found: Path, *, strict: bool = True
 ) -> Mapping[str, Any]:
     """Restore a trainer from a checkpoint, after comparing all of it; return the saved state.
 
@@ -162,7 +162,7 @@ def load_trainer_checkpoint(
     return checkpoint.state
 
 
-def describe_state(trainer: TrainerBase, state: Mapping[str, Any]) -> list[str]:
+def describe_state(trainer: TrainerState, state: Mapping[str, Any]) -> list[str]:
     """Return what else a trainer cannot load: the states of hooks, the position in the data."""
     val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
     lines = describe_hook_states(trainer.hooks, state["hooks"], trainer.model)
@@ -176,7 +176,7 @@ def describe_state(trainer: TrainerBase, state: Mapping[str, Any]) -> list[str]:
 
 
 def describe_unloadable(
-    trainer: TrainerBase, state: Mapping[str, Any]
+    trainer: TrainerState, state: Mapping[str, Any]
 ) -> dict[tuple[str, int], list[str]]:
     """Return what a trainer cannot load of its optimizers, …, by section and index."""
     found = describe_objects(
@@ -206,7 +206,7 @@ def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) 
 
 @contextmanager
 def unchanged_on_failure(
-    trainer: TrainerBase, before: Mapping[str, Any], checkpoint: Checkpoint
+    trainer: TrainerState, before: Mapping[str, Any], checkpoint: Checkpoint
 ) -> Generator[None]:
     """Put a trainer back to a state if loading a checkpoint fails in the block.
 
@@ -238,7 +238,7 @@ def unchanged_on_failure(
         ) from error
 
 
-def _other_settings(trainer: TrainerBase, folder: Path | None) -> list[str]:
+def _other_settings(trainer: TrainerState, folder: Path | None) -> list[str]:
     """Return a line about the settings that differ from those of the run, if they are known."""
     try:
         before = None if folder is None else OpenedRun(folder).manifest.get("config")

@@ -1,0 +1,55 @@
+"""A trainer of any kind with its data, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hookline.arguments import check_instance, show_value
+from hookline.config.trainer_config import HooksConfig, TrainerConfig
+from hookline.errors import TrainingError
+from hookline.trainer.trainer import Trainer
+
+__all__ = ["get_trainer"]
+
+
+def get_trainer(
+    kind: str,
+    model: torch.nn.Module,
+    dataloader: Any,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    device: Any = None,
+    **options: Any,
+) -> Trainer:
+    """Return a trainer with its data: `get_trainer("simple", model, loader, optimizer)`.
+
+    `options` are the fields of `TrainerConfig`, `val_loaders`, and the arguments of `Trainer`.
+    "ddp" and "fsdp" are for scripts that `torchrun` starts in several processes, "accelerate" is
+    for Hugging Face Accelerate.
+    """
+    if not isinstance(kind, str) or kind not in ("simple", "ddp", "fsdp", "accelerate"):
+        known = "'simple', 'ddp', 'fsdp' and 'accelerate'"
+        raise TrainingError(f"Unknown trainer {show_value(kind)}. There are {known}.")
+    if device is not None:
+        check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
+    if kind != "simple":
+        options = {"strategy": kind, **options}
+    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
+    parts.append("accelerator")
+    hooks = options.get("hooks", {})
+    is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
+    if not is_config and not isinstance(hooks, HooksConfig):
+        parts.append("hooks")  # hooks themselves, a registry, or its configuration
+    given = {name: options.pop(name) for name in parts if name in options}
+    val_loaders = options.pop("val_loaders", None)
+    config = TrainerConfig(device=None if device is None else str(device), **options)
+    make: type[Trainer] = Trainer
+    if kind == "accelerate":
+        from hookline.trainer.accelerate_trainer import AccelerateTrainer
+
+        make = AccelerateTrainer
+    trainer = make(config, model, optimizer, **given)
+    trainer.set_data(dataloader, val_loaders)
+    return trainer
