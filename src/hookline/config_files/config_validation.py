@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hookline.config.config_model import UNKNOWN_FIELD_ERRORS, describe_fields
 from hookline.config.hook_items import HookItem
 from hookline.config.hook_names import find_hook
-from hookline.config.trainer_config import UNKNOWN_FIELD_ERRORS, describe_fields
 from hookline.config_files.config_tree import (
     MAX_PROBLEMS,
     ConfigTree,

@@ -34,7 +34,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from hookline.config.trainer_config import Config, TrainerConfig
+from hookline.config.config_model import Config
+from hookline.config.trainer_config import TrainerConfig
 
 __all__ = [
     "TAGS",
