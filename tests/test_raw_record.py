@@ -43,6 +43,20 @@ def test_an_unchanged_loop_leaves_a_run_with_the_loss_of_each_step(tmp_path: Pat
     assert run.manifest["devices"]["used"] == "cpu"
 
 
+def test_the_report_at_the_end_can_be_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOKLINE_REPORT", "1")
+    written = []
+    for wanted in (True, False):
+        model, optimizer = make()
+        with hookline.attach(model, optimizer, runs=tmp_path, report=wanted) as session:
+            train(model, optimizer, batches(2))
+        assert session.run is not None
+        written.append((session.run.path / "report.html").exists())
+    assert written == [True, False]
+
+
 def test_the_record_changes_nothing_in_training(tmp_path: Path) -> None:
     found = []
     for runs in (None, tmp_path):

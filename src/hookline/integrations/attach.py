@@ -51,6 +51,7 @@ def attach(
     name: str | None = None,
     tags: Iterable[str] = (),
     trackers: Any = (),
+    report: bool = True,
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     evaluator: Any = None,
     allow_missing: bool = False,
@@ -106,6 +107,7 @@ def attach(
         tags: tags for the run.
         trackers: experiment trackers that the run is also written to: names (`tensorboard`,
             `wandb`, `mlflow`, `trackio`), mappings with `name` and options, or objects.
+        report: write the run's report when it ends, if plotly is installed.
         model: the model that an Ignite engine trains; or, as a keyword, that of a bare loop.
         evaluator: the Ignite engine that validates the model.
         allow_missing: in another library's trainer, only warn about hooks that need an event which
@@ -122,6 +124,7 @@ def attach(
         "name": name,
         "tags": tags,
         "trackers": trackers,
+        "report": report,
     }
     of_parts: dict[str, Any] = {
         "schedulers": schedulers,

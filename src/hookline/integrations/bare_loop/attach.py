@@ -99,6 +99,7 @@ def session_options(
     name: str | None = None,
     tags: Iterable[str] = (),
     trackers: Any = (),
+    report: bool = True,
 ) -> dict[str, Any]:
     """Return checked arguments of a session in any loop."""
     if not isinstance(on_stop, str) or on_stop not in ("warn", "raise"):
@@ -108,6 +109,7 @@ def session_options(
     if tokens is not None and not _is_auto(tokens):
         check_function("attach(…, tokens=…)", tokens, "batch")
     check_whole_number("attach(…, stop_grace=…)", stop_grace)
+    check_flag("attach(…, report=…)", report)
     if loss_divided is not None:
         check_flag("attach(…, loss_divided=…)", loss_divided)
     if settings is not None:
@@ -128,6 +130,7 @@ def session_options(
         "name": name,
         "tags": listed_strings("attach(…, tags=…)", tags),
         "trackers": _tracker_set(trackers),
+        "report": report,
     }
 
 

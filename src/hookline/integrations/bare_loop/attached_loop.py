@@ -83,6 +83,7 @@ class AttachedLoop(RecordedLoop):
         name: str | None,
         tags: Iterable[str],
         trackers: Any = None,
+        report: bool = True,
         watch_generation: bool = False,
     ) -> None:
         if isinstance(hooks, HookManager):
@@ -105,7 +106,7 @@ class AttachedLoop(RecordedLoop):
         self.config = SimpleNamespace(debug=False) if config is None else config
         self.best_accuracy = 0.0
         self.run: Run | None = None
-        self._runs, self._trackers = runs, trackers
+        self._runs, self._trackers, self._wants_report = runs, trackers, report
         self._recorder: SessionRecorder | None = None
         self._checkpoint_settings = checkpoints
         self._checkpoints: SessionCheckpoints | None = None  # made when it is needed

@@ -40,6 +40,7 @@ class RecordedLoop(TrainingLoop[HookManager]):
     run: Run | None
     _runs: Any
     _trackers: Any  # a `TrackerSet`, or None
+    _wants_report: bool
     _recorder: SessionRecorder | None
     _monitor: LoopMonitor | None = None
     _step_watch: StepWatch
@@ -137,7 +138,7 @@ class RecordedLoop(TrainingLoop[HookManager]):
             if self.run is not None:
                 from hookline.report.at_end import write_report_at_end
 
-                made = write_report_at_end(self.run, status)
+                made = write_report_at_end(self.run, status, wanted=self._wants_report)
                 if made is not None:
                     self._announce(f"report {made}")
 
