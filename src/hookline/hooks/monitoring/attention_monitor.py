@@ -22,12 +22,13 @@ from hookline.tensors.reading import read_tensors
 __all__ = ["AttentionMonitor"]
 
 log = logging.getLogger("hookline")
+_WHY_UNSEEN = "they call neither torch's softmax over keys nor its fused attention"
 
 
 class AttentionMonitor(BuiltIn, Probe):
     """Logs the largest attention logit, and the entropy of the attention weights.
 
-    The values are `attention/<module>/<measure>`, of the first batch of a step:
+    The values are `attention/<module>/<measure>`, of a module's first call in a step:
 
     | measure | meaning |
     |---|---|
@@ -35,16 +36,18 @@ class AttentionMonitor(BuiltIn, Probe):
     | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
     | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
 
-    Logits that grow without end make attention collapse to single tokens, and training diverge
-    (arXiv 2309.14322, which cures it with a norm of queries and keys).
+    The logits are those after scaling, masks and biases. A query whose keys are all masked has no
+    entropy. Logits that grow without end make attention collapse to single tokens, and training
+    diverge (arXiv 2309.14322, which cures it with a norm of queries and keys).
 
     A module that computes its weights itself, such as the eager attention of transformers or
-    `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused
-    attention (`scaled_dot_product_attention`) shows no logits: only the bound is logged, without
-    masks and biases, or with `recompute=True` the logits are computed once more, block by block.
-    Attention that neither torch's softmax nor its fused function computes is not seen, nor is that
-    of a compiled model; a warning names these modules. A recomputation by activation checkpointing
-    is not measured. With several ranks each measures its own batch, and the first one's are logged.
+    `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused attention
+    (`scaled_dot_product_attention`) shows no logits: only the bound is logged, which ignores masks
+    and adds the largest bias, or with `recompute=True` the logits are computed once more, block by
+    block, in float32. Attention that neither torch's softmax nor its fused function computes is not
+    seen, nor is that of a compiled model; a warning names these modules. A recomputation by
+    activation checkpointing is not measured. With several ranks each measures its own batch, and
+    the first one's are logged.
 
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
@@ -55,7 +58,8 @@ class AttentionMonitor(BuiltIn, Probe):
     """
 
     cost = (
-        "In the first batch of a step with a report, norms of queries and keys, or three passes "
+        "In the first batch of a step with a report, norms of queries and keys (which "
+        "`nn.MultiheadAttention` does not show: they are computed once more), or three passes "
         "over the logits where they are shown, and one wait for the device; in other steps about "
         "two microseconds per call of an attention module. `recompute` is about another forward of "
         "the attention."
@@ -148,7 +152,7 @@ class AttentionMonitor(BuiltIn, Probe):
         self._stop_watching()
         if self._unseen and not self._warned:
             self._warned = True
-            why = "they are compiled" if self._compiled else "they use other functions than torch's"
+            why = "they are compiled" if self._compiled else _WHY_UNSEEN
             log.warning(
                 "AttentionMonitor saw no attention in %s: %s. They are not measured.",
                 listed(self._unseen),
