@@ -82,6 +82,7 @@ class GradientNoiseScale(BuiltIn):
         self._signal, self._variance, self._weight = 0.0, 0.0, 0.0
         self._sizes: list[int] = []
         self._warned = False  # that it measures nothing
+        self._checked = False
         self._told = False  # why a step was left out
         self._boundary: int | None = None  # the step that begins where a step has ended
         self._handles: list[RemovableHandle] = []
@@ -118,13 +119,14 @@ class GradientNoiseScale(BuiltIn):
                 "GradientNoiseScale: optimizers that step at different steps accumulate gradients "
                 "of several steps. Remove the hook, or leave optimizer_every out."
             )
+        self._checked = True
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Note the size of the micro-batch."""
         if self.batch_size is None:
             self._sizes.append(samples_in(batch))
 
-    def on_before_forward(self, step: int, optimizers: list[Any]) -> None:
+    def on_before_forward(self, step: int, optimizers: list[Any], trainer: Any) -> None:
         """Watch the gradients of the backward that follows, if the step is due."""
         if (step + 1) % self.log_frequency or self._warned:
             return
@@ -132,6 +134,8 @@ class GradientNoiseScale(BuiltIn):
             self._forget()  # a step whose end was not seen
             if self._boundary != step:
                 return  # the hook was enabled within this step
+            if not self._checked:  # the hook was added during training
+                self._check(optimizers, trainer)
             self._watch(step, [p for p in _parameters_of(optimizers) if p.requires_grad])
         if not self._in_backward:
             self._squares.append({})
