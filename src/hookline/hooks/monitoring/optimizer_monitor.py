@@ -77,7 +77,8 @@ class OptimizerMonitor(BuiltIn):
         self.rms_ratio = rms_ratio
         self.updates = updates
         self._names = MonitoredNames("OptimizerMonitor", param_filter)
-        self._steps: dict[int, _OptimizerStep] = {}
+        self._step: int | None = None
+        self._steps: dict[int, _OptimizerStep] = {}  # by the optimizer's number
 
     def on_train_start(self, model: torch.nn.Module) -> None:
         """Find the parameters to monitor; raise an error that ends training if there are none."""
@@ -90,6 +91,9 @@ class OptimizerMonitor(BuiltIn):
         """Copy the weights that the step is going to change."""
         if (step + 1) % self.log_frequency:
             return
+        if self._step != step:
+            self._steps.clear()
+            self._step = step
         started = _OptimizerStep(optimizers[optimizer_idx], self._names.of(model))
         if started.names:
             self._steps[optimizer_idx] = started
@@ -106,21 +110,23 @@ class OptimizerMonitor(BuiltIn):
         if made is not None:
             made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Read all measurements at once, and log them."""
         if not self._steps:
             return
-        steps = [step for step in self._steps.values() if step.columns]
+        steps = [one for one in self._steps.values() if one.columns]
         self._steps.clear()
-        merge_ranks([(step.statistics, step.columns) for step in steps])
-        values = iter(read_tensors(column for step in steps for column in step.columns.values()))
+        if self._step not in (step - 1, step):  # the hook was disabled within an earlier step
+            return
+        merge_ranks([(one.statistics, one.columns) for one in steps])
+        values = iter(read_tensors(column for one in steps for column in one.columns.values()))
         total: dict[str, float] = {}
-        for step in steps:
-            columns = {name: next(values) for name in step.columns}
-            for row, layer in enumerate(step.names):
+        for one in steps:
+            columns = {name: next(values) for name in one.columns}
+            for row, layer in enumerate(one.names):
                 norms = {name: column[row] for name, column in columns.items()}
-                if "ratio" in norms and row in step.has_moment:
-                    norms["size"] = math.sqrt(step.sizes[row])
+                if "ratio" in norms and row in one.has_moment:
+                    norms["size"] = math.sqrt(one.sizes[row])
                 else:
                     norms.pop("ratio", None)
                 for name, norm in norms.items():
