@@ -90,9 +90,7 @@ class GradientNoiseScale(BuiltIn):
 
     def _forget(self) -> None:
         """Forget the step that is being measured."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._stop_watching()
         self._step: int | None = None
         self._parameters: list[Tensor] = []
         self._in_backward = False
@@ -136,44 +134,51 @@ class GradientNoiseScale(BuiltIn):
                 return  # the hook was enabled within this step
             if not self._checked:  # the hook was added during training
                 self._check(optimizers, trainer)
-            self._watch(step, [p for p in _parameters_of(optimizers) if p.requires_grad])
+            self._step = step
+            self._parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
         if not self._in_backward:
             self._squares.append({})
+            self._watch()
         self._in_backward = True
 
-    def _watch(self, step: int, parameters: list[Tensor]) -> None:
-        self._step, self._parameters = step, parameters
-        for number, parameter in enumerate(parameters):
+    def _watch(self) -> None:
+        """Measure the gradients of the next backward."""
+        for number, parameter in enumerate(self._parameters):
             hook: Callable[[Tensor], None] = partial(self._add, number)
             self._handles.append(parameter.register_hook(hook))
 
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def _add(self, number: int, gradient: Tensor) -> None:
         """Measure a parameter's gradient in a backward."""
-        if not self._in_backward:
-            return  # of another backward, such as that of a hook
         squares = self._squares[-1]
-        if number in squares:
+        if number in squares:  # or the hook was disabled after a forward
             self._problem = "a parameter got its gradient in several parts"
+            self._stop_watching()
         squares[number] = _norm(gradient.detach()).square()
 
     def on_after_backward(self) -> None:
         """Measure the gradients that have been accumulated, which a scaler may have scaled."""
         if self._in_backward:
+            self._stop_watching()
             self._in_backward = False
             self._scaled = self._total_norm()
-        elif self._handles:
+        elif self._step is not None:
             self._problem = "there were two backwards after one forward"
 
     def on_gradients_ready(self) -> None:
         """Measure the gradients that a scaler no longer scales."""
-        if self._handles and self._norm is None:
+        if self._step is not None and self._norm is None:
             self._norm = self._total_norm()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         """Update the estimates, and log them."""
         sizes, self._sizes = self._sizes, []
         self._boundary = step
-        if not self._handles:
+        if self._step is None:
             return
         if self._step not in (step - 1, step):  # a skipped step does not count
             self._forget()
