@@ -49,12 +49,12 @@ class Toggle(hookline.Hook):
             trainer.disable_hook(self.name)
 
     def on_step_end(self, step: int, trainer: Any) -> None:
-        if step == 5:
+        if step == 4:
             trainer.enable_hook(self.name)
 
 
 def train(*hooks: hookline.Hook, precision: str = "bf16") -> dict[str, Any]:
-    """Train for eight steps; return everything that a hook could have changed."""
+    """Train for six steps; return everything that a hook could have changed."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = hookline.TrainerConfig(
@@ -62,12 +62,9 @@ def train(*hooks: hookline.Hook, precision: str = "bf16") -> dict[str, Any]:
     )
     trainer = hookline.Trainer(config, model, optimizer, hooks=hooks)
     generator = torch.Generator().manual_seed(2)
-    trainer.fit(
-        [
-            (torch.randn(3, 5, 8, generator=generator), torch.randint(0, 3, (3, 5)))
-            for _ in range(16)
-        ]
-    )
+    inputs = torch.randn(12, 3, 5, 8, generator=generator)
+    targets = torch.randint(0, 3, (12, 3, 5), generator=generator)
+    trainer.fit(list(zip(inputs, targets, strict=True)))
     assert trainer.status == "completed"
     assert not torch.overrides._get_current_function_mode_stack()
     assert not any(parameter._backward_hooks for parameter in model.parameters())
