@@ -313,7 +313,9 @@ def test_a_failing_measurement_is_a_failure_of_the_monitor(monkeypatch: Any) -> 
     def fail(*args: Any) -> Any:
         raise ValueError("not measured")
 
-    monkeypatch.setattr("hookline.hooks.monitoring.attention_calls._measure_logits", fail)
+    monkeypatch.setattr(
+        "hookline.hooks.monitoring.attention_calls.LogitStatistics.add_logits", fail
+    )
     model = nn.Sequential(SelfAttention())
     trainer = loops.make_trainer(hookline.AttentionMonitor(log_frequency=1), model=model)
     trainer.fit([tuple(torch.randn(2, 3, 5, 8))])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,11 +22,49 @@ _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
 _BLOCK = 1 << 22  # logits that are computed at once
 
 
-@dataclass
 class LogitStatistics:
-    """What was measured of a module's attention, by measure: a value for each head."""
+    """What was measured of the attention in one call of a module, by head."""
 
-    values: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None
+        self._entropy: tuple[Tensor, Tensor] | None = None  # the sum, and of how many queries
+        self._bound: Tensor | None = None
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The measures by name, each with a value for each head."""
+        found: dict[str, Tensor] = {}
+        if self._largest is not None and self._entropy is not None:
+            total, queries = self._entropy
+            found = {"max_logit": self._largest, "entropy": total / queries}
+        if self._bound is not None:
+            found["max_logit_bound"] = self._bound
+        return found
+
+    def add_logits(self, blocks: Iterable[Tensor]) -> None:
+        """Measure logits in blocks with the dimensions batch, heads, queries and keys."""
+        for block in blocks:
+            logits = block.float()
+            of_queries = logits.amax(-1)
+            # All keys of a query may be masked: it attends to nothing.
+            is_masked = of_queries == -math.inf
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
+            self._add(of_queries.amax((0, 2)), entropy.sum((0, 2)), (~is_masked).sum((0, 2)))
+
+    def _add(self, largest: Tensor, entropy: Tensor, queries: Tensor) -> None:
+        if self._largest is None or self._entropy is None:
+            self._largest, self._entropy = largest, (entropy, queries)
+        elif self._largest.shape == largest.shape:
+            total, known = self._entropy
+            self._largest = torch.maximum(self._largest, largest)
+            self._entropy = total + entropy, known + queries
+
+    def add_bound(self, bound: Tensor) -> None:
+        """Add a bound of the logits of each head."""
+        if self._bound is None:
+            self._bound = bound
+        elif self._bound.shape == bound.shape:
+            self._bound = torch.maximum(self._bound, bound)
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -46,21 +84,23 @@ class AttentionCalls(TorchFunctionMode):
         self._heads = heads
         self._recompute = recompute
         self._handle: RemovableHandle | None = None
+        self._active = ExitStack()
 
     def start(self, module: nn.Module) -> None:
         """Watch a module's call that begins, until it ends or raises, or until `stop`."""
         # A hook of its own, since the monitor may be disabled within the call. If the module
         # raises, only the last hook may be removed while PyTorch calls them: this one.
         self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self._active.enter_context(self)
 
     def stop(self) -> None:
         """Watch no longer."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+            active = self._active.pop_all()
             if self in _get_current_function_mode_stack():
-                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                active.close()
 
     def __torch_function__(
         self,
@@ -90,38 +130,27 @@ class AttentionCalls(TorchFunctionMode):
 
     @torch.no_grad()
     def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
-        if self.statistics.values or dim is None or not input.is_floating_point():
+        if dim is None or input.ndim < 3 or dim not in (-1, input.ndim - 1):
             return
-        if input.ndim not in (3, 4) or dim not in (-1, input.ndim - 1):
+        if not input.is_floating_point() or input.is_nested or not input.numel():
             return
         logits = input.detach()
         if logits.ndim == 3:
-            heads = self._heads or 1
-            if len(logits) % heads:
-                return
-            logits = logits.unflatten(0, (-1, heads))
-        largest, entropy = _measure_logits(logits)
-        self.statistics.values.update(max_logit=largest, entropy=entropy)
+            logits = _with_heads(logits, self._heads)
+        logits = logits.flatten(1, -3)  # queries may be grouped by keys
+        rows = _rows_of_block(logits[..., 0, :].numel())
+        self.statistics.add_logits(logits.split(rows, -2))
 
     @torch.no_grad()
     def _measure_multi_head(self, *args: Any, **kwargs: Any) -> None:
         call = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
         call.apply_defaults()
         given = call.arguments
-        if self.statistics.values or given["bias_k"] is not None or given["add_zero_attn"]:
-            return
         query, key = _project(given)
-        if not (given["need_weights"] or self._recompute):
-            self._keep_bound(query, key, 1 / math.sqrt(query.shape[-1]))
-            return
         mask = _join_masks(given, query, key)
         factor = 1 / math.sqrt(query.shape[-1])
-        largest, entropy = _recompute(query, key, factor, mask, is_causal=False)
-        self.statistics.values.update(max_logit=largest, entropy=entropy)
-
-    def _keep_bound(self, query: Tensor, key: Tensor, factor: float) -> None:
-        bound = _largest_norm(query) * _largest_norm(key) * abs(factor)
-        self.statistics.values["max_logit_bound"] = bound.amax(0)
+        exact = given["need_weights"] or self._recompute
+        self._measure_pair(query, key, factor, mask, exact=exact, is_causal=False)
 
     @torch.no_grad()
     def _measure_fused(
@@ -135,20 +164,40 @@ class AttentionCalls(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        if self.statistics.values or query.is_nested or query.ndim < 3:
+        if query.is_nested:
             return
         q, k = (_with_heads(one.detach(), self._heads) for one in (query, key))
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if k.shape[-3] != q.shape[-3]:  # grouped queries
             k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        if not self._recompute:
-            self._keep_bound(q, k, factor)
-            return
         mask = attn_mask
-        if mask is not None and query.ndim == 3 and mask.ndim == 3:
+        if mask is not None:
+            mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
             mask = _with_heads(mask, self._heads)
-        largest, entropy = _recompute(q, k, factor, mask, is_causal=is_causal)
-        self.statistics.values.update(max_logit=largest, entropy=entropy)
+        self._measure_pair(q, k, factor, mask, exact=self._recompute, is_causal=is_causal)
+
+    def _measure_pair(
+        self,
+        query: Tensor,
+        key: Tensor,
+        factor: float,
+        mask: Tensor | None,
+        *,
+        exact: bool,
+        is_causal: bool,
+    ) -> None:
+        """Measure the logits of queries and keys, or a bound of them."""
+        if not query.numel() or not key.numel():
+            return
+        if exact:
+            with torch.autocast(query.device.type, enabled=False):
+                blocks = _logit_blocks(query, key, factor, mask, is_causal=is_causal)
+                self.statistics.add_logits(blocks)
+            return
+        bound = (_largest_norm(query) * _largest_norm(key)).amax(0) * abs(factor)
+        if mask is not None and mask.dtype is not torch.bool:  # may be a bias
+            bound = bound + mask.float().amax((0, 2, 3))
+        self.statistics.add_bound(bound)
 
 
 def _project(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -164,9 +213,14 @@ def _project(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         (given["query"], given["key"]), weights, biases, strict=True
     ):
         batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(1)  # positions, batch, features
-        projected = torch.nn.functional.linear(batched, weight, own_bias).detach()
-        found.append(projected.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))
-    return found[0], found[1]
+        found.append(torch.nn.functional.linear(batched, weight, own_bias).detach())
+    query, key = found
+    if given["bias_k"] is not None:  # one more key
+        key = torch.cat([key, given["bias_k"].detach().expand(1, *key.shape[1:]).to(key.dtype)])
+    if given["add_zero_attn"]:
+        key = torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 1))
+    query, key = (one.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for one in (query, key))
+    return query, key
 
 
 def _join_masks(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
@@ -175,22 +229,26 @@ def _join_masks(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor 
     joined: Tensor | None = None
     if mask is not None:
         joined = _as_addend(mask)
-        if joined.ndim == 3:
-            joined = joined.view(len(query), -1, *joined.shape[1:])
+        joined = joined.view(-1, query.shape[1] if mask.ndim == 3 else 1, *mask.shape[-2:])
     if padding is not None:
-        added = _as_addend(padding).view(len(query), 1, 1, key.shape[-2])
+        added = _as_addend(padding).view(len(query), 1, 1, -1)
         joined = added if joined is None else joined + added
-    return joined
+    if joined is None:
+        return None
+    return torch.nn.functional.pad(joined, (0, key.shape[-2] - joined.shape[-1]))
 
 
 def _as_addend(mask: Tensor) -> Tensor:
+    mask = mask.detach()
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)
 
 
 def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
-    """Return a tensor with the dimensions batch, heads, positions and features."""
+    """Return a tensor with at least the dimensions batch, heads, positions and features."""
+    if tensor.ndim < 3:
+        tensor = tensor[None]
     if tensor.ndim == 3:
         fits = heads is not None and len(tensor) % heads == 0
         split: Tensor = tensor.unflatten(0, (-1, heads if fits and heads else 1))
@@ -199,26 +257,22 @@ def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
 
 
 def _largest_norm(vectors: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(vectors.float(), dim=-1)
     return norms.amax(-1)
 
 
-def _measure_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit and the mean entropy of each head."""
-    logits = logits.float()
-    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
-    return logits.amax((0, 2, 3)), entropy.mean((0, 2))
+def _rows_of_block(size: int) -> int:
+    """Return how many queries are measured at once, if each of them has so many logits."""
+    return max(1, _BLOCK // size)
 
 
-def _recompute(
+def _logit_blocks(
     query: Tensor, key: Tensor, factor: float, mask: Tensor | None, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the logits in blocks of queries; return what `_measure_logits` does."""
+) -> Iterator[Tensor]:
+    """Compute the logits, in blocks of queries."""
     batch, heads, length, _ = query.shape
-    rows = max(1, _BLOCK // (batch * heads * key.shape[-2]))
+    rows = _rows_of_block(batch * heads * key.shape[-2])
     keys = key.float().transpose(-2, -1)
-    largest: list[Tensor] = []
-    entropies: list[Tensor] = []
     for start in range(0, length, rows):
         block = query[..., start : start + rows, :].float()
         logits = block @ keys * factor
@@ -232,7 +286,4 @@ def _recompute(
                 logits = logits.masked_fill(~part, -math.inf)
             else:
                 logits = logits + part
-        own_largest, own_entropy = _measure_logits(logits)
-        largest.append(own_largest)
-        entropies.append(own_entropy * block.shape[-2])
-    return torch.stack(largest).amax(0), torch.stack(entropies).sum(0) / length
+        yield logits

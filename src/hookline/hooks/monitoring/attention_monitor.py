@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import PositiveInt
 from torch import nn
 
-from hookline.errors import HookConfigError, listed
-from hookline.hook import HookGroup
-from hookline.hooks.monitoring.attention_calls import AttentionCalls, LogitStatistics
-from hookline.options import BuiltIn
+from hookline.errors import HookConfigError
+from hookline.hooks.monitoring.attention_calls import AttentionCalls
+from hookline.hooks.monitoring.module_monitor import ModuleMonitor
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
-from hookline.probes.probe import Probe
 from hookline.tensors.name_patterns import module_places
-from hookline.tensors.reading import read_tensors
 
 __all__ = ["AttentionMonitor"]
 
-log = logging.getLogger("hookline")
 
-
-class AttentionMonitor(BuiltIn, Probe):
+class AttentionMonitor(ModuleMonitor):
     """Logs the largest attention logit, and the entropy of the attention weights.
 
-    The values are `attention/<module>/<measure>`, of the first batch of a step:
+    The values are `attention/<module>/<measure>`, of a module's first call in a step:
 
     | measure | meaning |
     |---|---|
@@ -35,16 +29,18 @@ class AttentionMonitor(BuiltIn, Probe):
     | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
     | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
 
-    Logits that grow without end make attention collapse to single tokens, and training diverge
-    (arXiv 2309.14322, which cures it with a norm of queries and keys).
+    The logits are those after scaling, masks and biases. A query whose keys are all masked has no
+    entropy. Logits that grow without end make attention collapse to single tokens, and training
+    diverge (arXiv 2309.14322, which cures it with a norm of queries and keys).
 
     A module that computes its weights itself, such as the eager attention of transformers or
-    `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused
-    attention (`scaled_dot_product_attention`) shows no logits: only the bound is logged, without
-    masks and biases, or with `recompute=True` the logits are computed once more, block by block.
-    Attention that neither torch's softmax nor its fused function computes is not seen, nor is that
-    of a compiled model; a warning names these modules. A recomputation by activation checkpointing
-    is not measured. With several ranks each measures its own batch, and the first one's are logged.
+    `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused attention
+    (`scaled_dot_product_attention`) shows no logits: only the bound is logged, which ignores masks
+    and adds the largest bias, or with `recompute=True` the logits are computed once more, block by
+    block, in float32. Attention that neither torch's softmax nor its fused function computes is not
+    seen, nor is that of a compiled model; a warning names these modules. A recomputation by
+    activation checkpointing is not measured. With several ranks each measures its own batch, and
+    the first one's are logged.
 
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
@@ -55,16 +51,15 @@ class AttentionMonitor(BuiltIn, Probe):
     """
 
     cost = (
-        "In the first batch of a step with a report, norms of queries and keys, or three passes "
+        "In the first batch of a step with a report, norms of queries and keys (which "
+        "`nn.MultiheadAttention` does not show: they are computed once more), or three passes "
         "over the logits where they are shown, and one wait for the device; in other steps about "
         "two microseconds per call of an attention module. `recompute` is about another forward of "
         "the attention."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
     probe_name = "attention_monitor"
-    wants_input = False
-    _results = ("_measured", "_step", "_running", "_unseen", "_compiled", "_warned")
+    prefix = "attention"
+    _results = (*ModuleMonitor._results, "_running", "_compiled")
 
     def __init__(
         self,
@@ -81,12 +76,9 @@ class AttentionMonitor(BuiltIn, Probe):
         self._reset_results()
 
     def _reset_results(self) -> None:
-        self._measured: dict[str, LogitStatistics] = {}
-        self._step: int | None = None
+        super()._reset_results()
         self._running: list[AttentionCalls] = []
-        self._unseen: dict[str, None] = {}
         self._compiled = False
-        self._warned = False
 
     def choose(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the attention modules."""
@@ -102,11 +94,7 @@ class AttentionMonitor(BuiltIn, Probe):
 
     def before(self, call: Call) -> None:
         """Watch the operations within a module, if its call is measured."""
-        if call.step is not None and (call.step + 1) % self.log_frequency:
-            return
-        if call.step != self._step:
-            self._measured, self._step = {}, call.step
-        if not call.compiled and call.name not in self._measured and call.module is not None:
+        if self.is_due(call) and not call.compiled and call.module is not None:
             calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
             calls.start(call.module)
             call.saved = calls
@@ -124,8 +112,8 @@ class AttentionMonitor(BuiltIn, Probe):
         self._running = [one for one in self._running if one is not calls]
         if calls.error is not None:
             raise calls.error
-        if calls.statistics.values:
-            self._measured[call.name] = calls.statistics
+        if values := calls.statistics.values:
+            self._measured[call.name] = values
         else:
             self._unseen[call.name] = None
 
@@ -137,48 +125,32 @@ class AttentionMonitor(BuiltIn, Probe):
     def on_train_start(self) -> None:
         """Forget what was measured before."""
         self._stop_watching()
-        self._reset_results()
+        super().on_train_start()
 
     def on_train_end(self) -> None:
         """Stop watching a call that was interrupted."""
         self._stop_watching()
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Read all measurements at once, and log them."""
         self._stop_watching()
-        if self._unseen and not self._warned:
-            self._warned = True
-            why = "they are compiled" if self._compiled else "they use other functions than torch's"
-            log.warning(
-                "AttentionMonitor saw no attention in %s: %s. They are not measured.",
-                listed(self._unseen),
-                why,
-            )
-        for module, values in self.report().items():
-            for measure, value in values.items():
-                trainer.log(f"attention/{module}/{measure}", value)
+        super().on_step_end(trainer, step)
 
-    def report(self) -> dict[str, Mapping[str, float]]:
-        """Return what was measured since the last report, by module and measure."""
-        if not self._measured:
-            return {}
-        measured, self._measured = self._measured, {}
-        tensors = (value for one in measured.values() for value in one.values.values())
-        values = iter(read_tensors(tensors))
-        found: dict[str, Mapping[str, float]] = {}
-        for module, statistics in measured.items():
-            by_head = {measure: next(values) for measure in statistics.values}
-            found[module] = self._summarize(by_head)
-        return found
-
-    def _summarize(self, by_head: Mapping[str, list[float]]) -> dict[str, float]:
+    def _summarize(self, values: Mapping[str, list[float]]) -> dict[str, float]:
+        """Return the values of all heads together, and of each."""
         found: dict[str, float] = {}
-        for measure, heads in by_head.items():
+        for measure, heads in values.items():
             found[measure] = sum(heads) / len(heads) if measure == "entropy" else max(heads)
         if self.per_head:
-            for measure, heads in by_head.items():
+            for measure, heads in values.items():
                 found |= {f"head_{i}/{measure}": value for i, value in enumerate(heads)}
         return found
+
+    def _describe_unseen(self, modules: str) -> str:
+        why = "they call neither torch's softmax over keys nor its fused attention"
+        if self._compiled:
+            why = "they are compiled"
+        return f"AttentionMonitor saw no attention in {modules}: {why}. They are not measured."
 
 
 def _heads_of(module: nn.Module | None) -> int | None:

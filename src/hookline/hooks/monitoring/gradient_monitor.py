@@ -9,15 +9,14 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
-from torch import Tensor
 
-from hookline.errors import ConfigError, HookConfigError
+from hookline.errors import ConfigError
 from hookline.hook import HookGroup
+from hookline.hooks.monitoring.monitored_parameters import MonitoredNames, MonitoredParameters
 from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
-from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.tensor_statistics import Columns, TensorStatistics, merge_ranks
+from hookline.tensors.tensor_statistics import Columns, merge_ranks
 
 __all__ = ["GradientMonitor"]
 
@@ -106,7 +105,7 @@ class GradientMonitor(BuiltIn):
                 "update_ratio, percentiles and both warnings are off. Turn one of them on, or "
                 "remove the hook."
             )
-        self._names: dict[int, str] | None = None
+        self._names = MonitoredNames("GradientMonitor", param_filter)
         self._measured: dict[int, _OptimizerGradients] = {}
         self._vanishing_layers: set[str] = set()
         self._exploding_layers: set[str] = set()
@@ -114,10 +113,7 @@ class GradientMonitor(BuiltIn):
     def on_train_start(self, model: torch.nn.Module) -> None:
         """Find the parameters to monitor; raise an error that ends training if there are none."""
         self._measured.clear()
-        try:
-            self._names = named_parameters(model, self.param_filter)
-        except ConfigError as error:
-            raise HookConfigError(f"GradientMonitor: param_filter: {error}") from None
+        self._names.find(model)
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -125,10 +121,7 @@ class GradientMonitor(BuiltIn):
         """Measure the gradients of one optimizer, without waiting for the device."""
         if (step + 1) % self.log_frequency:
             return
-        if self._names is None:  # the hook was added during training
-            self._names = {}  # if the next call fails, it is reported once
-            self._names = named_parameters(model, self.param_filter)
-        gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names)
+        gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names.of(model))
         if gradients.names:
             self._measured[optimizer_idx] = gradients
             self._measure(gradients)
@@ -141,7 +134,7 @@ class GradientMonitor(BuiltIn):
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
         """Measure the change of the weights."""
         if self._measured and optimizer_idx in self._measured:
-            self._measured[optimizer_idx].measure_update()
+            self._measured[optimizer_idx].measure_change()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         """Read all measurements at once, and log them."""
@@ -234,46 +227,13 @@ def _warn_of_new(
         log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)
 
 
-class _OptimizerGradients:
-    """The gradients of one optimizer in one step, and the columns that were measured of them.
-
-    A column has a row for each of `names`, the monitored parameters that have a gradient.
-    """
+class _OptimizerGradients(MonitoredParameters):
+    """The gradients of one optimizer in one step, and the columns that were measured of them."""
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        self.names: list[str] = []
-        self.columns: Columns = {}
+        super().__init__(optimizer, names)
         self.merged: Columns = {}  # of all ranks already
         self.sizes: list[int] = []
-        self._parameters: list[Tensor] = []
-        self._before: TensorStatistics | None = None
-        gradients: list[Tensor] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                gradient = None if name is None else parameter.grad
-                if name is not None and gradient is not None and parameter.requires_grad:
-                    self.names.append(name)
-                    self._parameters.append(parameter)
-                    gradients.append(gradient)
-        self.statistics = TensorStatistics(gradients)
-
-    def keep_weights(self) -> None:
-        """Copy the weights before the optimizer's step."""
-        copies = [parameter.detach().clone() for parameter in self._parameters]
-        self._before = TensorStatistics(copies)
-
-    @torch.no_grad()
-    def measure_update(self) -> None:
-        """Measure how the weights have changed, if they were copied."""
-        before, self._before = self._before, None
-        if before is None:
-            return
-        self.columns["weight"] = before.norms()
-        after = TensorStatistics([parameter.detach() for parameter in self._parameters])
-        subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
-        subtract(before.local, after.local)  # in the copies
-        self.columns["change"] = before.norms()
 
 
 def _read_report(measured: Sequence[_OptimizerGradients]) -> Report:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from statistics import harmonic_mean
 from typing import Annotated, Any
 
 import torch
@@ -16,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from hookline.errors import HookConfigError
 from hookline.hook import HookGroup
 from hookline.loop.evaluation import samples_in
-from hookline.loop.processes import world_size
+from hookline.loop.processes import processes_of
 from hookline.options import BuiltIn
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.sharded import is_sharded
+from hookline.tensors.sharded import is_sharded, stored_values
 
 __all__ = ["GradientNoiseScale"]
 
@@ -37,6 +38,8 @@ class GradientNoiseScale(BuiltIn):
 
     with b samples in a micro-batch and B in a step, and |g_b|² as the mean over the micro-batches
     of all ranks. Both are unbiased and averaged over reports, separately, before they are divided.
+    If micro-batches differ in size, b is their harmonic mean, since each counts alike in the
+    gradient.
 
     | value | meaning |
     |---|---|
@@ -46,10 +49,11 @@ class GradientNoiseScale(BuiltIn):
     | `gradient_noise/batch_size` | the samples in this step, to compare with |
 
     It needs several micro-batches in a step (gradient accumulation) or several processes (DDP); if
-    there is one of each, a warning says so and nothing is logged. A step with micro-batches of
-    different sizes is left out, and so is one with gradients that are not finite. Several processes
-    have to average their gradients within backward, as DDP does. Parameters that are sharded
-    (FSDP2) are refused: there, the gradient of a micro-batch exists nowhere.
+    there is one of each, a warning says so and nothing is logged. A step with gradients that are
+    not finite is left out, and so is one whose micro-batches are not seen one by one; a warning
+    says why, once. Several processes have to average their gradients within backward, as DDP does.
+    Parameters that are sharded (FSDP2) are refused: there, the gradient of a micro-batch exists
+    nowhere.
 
     Args:
         log_frequency: measure every N optimizer steps.
@@ -77,25 +81,28 @@ class GradientNoiseScale(BuiltIn):
         self.batch_size = batch_size
         self._signal, self._variance, self._weight = 0.0, 0.0, 0.0
         self._sizes: list[int] = []
-        self._warned = False
+        self._warned = False  # that it measures nothing
+        self._checked = False
+        self._told = False  # why a step was left out
+        self._boundary: int | None = None  # the step that begins where a step has ended
         self._handles: list[RemovableHandle] = []
         self._forget()
 
     def _forget(self) -> None:
         """Forget the step that is being measured."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._stop_watching()
+        self._step: int | None = None
         self._parameters: list[Tensor] = []
         self._in_backward = False
         self._squares: list[dict[int, Tensor]] = []  # of each micro-batch, by parameter
-        self._repeated = False
+        self._problem = ""  # why the step cannot be used
         self._scaled: Tensor | None = None  # the norm of all gradients after the last backward
         self._norm: Tensor | None = None  # the same when they are ready, so unscaled
 
-    def on_train_start(self, optimizers: list[Any], trainer: Any) -> None:
+    def on_train_start(self, optimizers: list[Any], trainer: Any, step: int) -> None:
         """Raise if gradients of micro-batches cannot be seen."""
         self._forget()
+        self._sizes, self._boundary = [], step
         self._check(optimizers, trainer)
 
     def _check(self, optimizers: list[Any], trainer: Any) -> None:
@@ -110,51 +117,74 @@ class GradientNoiseScale(BuiltIn):
                 "GradientNoiseScale: optimizers that step at different steps accumulate gradients "
                 "of several steps. Remove the hook, or leave optimizer_every out."
             )
+        self._checked = True
 
     def on_train_batch_start(self, batch: Any) -> None:
         """Note the size of the micro-batch."""
         if self.batch_size is None:
             self._sizes.append(samples_in(batch))
 
-    def on_before_forward(self, step: int, optimizers: list[Any]) -> None:
+    def on_before_forward(self, step: int, optimizers: list[Any], trainer: Any) -> None:
         """Watch the gradients of the backward that follows, if the step is due."""
         if (step + 1) % self.log_frequency or self._warned:
             return
-        if not self._handles:
+        if self._step != step:
+            self._forget()  # a step whose end was not seen
+            if self._boundary != step:
+                return  # the hook was enabled within this step
+            if not self._checked:  # the hook was added during training
+                self._check(optimizers, trainer)
+            self._step = step
             self._parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
-            for number, parameter in enumerate(self._parameters):
-                hook: Callable[[Tensor], None] = partial(self._add, number)
-                self._handles.append(parameter.register_hook(hook))
         if not self._in_backward:
             self._squares.append({})
+            self._watch()
         self._in_backward = True
+
+    def _watch(self) -> None:
+        """Measure the gradients of the next backward."""
+        for number, parameter in enumerate(self._parameters):
+            hook: Callable[[Tensor], None] = partial(self._add, number)
+            self._handles.append(parameter.register_hook(hook))
+
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _add(self, number: int, gradient: Tensor) -> None:
         """Measure a parameter's gradient in a backward."""
-        if not self._in_backward:
-            return  # of another backward, such as that of a hook
         squares = self._squares[-1]
-        self._repeated = self._repeated or number in squares
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-        squares[number] = norm.square()
+        if number in squares:  # or the hook was disabled after a forward
+            self._problem = "a parameter got its gradient in several parts"
+            self._stop_watching()
+        squares[number] = _norm(gradient.detach()).square()
 
     def on_after_backward(self) -> None:
         """Measure the gradients that have been accumulated, which a scaler may have scaled."""
         if self._in_backward:
+            self._stop_watching()
             self._in_backward = False
             self._scaled = self._total_norm()
+        elif self._step is not None:
+            self._problem = "there were two backwards after one forward"
 
     def on_gradients_ready(self) -> None:
         """Measure the gradients that a scaler no longer scales."""
-        if self._handles and self._norm is None:
+        if self._step is not None and self._norm is None:
             self._norm = self._total_norm()
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Update the estimates, and log them."""
         sizes, self._sizes = self._sizes, []
-        if not self._handles:
+        self._boundary = step
+        if self._step is None:
             return
-        if len(self._squares) * world_size() == 1:
+        if self._step not in (step - 1, step):  # a skipped step does not count
+            self._forget()
+            return
+        processes = processes_of(trainer)
+        if len(self._squares) * processes.size == 1:
             self._forget()
             self._warned = True
             log.warning(
@@ -162,47 +192,59 @@ class GradientNoiseScale(BuiltIn):
                 "or several processes. There is one of each, so it measures nothing."
             )
             return
-        own = self._measure_step(self._size_of_micro_batch(sizes))
+        sizes = self._sizes_of_micro_batches(sizes)
+        measured = self._measure_step()
+        own = None if measured is None else (*read_tensors([measured])[0], sizes)
+        if self._problem and not self._told:
+            self._told = True
+            log.warning("Step %s: no gradient noise scale, since %s.", step, self._problem)
         self._forget()
-        (ranks,) = read_tensors([_gather(own)])
-        if not all(math.isfinite(number) for one in ranks for number in one):
-            return
-        squares, of_big, size, n = zip(*ranks, strict=True)
-        if len(set(size)) == len(set(n)) == 1:  # else the micro-batches of the ranks differ
-            small = int(size[0])
-            big = small * int(n[0]) * len(ranks)
-            self._update(sum(squares) / len(ranks), of_big[0], small, big)
-            self._log(trainer, big)
+        ranks = processes.gather(own)
+        if all(one is not None and math.isfinite(one[0] + one[1]) for one in ranks):
+            self._update(ranks)
+            self._log(trainer, sum(sum(one[2]) for one in ranks))
 
-    def _measure_step(self, size: int | None) -> Tensor:
-        """Return what this rank has measured, without waiting for the device.
+    def _measure_step(self) -> Tensor | None:
+        """Return two squared norms of gradients, without waiting for the device.
 
-        These are the mean squared norm of its micro-batches' gradients, the squared norm of the
-        step's gradient, the size of a micro-batch and their number; NaN if they cannot be used.
+        The first is the mean over the micro-batches of this rank, the second that of the step.
+        None if they cannot be used.
         """
         squares, scaled, norm = self._squares, self._scaled, self._norm
         n = len(squares)
-        if size is None or scaled is None or norm is None or self._repeated or not all(squares):
-            return torch.full((4,), math.nan, device=_device_of(self._parameters))
-        totals = torch.stack([torch.stack(list(one.values())).sum() for one in squares])
+        if scaled is None or norm is None or self._problem or not all(squares):
+            return None
+        home = norm.device
+        totals = torch.stack(
+            [torch.stack([s.to(home) for s in one.values()]).sum() for one in squares]
+        )
         # A micro-batch's part of an accumulated mean is one n-th of its own gradient.
         of_small = totals.mean() * n**2 * (norm / scaled).square()
-        counts = torch.tensor([float(size), float(n)]).to(norm.device)
-        return torch.cat([torch.stack([of_small, norm.square()]), counts])
+        return torch.stack([of_small, norm.square()])
 
-    def _size_of_micro_batch(self, sizes: list[int]) -> int | None:
-        """Return how many samples each micro-batch has; None if they differ."""
+    def _sizes_of_micro_batches(self, sizes: list[int]) -> list[int]:
+        """Return how many samples each micro-batch has."""
+        n = len(self._squares)
         if self.batch_size is not None:
-            return self.batch_size
+            return [self.batch_size] * n
         if not sizes:
             self._warned = True
             raise HookConfigError(
                 "GradientNoiseScale: this loop does not provide its batches. Give the number of "
                 "samples in a micro-batch: GradientNoiseScale(batch_size=…)."
             )
-        return sizes[0] if len(set(sizes)) == 1 else None
+        if len(sizes) != n:
+            self._problem = f"there were {len(sizes)} batches and {n} backwards"
+        elif not all(sizes):
+            self._problem = "a batch has no samples"
+        return sizes
 
-    def _update(self, of_small: float, of_big: float, small: int, big: int) -> None:
+    def _update(self, ranks: list[tuple[float, float, list[int]]]) -> None:
+        """Add an estimate from two squared norms and the sizes of micro-batches in each rank."""
+        of_small, of_big = sum(one[0] for one in ranks) / len(ranks), ranks[0][1]
+        sizes = [size for *_, several in ranks for size in several]
+        small = harmonic_mean(sizes)
+        big = small * len(sizes)
         signal = (big * of_big - small * of_small) / (big - small)
         variance = (of_small - of_big) / (1 / small - 1 / big)
         new = 1 - self.decay
@@ -223,7 +265,7 @@ class GradientNoiseScale(BuiltIn):
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        norms = [_norm(gradient) for gradient in gradients]
         home = norms[0].device
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]))
         return total
@@ -242,17 +284,10 @@ class GradientNoiseScale(BuiltIn):
         self._weight = state["weight"]
 
 
-def _gather(own: Tensor) -> Tensor:
-    """Return a row for each rank."""
-    if world_size() == 1:
-        return own[None]
-    rows = [torch.empty_like(own) for _ in range(world_size())]
-    torch.distributed.all_gather(rows, own)
-    return torch.stack(rows)
-
-
-def _device_of(parameters: list[Tensor]) -> torch.device:
-    return parameters[0].device if parameters else torch.device("cpu")
+def _norm(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient, which may be sparse, of complex numbers or half precision."""
+    norm: Tensor = torch.linalg.vector_norm(stored_values(gradient).float())
+    return norm
 
 
 def _parameters_of(optimizers: list[Any]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from pydantic import PositiveInt
@@ -23,8 +23,9 @@ log = logging.getLogger("hookline")
 class LogitMonitor(BuiltIn):
     """Logs how large and how certain the model's logits are.
 
-    The logits are the model's output, or its `logits`. Each position (a token, a sample) has one
-    for each class, and the values are means over positions:
+    The logits are the model's output, its `logits`, or the first tensor with two or more dimensions
+    of a tuple. Each position (a token, a sample) has one for each class, and the values are means
+    over positions:
 
     | value | meaning |
     |---|---|
@@ -37,9 +38,14 @@ class LogitMonitor(BuiltIn):
     a lower learning rate cures (arXiv 2309.14322). Logits are measured in float32, in the first
     batch of a step. With several ranks each measures its own batch, and the first one's are logged.
 
+    All positions and classes count: also padding that the loss ignores, and classes that fill up a
+    vocabulary. That outputs are logits is taken for granted: leave the hook out for a regression.
+    Where there are none, or no such dimension, a warning says so once, and nothing is logged.
+
     Args:
         log_frequency: report every N optimizer steps.
-        class_dim: the dimension of the classes.
+        class_dim: the dimension of the classes; None: the second one of outputs with four or more
+            dimensions, such as those for the pixels of images, and the last one of others.
         max_positions: measure at most so many positions, evenly spaced.
     """
 
@@ -53,49 +59,67 @@ class LogitMonitor(BuiltIn):
     def __init__(
         self,
         log_frequency: PositiveInt = 50,
-        class_dim: int = -1,
+        class_dim: int | None = None,
         max_positions: PositiveInt = 256,
     ) -> None:
         self.log_frequency = log_frequency
         self.class_dim = class_dim
         self.max_positions = max_positions
         self._values: dict[str, Tensor] = {}
+        self._step: int | None = None
         self._warned = False
 
     def on_train_start(self) -> None:
         """Forget what was measured before."""
-        self._values = {}
+        self._values, self._step = {}, None
 
     def on_after_forward(self, outputs: Any, step: int) -> None:
         """Measure the logits of a step's first batch, without waiting for the device."""
-        if (step + 1) % self.log_frequency or self._values:
+        if (step + 1) % self.log_frequency or self._step == step:
             return
+        self._values, self._step = {}, step
         logits = _find_logits(outputs)
-        if logits is None or not logits.numel() or logits.shape[self._dim(logits)] < 2:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "LogitMonitor found no logits in the model's output, %s. Expected a tensor "
-                    "with two or more classes, or `logits` that are one.",
-                    describe_structure(outputs),
-                )
+        dim = None if logits is None else self._dim(logits)
+        if logits is None or dim is None or not logits.numel() or logits.shape[dim] < 2:
+            self._warn(outputs, has_dim=logits is None or dim is not None)
             return
-        self._values = self._measure(logits)
+        self._values = self._measure(logits, dim)
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Log what was measured."""
-        if self._values:
-            values, self._values = self._values, {}
+        values, self._values = self._values, {}
+        if values and self._step in (step - 1, step):  # a skipped step does not count
             for name, value in values.items():
                 trainer.log(f"logits/{name}", value)
 
-    def _dim(self, logits: Tensor) -> int:
-        dim = self.class_dim
-        return dim if -logits.ndim <= dim < logits.ndim else -1
+    def _dim(self, logits: Tensor) -> int | None:
+        """Return the dimension of the classes; None if these logits do not have it."""
+        if self.class_dim is None:
+            return 1 if logits.ndim > 3 else -1
+        return self.class_dim if -logits.ndim <= self.class_dim < logits.ndim else None
+
+    def _warn(self, outputs: Any, *, has_dim: bool) -> None:
+        """Say once that there is nothing to measure."""
+        if self._warned:
+            return
+        self._warned = True
+        shown = describe_structure(outputs)
+        if has_dim:
+            log.warning(
+                "LogitMonitor found no logits in the model's output, %s. Expected a tensor with "
+                "two or more classes, or `logits` that are one.",
+                shown,
+            )
+        else:
+            log.warning(
+                "LogitMonitor measures nothing: class_dim is %s, which the model's output, %s, "
+                "does not have. Give the dimension of the classes.",
+                *(self.class_dim, shown),
+            )
 
     @torch.no_grad()
-    def _measure(self, logits: Tensor) -> dict[str, Tensor]:
-        rows = logits.detach().movedim(self._dim(logits), -1)
+    def _measure(self, logits: Tensor, dim: int) -> dict[str, Tensor]:
+        rows = logits.detach().movedim(dim, -1)
         rows = rows.reshape(-1, rows.shape[-1])
         stride = -(-len(rows) // self.max_positions)
         rows = rows[::stride].float()
@@ -111,12 +135,23 @@ class LogitMonitor(BuiltIn):
 
 
 def _find_logits(outputs: Any) -> Tensor | None:
-    """Return the logits in a model's output: itself, `logits`, or the first of a tuple."""
+    """Return the logits in a model's output: itself, its `logits`, or the first of a tuple."""
+    if isinstance(outputs, Tensor):
+        return outputs if _may_be_logits(outputs) else None
     if isinstance(outputs, Mapping):
-        outputs = outputs.get("logits")
-    elif not isinstance(outputs, Tensor):
-        first = outputs[0] if isinstance(outputs, tuple | list) and outputs else None
-        outputs = getattr(outputs, "logits", first)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point() or is_sharded(outputs):
-        return None
-    return outputs if outputs.ndim >= 2 else None
+        found = outputs.get("logits")
+    else:
+        found = getattr(outputs, "logits", None)
+        if found is None and isinstance(outputs, tuple | list):
+            found = next((one for one in outputs if _may_be_logits(one)), None)
+    return found if _may_be_logits(found) else None
+
+
+def _may_be_logits(value: Any) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.ndim >= 2
+        and value.layout is torch.strided
+        and not (value.is_nested or is_sharded(value))
+    )

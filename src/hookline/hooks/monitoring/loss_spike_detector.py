@@ -23,15 +23,17 @@ log = logging.getLogger("hookline")
 _TO_DEVIATION = 1.4826  # the median distance of a normal distribution, to its deviation
 _DELAY = 1  # steps after which a loss is read, so that the device is not waited for
 _MAX_VALUES = 5000  # in one event
+_MAX_SPIKES = 100  # in one run
 
 
 class LossSpikeDetector(BuiltIn):
     """Notices spikes of the training loss, and records what was logged around them.
 
     The loss of a step is compared with those of the `window` steps before it, by a robust z-score:
-    its distance from their median, divided by 1.4826 times their median distance from it. A loss
-    that is not finite is a spike, too. Steps that follow within `steps_after` belong to the same
-    spike.
+    its distance from their median, divided by 1.4826 times their median distance from it, or by a
+    thousandth of the median where that is more. A loss that is not finite is a spike, too, from the
+    first step on. Steps that follow within `steps_after` belong to the same spike, and so do those
+    after it until the loss is finite.
 
     A warning is logged at once. When `steps_after` more steps are over, or training ends, the
     event `loss_spike` is written to the run's `events.jsonl`:
@@ -45,11 +47,13 @@ class LossSpikeDetector(BuiltIn):
     | `values` | by name: pairs of step and value, as logged in the steps around it |
     | `values_omitted` | how many more there were, beyond 5,000 |
 
-    A spike that is repeated by a resumed training is recorded once.
+    A spike that is repeated by a resumed training is recorded once. After 100 spikes in a run, a
+    warning says so, and no more are recorded.
 
     `indices` is null where the loop does not know them: only Hookline's trainer does, for a
     `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
-    With several ranks, the first one's loss is watched.
+    With several ranks, the first one's loss is watched, and its batches are kept: the mean over all
+    ranks is known only later, when it is recorded, since no step waits for it.
 
     Args:
         threshold: the z-score above which a loss is a spike.
@@ -84,6 +88,7 @@ class LossSpikeDetector(BuiltIn):
         self._unread: deque[tuple[int, int | None, LazyFloat | float, list[Any]]] = deque()
         self._batches: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._is_limit_known = False
 
     def on_train_batch_start(
         self, trainer: Any, batch_idx: int, dataloader_name: str, dataloader_idx: int
@@ -127,28 +132,43 @@ class LossSpikeDetector(BuiltIn):
     def _check_until(self, last_step: int, run: Any) -> None:
         while self._unread and self._unread[0][0] <= last_step:
             step, epoch, lazy, batches = self._unread.popleft()
-            if self._open is not None and step > self._open["step"] + self.steps_after:
+            loss = float(lazy)
+            is_over = self._open is not None and step > self._open["step"] + self.steps_after
+            if is_over and math.isfinite(loss):
                 self._write(run)
-            self._check(step, epoch, float(lazy), batches)
+            self._check(step, epoch, loss, batches)
 
     def _check(self, step: int, epoch: int | None, loss: float, batches: list[Any]) -> None:
         center, deviation = self._describe_window()
         z = _robust_z(loss, center, deviation)
-        known = len(self._losses) >= self.min_steps
+        window = len(self._losses)
+        known = window >= self.min_steps
         if math.isfinite(loss):
             self._losses.append(loss)
         if self._open is not None:
-            if not loss <= self._open["peak"]:
+            if not math.isnan(self._open["peak"]) and not loss <= self._open["peak"]:
                 self._open |= {"peak": loss, "peak_step": step}
         elif not math.isfinite(loss) or (known and z > self.threshold):
+            if len(self.spikes) >= _MAX_SPIKES:
+                self._warn_of_limit()
+                return
             log.warning(
                 "Step %s: the loss spikes to %.4g, from a median of %.4g in the last %s steps "
                 "(robust z-score %.3g).",
-                *(step, loss, center, len(self._losses), z),
+                *(step, loss, center, window, z),
             )
             self._open = {"step": step, "epoch": epoch, "loss": loss, "z": z}
             self._open |= {"median": center, "deviation": deviation}
             self._open |= {"peak": loss, "peak_step": step, "batches": batches}
+
+    def _warn_of_limit(self) -> None:
+        if not self._is_limit_known:
+            self._is_limit_known = True
+            log.warning(
+                "LossSpikeDetector has recorded %s spikes. It records no more of them: a larger "
+                "threshold finds fewer.",
+                _MAX_SPIKES,
+            )
 
     def _describe_window(self) -> tuple[float, float]:
         """Return the median of the losses in the window, and their deviation from it."""
@@ -182,8 +202,8 @@ def _is_recorded(run: Any, spike: Mapping[str, Any]) -> bool:
 def _robust_z(loss: float, center: float, deviation: float) -> float:
     if not math.isfinite(loss):
         return math.inf
-    # A constant loss has no deviation: one of a thousandth is assumed.
-    return (loss - center) / max(deviation, 1e-3 * abs(center), 1e-12)
+    # A constant loss has no deviation: one of a thousandth is assumed, or of a millionth for zero.
+    return (loss - center) / (max(deviation, 1e-3 * abs(center)) or 1e-6)
 
 
 def _read_values(run: Any, first: int, last: int) -> tuple[dict[str, list[Any]], int]:

@@ -10,13 +10,13 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from hookline.errors import ConfigError, HookConfigError
+from hookline.errors import ConfigError
 from hookline.hook import HookGroup
+from hookline.hooks.monitoring.monitored_parameters import MonitoredNames, MonitoredParameters
 from hookline.options import BuiltIn
-from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import local
-from hookline.tensors.tensor_statistics import Columns, TensorStatistics, merge_ranks
+from hookline.tensors.tensor_statistics import merge_ranks
 
 __all__ = ["OptimizerMonitor"]
 
@@ -37,8 +37,9 @@ class OptimizerMonitor(BuiltIn):
     become too small for it, often some steps before a loss spike (arXiv 2304.13013). It is computed
     with the gradient that the step used, and the second moment after the step, without the bias of
     its first steps; second moments below ε² count as ε². It is there for optimizers that keep a
-    second moment per element (`Adam`, `AdamW`, `NAdam`, `RAdam`, `RMSprop`). For plain SGD
-    `effective_lr` is the learning rate.
+    second moment per element (`Adam`, `AdamW`, `NAdam`, `RAdam`, `RMSprop`; with `amsgrad`, the
+    largest so far), and for dense gradients of real numbers. For plain SGD `effective_lr` is the
+    learning rate.
 
     Sharded parameters are measured as a whole. Skipped steps and parameters without a gradient are
     not reported, and a ratio is omitted where what it is divided by is zero.
@@ -75,16 +76,14 @@ class OptimizerMonitor(BuiltIn):
         self.param_filter = param_filter
         self.rms_ratio = rms_ratio
         self.updates = updates
-        self._names: dict[int, str] | None = None
-        self._steps: dict[int, _OptimizerStep] = {}
+        self._names = MonitoredNames("OptimizerMonitor", param_filter)
+        self._step: int | None = None
+        self._steps: dict[int, _OptimizerStep] = {}  # by the optimizer's number
 
     def on_train_start(self, model: torch.nn.Module) -> None:
         """Find the parameters to monitor; raise an error that ends training if there are none."""
         self._steps.clear()
-        try:
-            self._names = named_parameters(model, self.param_filter)
-        except ConfigError as error:
-            raise HookConfigError(f"OptimizerMonitor: param_filter: {error}") from None
+        self._names.find(model)
 
     def on_before_optimizer_step(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -92,10 +91,10 @@ class OptimizerMonitor(BuiltIn):
         """Copy the weights that the step is going to change."""
         if (step + 1) % self.log_frequency:
             return
-        if self._names is None:  # the hook was added during training
-            self._names = {}  # if the next call fails, it is reported once
-            self._names = named_parameters(model, self.param_filter)
-        started = _OptimizerStep(optimizers[optimizer_idx], self._names)
+        if self._step != step:
+            self._steps.clear()
+            self._step = step
+        started = _OptimizerStep(optimizers[optimizer_idx], self._names.of(model))
         if started.names:
             self._steps[optimizer_idx] = started
             if self.updates:
@@ -109,23 +108,25 @@ class OptimizerMonitor(BuiltIn):
         """Measure the step, without waiting for the device."""
         made = self._steps.get(optimizer_idx) if self._steps else None
         if made is not None:
-            made.measure(rms_ratio=self.rms_ratio)
+            made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Read all measurements at once, and log them."""
         if not self._steps:
             return
-        steps = [step for step in self._steps.values() if step.columns]
+        steps = [one for one in self._steps.values() if one.columns]
         self._steps.clear()
-        merge_ranks([(step.statistics, step.columns) for step in steps])
-        values = iter(read_tensors(column for step in steps for column in step.columns.values()))
+        if self._step not in (step - 1, step):  # the hook was disabled within an earlier step
+            return
+        merge_ranks([(one.statistics, one.columns) for one in steps])
+        values = iter(read_tensors(column for one in steps for column in one.columns.values()))
         total: dict[str, float] = {}
-        for step in steps:
-            columns = {name: next(values) for name in step.columns}
-            for row, layer in enumerate(step.names):
+        for one in steps:
+            columns = {name: next(values) for name in one.columns}
+            for row, layer in enumerate(one.names):
                 norms = {name: column[row] for name, column in columns.items()}
-                if "ratio" in norms and row in step.has_moment:
-                    norms["size"] = math.sqrt(step.sizes[row])
+                if "ratio" in norms and row in one.has_moment:
+                    norms["size"] = math.sqrt(one.sizes[row])
                 else:
                     norms.pop("ratio", None)
                 for name, norm in norms.items():
@@ -146,49 +147,21 @@ def _ratios(norms: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         yield "effective_lr", norms["change"] / norms["gradient"]
 
 
-class _OptimizerStep:
-    """One step of one optimizer, and the norms that were measured of it.
-
-    A column has a row for each of `names`, the monitored parameters that have a gradient.
-    """
+class _OptimizerStep(MonitoredParameters):
+    """One step of one optimizer, and the norms that were measured of it."""
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        self.names: list[str] = []
-        self.columns: Columns = {}
+        super().__init__(optimizer, names)
+        self.sizes = self.statistics.sizes()
         self.has_moment: set[int] = set()
         self._optimizer = optimizer
-        self._parameters: list[Tensor] = []
-        self._groups: list[Any] = []
-        self._before: TensorStatistics | None = None
-        gradients: list[Tensor] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter))
-                gradient = None if name is None else parameter.grad
-                if name is not None and gradient is not None and parameter.requires_grad:
-                    self.names.append(name)
-                    self._parameters.append(parameter)
-                    self._groups.append(group)
-                    gradients.append(gradient)
-        self.statistics = TensorStatistics(gradients)
-        self.sizes = self.statistics.sizes()
-
-    def keep_weights(self) -> None:
-        """Copy the weights before the optimizer's step."""
-        copies = [parameter.detach().clone() for parameter in self._parameters]
-        self._before = TensorStatistics(copies)
 
     @torch.no_grad()
-    def measure(self, *, rms_ratio: bool) -> None:
+    def measure(self, *, rms_ratio: bool, updates: bool) -> None:
         """Measure the change of the weights and the ratios, after the optimizer's step."""
-        before, self._before = self._before, None
-        if before is not None:
+        if updates:
             self.columns["gradient"] = self.statistics.norms()
-            self.columns["weight"] = before.norms()
-            after = TensorStatistics([parameter.detach() for parameter in self._parameters])
-            subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
-            subtract(before.local, after.local)  # in the copies
-            self.columns["change"] = before.norms()
+            self.measure_change()
         if rms_ratio:
             norms = [self._ratio_norm(row) for row in range(len(self.names))]
             self.has_moment = {row for row, norm in enumerate(norms) if norm is not None}
@@ -200,18 +173,36 @@ class _OptimizerStep:
 
     def _ratio_norm(self, row: int) -> Tensor | None:
         """Return the norm of g / √v in this rank's part; None without a second moment."""
-        parameter, group = self._parameters[row], self._groups[row]
-        state = self._optimizer.state.get(parameter, {})
-        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        parameter, group = self.parameters[row], self.groups[row]
         gradient = parameter.grad
-        if not isinstance(moment, Tensor) or moment.shape != parameter.shape or gradient is None:
+        if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
             return None
-        if gradient.layout is not torch.strided or gradient.is_complex():
+        second = _second_moment(self._optimizer.state.get(parameter, {}), parameter, group)
+        if second is None or not self.sizes[row]:
             return None
-        second, used = local(moment).float(), self.statistics.local[row].float()
-        if "exp_avg_sq" in state and "betas" in group and "step" in state:
-            second = second / (1 - float(group["betas"][1]) ** state["step"])
-        epsilon = float(group.get("eps", 1e-8))
-        divisor = second.clamp(min=max(epsilon**2, torch.finfo(torch.float32).tiny)).sqrt_()
-        norm: Tensor = torch.linalg.vector_norm(used / divisor)
+        epsilon = group.get("eps", 1e-8)  # Adafactor has several
+        least = float(epsilon) ** 2 if isinstance(epsilon, int | float) else 0.0
+        divisor = second.clamp(min=max(least, torch.finfo(torch.float32).tiny)).sqrt_()
+        norm: Tensor = torch.linalg.vector_norm(self.statistics.local[row].float() / divisor)
         return norm
+
+
+def _second_moment(
+    state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the mean of squared gradients that an optimizer keeps for each element.
+
+    The bias of its first steps is removed. With `amsgrad` it is the largest so far, by which the
+    step is divided. Of a sharded one it is this rank's part.
+    """
+    names = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
+    name = next((name for name in names if name in state), None)
+    moment = None if name is None else state[name]
+    if not isinstance(moment, Tensor) or moment.shape != parameter.shape:
+        return None
+    if not moment.is_floating_point():  # such as one that is quantized
+        return None
+    second = local(moment).float()
+    if name != "square_avg" and "betas" in group and "step" in state:
+        second = second / (1 - group["betas"][1] ** state["step"])
+    return second

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.hook import HookGroup
-from hookline.options import BuiltIn
+from hookline.hooks.monitoring.module_monitor import ModuleMonitor
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
-from hookline.probes.probe import Probe
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.reading import read_tensors
 from hookline.tensors.running_counts import unit_dimension
 from hookline.tensors.sharded import local
 
@@ -23,12 +20,13 @@ __all__ = ["OutlierMonitor"]
 
 _MASSIVE = 100.0  # a massive activation is above this, and above so many medians:
 _MASSIVE_RATIO = 1000.0
+_PIECE = 1 << 22  # values that are measured at once
 
 
-class OutlierMonitor(BuiltIn, Probe):
+class OutlierMonitor(ModuleMonitor):
     """Logs outliers, inactive units and the effective rank of the outputs of layers.
 
-    The values are `activations/<module>/<measure>`, of the first batch of a step:
+    The values are `activations/<module>/<measure>`, of a module's first call in a step:
 
     | measure | meaning |
     |---|---|
@@ -39,12 +37,17 @@ class OutlierMonitor(BuiltIn, Probe):
     | `dormant` | the fraction of units whose mean magnitude is at most `tau` times the layer's |
     | `effective_rank` | exp of the entropy of the normalized singular values of the features |
 
-    Massive activations are defined in arXiv 2402.17762, dormant units in arXiv 2302.12902. Units
-    are along the last dimension, in the outputs of convolutions along the channels. `massive`
-    uses the median of up to 65,536 values, evenly spaced. The effective rank is that of up to
-    `rank_samples` positions, evenly spaced, so it is at most that number. Values that are not
-    finite make the measures NaN. With several ranks each measures its own batch, and the first
-    one's values are logged. A recomputation by activation checkpointing is not measured.
+    Massive activations are defined in arXiv 2402.17762, dormant units in arXiv 2302.12902. The
+    first tensor of floating-point numbers in an output is measured, in float32. Units are along its
+    last dimension, in outputs with four or more dimensions and those of convolutions along the
+    channels. `massive` uses the median of up to 65,536 values, evenly spaced. The effective rank is
+    that of up to `rank_samples` positions, evenly spaced, so it is at most their number; features
+    that are all zero have a rank of 0. Values that are not finite make all measures NaN, and a
+    constant output has no kurtosis, which is NaN, too.
+
+    With several ranks each measures its own batch, and the first one's values are logged. A
+    recomputation by activation checkpointing is not measured. A warning names modules without an
+    output that can be measured.
 
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
@@ -56,15 +59,13 @@ class OutlierMonitor(BuiltIn, Probe):
     """
 
     cost = (
-        "In the first batch of a step with a report about eight passes over each output, the "
+        "In the first batch of a step with a report about ten passes over each output, the "
         "eigenvalues of a matrix of `rank_samples` rows, and one wait for the device; in other "
-        "steps about a microsecond per call of a module."
+        "steps about a microsecond per call of a module. Large outputs are measured in pieces of "
+        "four million values."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
     probe_name = "outlier_monitor"
-    wants_input = False
-    _results = ("_measured", "_step")
+    prefix = "activations"
 
     def __init__(
         self,
@@ -80,81 +81,75 @@ class OutlierMonitor(BuiltIn, Probe):
         self.rank_samples = rank_samples
         self._reset_results()
 
-    def _reset_results(self) -> None:
-        self._measured: dict[str, dict[str, Tensor]] = {}
-        self._step: int | None = None
-
     def choose(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules that are measured."""
         return super().choose(model) if self.modules is not None else _find_layers(model)
 
     def after(self, call: Call) -> None:
         """Measure an output, without waiting for the device."""
-        if call.step is not None and (call.step + 1) % self.log_frequency:
-            return
-        if call.step != self._step:
-            self._measured, self._step = {}, call.step
-        if call.name in self._measured:
+        if not self.is_due(call):
             return
         output = next((t for t in tensors_in(call.output) if t.is_floating_point()), None)
         output = None if output is None else local(output.detach())
         if output is None or output.layout is not torch.strided or output.is_nested:
-            return
-        if output.ndim and output.numel():
+            self._unseen[call.name] = None
+        elif output.ndim and output.numel():
             self._measured[call.name] = self._measure(output, call.module)
 
-    def on_train_start(self) -> None:
-        """Forget what was measured before."""
-        self._reset_results()
-
-    def on_step_end(self, trainer: Any) -> None:
-        """Read all measurements at once, and log them."""
-        for module, values in self.report().items():
-            prefix = f"activations/{module}" if module else "activations"
-            for measure, value in values.items():
-                trainer.log(f"{prefix}/{measure}", value)
-
-    def report(self) -> dict[str, dict[str, float]]:
-        """Return what was measured since the last report, by module and measure."""
-        if not self._measured:
-            return {}
-        measured, self._measured = self._measured, {}
-        values = iter(read_tensors(v for several in measured.values() for v in several.values()))
-        return {module: {name: next(values) for name in many} for module, many in measured.items()}
+    def _describe_unseen(self, modules: str) -> str:
+        return (
+            f"OutlierMonitor measures nothing of {modules}: their outputs have no dense tensor of "
+            "floating-point numbers."
+        )
 
     @torch.no_grad()
     def _measure(self, output: Tensor, module: nn.Module | None) -> dict[str, Tensor]:
         rows = output.movedim(unit_dimension(module, output), -1)
-        rows = rows.reshape(-1, rows.shape[-1]).float()  # positions by units
-        magnitudes = rows.abs()
-        by_unit = magnitudes.mean(0)
-        flat = magnitudes.reshape(-1)
-        median = flat[:: -(-flat.numel() // 65536)].median()
-        threshold = (median * _MASSIVE_RATIO).clamp(min=_MASSIVE)
-        squares = (rows - rows.mean()).square_()
-        variance = squares.mean()
-        found = {
-            "abs_max": magnitudes.amax(),
-            "massive": (magnitudes > threshold).sum(),
-            "kurtosis": squares.square_().mean() / variance.square(),
-            "dead": (by_unit == 0).float().mean(),
-            "dormant": (by_unit <= self.tau * by_unit.mean()).float().mean(),
-        }
+        rows = rows.reshape(-1, rows.shape[-1])  # positions by units
+        low, high = (value.float() for value in rows.aminmax())
+        largest = torch.maximum(high, -low)
+        found = {"abs_max": largest, **self._measure_pieces(rows, largest)}
+        found["kurtosis"] = found["kurtosis"].where(high > low, torch.nan)
         if self.rank_samples:
             found["effective_rank"] = _effective_rank(rows, self.rank_samples)
-        return found
+        return {name: value.where(largest.isfinite(), torch.nan) for name, value in found.items()}
+
+    def _measure_pieces(self, rows: Tensor, largest: Tensor) -> dict[str, Tensor]:
+        """Measure what needs copies of the values: a piece at a time, so that memory is bounded."""
+        flat = rows.reshape(-1)
+        median = flat[:: -(-flat.numel() // 65536)].float().abs().median()
+        threshold = (median * _MASSIVE_RATIO).clamp(min=_MASSIVE)
+        mean = rows.mean(dtype=torch.float32)
+        scale = largest.clamp(min=torch.finfo(torch.float32).tiny)  # else fourth powers overflow
+        massive, second, fourth, of_units = (torch.zeros((), device=rows.device) for _ in range(4))
+        for piece in rows.split(max(1, _PIECE // rows.shape[-1])):
+            values = piece.float()
+            squares = ((values - mean) / scale).square_()
+            second = second + squares.sum()
+            fourth = fourth + squares.square_().sum()
+            magnitudes = values.abs()
+            massive = massive + (magnitudes > threshold).sum()
+            of_units = of_units + magnitudes.sum(0)
+        of_units = of_units / len(rows)
+        return {
+            "massive": massive,
+            "kurtosis": fourth * rows.numel() / second.square(),
+            "dead": (of_units == 0).float().mean(),
+            "dormant": (of_units <= self.tau * of_units.mean()).float().mean(),
+        }
 
 
 def _effective_rank(rows: Tensor, samples: int) -> Tensor:
     """Return exp of the entropy of the normalized singular values of evenly spaced rows."""
-    rows = rows[:: -(-len(rows) // samples)]
+    rows = rows[:: -(-len(rows) // samples)].float()
     rows = rows / rows.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)
     rows = rows if rows.device.type == "mps" else rows.double()
     gram = rows @ rows.T if len(rows) <= rows.shape[1] else rows.T @ rows
     gram = gram.nan_to_num(0, 0, 0)  # eigenvalues of NaN raise an error
     singular: Tensor = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt_()
-    entropy: Tensor = torch.special.entr(singular / singular.sum()).sum()
-    return entropy.exp()
+    total = singular.sum()
+    entropy: Tensor = torch.special.entr(singular / total).sum()
+    return entropy.exp().where(total > 0, 0.0)
 
 
 def _find_layers(model: nn.Module) -> dict[str, nn.Module]:

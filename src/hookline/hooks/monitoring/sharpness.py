@@ -8,16 +8,21 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.errors import HookConfigError
 from hookline.hook import HookGroup
-from hookline.loop.processes import world_size
-from hookline.loop.random_state import random_state, restore_random_state
+from hookline.loop.processes import processes_of
+from hookline.loop.random_state import (
+    generator_state,
+    random_state,
+    restore_random_state,
+    set_generator_state,
+)
 from hookline.options import BuiltIn
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.reading import read_tensors, widest_float
-from hookline.tensors.sharded import is_sharded
+from hookline.tensors.sharded import is_sharded, stored_values
 
 __all__ = ["Sharpness"]
 
@@ -31,10 +36,12 @@ class Sharpness(BuiltIn):
     divided by the distance. So it works with fused attention, which has no second derivative.
 
     The batch is that of the step, with the same dropout. If a step has several batches, it is the
-    last one of them, and its gradient at the unmoved weights is computed again, too. Weights,
-    gradients, buffers, the scaler and random states are afterwards what they were, and other hooks
-    and probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called once
-    more. With DDP, the value is that of all processes' batches together.
+    last one of them, and its gradient at the unmoved weights is computed again, too, as it is where
+    the gradients of several optimizers come from different steps. Weights, gradients, buffers, the
+    scaler and random states are afterwards what they were, and other hooks and probes do not see
+    the additional calls of the model; `step_fn` or `loss_fn` is called once more, and so are hooks
+    that the model's own code has registered. With DDP, the value is that of all processes' batches
+    together.
 
     Logged are `sharpness/along_gradient`, and `sharpness/times_lr`, its product with the learning
     rate of the first optimizer. A value that is not finite is not logged.
@@ -50,8 +57,8 @@ class Sharpness(BuiltIn):
 
     cost = (
         "Nothing in steps without a report. In those, one more forward and backward (two under "
-        "gradient accumulation), a copy of the weights and of the gradients, and one wait for the "
-        "device."
+        "gradient accumulation or `optimizer_every`), a copy of the weights and of the gradients, "
+        "and one wait for the device."
     )
     hookline_group = HookGroup.MONITOR
     hookline_records = True
@@ -63,15 +70,19 @@ class Sharpness(BuiltIn):
     ) -> None:
         self.log_frequency = log_frequency
         self.distance = distance
+        self._checked = False
+        self._step: int | None = None
         self._batch: Any = None
-        self._batches = 0
-        self._random: dict[str, Any] | None = None
+        self._random: _RandomStates | None = None
         self._found: Tensor | None = None
         self._lr = 0.0
 
     def on_train_start(self, trainer: Any, optimizers: list[Any]) -> None:
         """Raise if this loop or these parameters are not supported."""
         self._forget()
+        self._check(trainer, optimizers)
+
+    def _check(self, trainer: Any, optimizers: list[Any]) -> None:
         if getattr(trainer, "compute_loss_apart", None) is None:
             raise HookConfigError(
                 "Sharpness computes the loss of a batch again, which only Hookline's own Trainer "
@@ -89,78 +100,81 @@ class Sharpness(BuiltIn):
                 "Sharpness: the model has parameters in half precision, which cannot be moved by "
                 "small distances. Train with precision='bf16' or 'fp16' and parameters in float32."
             )
+        self._checked = True
 
     def _forget(self) -> None:
         self._batch = self._random = self._found = None
-        self._batches = 0
 
-    def on_train_batch_start(self, trainer: Any, batch: Any, step: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, batch: Any, step: int, optimizers: list[Any]
+    ) -> None:
         """Keep the batch and the random states that its forward begins with, if it is due."""
         if (step + 1) % self.log_frequency == 0:
-            self._batch, self._random = batch, random_state(trainer.device)
-            self._batches += 1
+            if not self._checked:  # the hook was added during training
+                self._check(trainer, optimizers)
+            self._forget()
+            self._step, self._batch, self._random = step, batch, _RandomStates(trainer)
 
-    def on_gradients_ready(self, trainer: Any, optimizer_idx: int, optimizers: list[Any]) -> None:
+    def on_gradients_ready(self, trainer: Any, optimizers: list[Any]) -> None:
         """Measure, before the first optimizer steps."""
-        if self._batch is None or optimizer_idx or self._found is not None:
+        if self._batch is None or self._found is not None:
             return
         parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
         parameters = [p for p in parameters if p.grad is not None]
         if parameters:
             self._lr = float(optimizers[0].param_groups[0]["lr"])
-            buffers = [b for b in trainer.model.buffers() if b is not None]
-            self._found = self._measure(trainer, parameters, buffers)
+            self._found = self._measure(trainer, parameters)
 
-    def _measure(
-        self, trainer: Any, parameters: Sequence[Tensor], buffers: Sequence[Tensor]
-    ) -> Tensor:
+    def _measure(self, trainer: Any, parameters: Sequence[Tensor]) -> Tensor:
         """Return the curvature, and put everything back."""
-        now = random_state(trainer.device)
-        kept = [buffer.clone() for buffer in buffers]
+        random, buffers = _RandomStates(trainer), _Buffers(trainer.model)
         weights = [parameter.detach().clone() for parameter in parameters]
+        processes = processes_of(trainer)
         try:
-            direction: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
-            if self._batches > 1:  # the accumulated gradient is that of other batches, too
+            direction = [_dense(p.grad) for p in parameters if p.grad is not None]
+            if _has_other_gradients(trainer):
                 direction = self._gradients(trainer, parameters)
-                _restore(buffers, kept)
-                _average(direction)
+                buffers.restore()
+                _average(direction, processes.size)
             length = global_norm(direction)
             # On the device: the distance is never read.
-            distance = self.distance * global_norm(weights)
+            distance = self.distance * global_norm([stored_values(weight) for weight in weights])
             factor = distance / length
             with torch.no_grad():
                 for parameter, along in zip(parameters, direction, strict=True):
-                    parameter.add_(along.to(parameter.dtype) * factor)
+                    moved = stored_values(parameter)
+                    moved.add_(along.to(moved.dtype) * factor.to(moved.device))
             after = self._gradients(trainer, parameters)
             product = _dot(direction, after)
-            if world_size() > 1:
-                torch.distributed.all_reduce(product)
-                product = product / world_size()
+            _average([product], processes.size)
             return (product / length - length.to(product.dtype)) / distance
         finally:
-            _restore(parameters, weights)
-            _restore(buffers, kept)
-            restore_random_state(now, trainer.device)
+            with torch.no_grad():
+                for parameter, weight in zip(parameters, weights, strict=True):
+                    parameter.copy_(weight)
+            buffers.restore()
+            random.restore()
 
     def _gradients(self, trainer: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the kept batch, without a change of `.grad`."""
+        """Return the gradients of the kept batch, dense, without a change of `.grad`."""
         assert self._random is not None
-        restore_random_state(self._random, trainer.device)
+        self._random.restore()
         loss = trainer.compute_loss_apart(self._batch)
         scaler = trainer.strategy.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         found = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
         return [
-            torch.zeros_like(p) if g is None else g / scale if scale != 1.0 else g
+            _dense(torch.zeros_like(p) if g is None else g / scale if scale != 1.0 else g)
             for p, g in zip(parameters, found, strict=True)
         ]
 
-    def on_step_end(self, trainer: Any) -> None:
+    def on_step_end(self, trainer: Any, step: int) -> None:
         """Log the result."""
+        if self._batch is None:
+            return
         found = self._found
-        if self._batch is not None:
-            self._forget()
-        if found is not None:
+        self._forget()
+        if found is not None and self._step in (step - 1, step):  # a skipped step does not count
             (value,) = read_tensors([found])
             if math.isfinite(value):
                 trainer.log("sharpness/along_gradient", value)
@@ -171,21 +185,70 @@ def _parameters_of(optimizers: Sequence[Any]) -> list[Tensor]:
     return [p for one in optimizers for group in one.param_groups for p in group["params"]]
 
 
-@torch.no_grad()
-def _restore(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    for tensor, value in zip(tensors, kept, strict=True):
-        tensor.copy_(value)
+def _dense(gradient: Tensor) -> Tensor:
+    """Return a gradient as real numbers, also of zeros that are not stored."""
+    return stored_values(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def _average(gradients: Sequence[Tensor]) -> None:
-    """Average gradients over all processes, as DDP has done it with those of the step."""
-    if world_size() > 1:
-        for gradient in gradients:
-            torch.distributed.all_reduce(gradient)
-            gradient.div_(world_size())
+class _RandomStates:
+    """The states of the global generators, and of those that the model's modules have."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._device = trainer.device
+        self._global = random_state(self._device)
+        self._own = [
+            (value, generator_state(value))
+            for module in trainer.model.modules()
+            for value in vars(module).values()
+            if isinstance(value, torch.Generator)
+        ]
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        restore_random_state(self._global, self._device)
+        for generator, state in self._own:
+            set_generator_state(generator, state)
+
+
+class _Buffers:
+    """The buffers of a model, which a forward may change in place or replace."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the modules the same buffers, with the same values."""
+        for module, name, buffer, value in self._kept:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+
+
+def _has_other_gradients(trainer: Any) -> bool:
+    """Return whether `.grad` may have more than the gradient of the last batch, or be scaled."""
+    config = trainer.config
+    every = config.optimizer_every
+    every = every if isinstance(every, list | tuple) else [every or 1]
+    # When the first optimizer's gradients are ready, the scaler still scales those of the others.
+    is_scaled = len(trainer.optimizers) > 1 and trainer.strategy.scaler is not None
+    return config.accumulate > 1 or is_scaled or any(n != 1 for n in every)
+
+
+def _average(tensors: Sequence[Tensor], processes: int) -> None:
+    """Average over all processes, in place, as DDP has done it with the step's gradients."""
+    if processes > 1:
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
+            tensor.div_(processes)
 
 
 def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    pairs = zip(first, second, strict=True)
-    wide = widest_float(first[0].device)
-    return torch.stack([(a.to(wide) * b.to(wide)).sum() for a, b in pairs]).sum()
+    home = first[0].device
+    wide = widest_float(home)
+    products = [(a.to(wide) * b.to(wide)).sum() for a, b in zip(first, second, strict=True)]
+    return torch.stack([product.to(home) for product in products]).sum()
