@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from hookline.printable import printable
 from hookline.report.layers import find_bad_gradients, find_gradient_norms, group_layers
 from hookline.report.reading import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
+from hookline.runs.record_checks import is_finite_number
 from hookline.text_tables import join_some
 
 __all__ = ["collect_facts", "describe_facts"]
@@ -47,7 +49,7 @@ def collect_facts(data: RunData) -> dict[str, Any]:
     return facts
 
 
-def describe_facts(facts: dict[str, Any]) -> list[str]:
+def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts as sentences."""
     lines = [_outcome(facts), _losses(facts), _results(facts)]
     gradients = facts["gradients"]
@@ -97,7 +99,7 @@ def _skipped_steps(data: RunData) -> int:
     return max(ends, data.event_counts.get(_SKIPS, 0))
 
 
-def _outcome(facts: dict[str, Any]) -> str:
+def _outcome(facts: Mapping[str, Any]) -> str:
     steps = "no steps yet" if facts["steps"] is None else f"{facts['steps']:,} steps"
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
     words |= {"error": "ended with an error", "unknown": "has no manifest"}
@@ -109,7 +111,7 @@ def _outcome(facts: dict[str, Any]) -> str:
     parts = f", in {facts['parts']} parts" if facts["parts"] > 1 else ""
     started = "" if not facts["started"] else f", started {format_time(facts['started'])} UTC"
     duration = f" in {format_duration(facts['seconds'])}" if facts["seconds"] is not None else ""
-    reason = f" Reason: {printable(facts['reason'], 300)}." if facts["reason"] else ""
+    reason = f" Reason: {printable(facts['reason'], 300).rstrip('.')}." if facts["reason"] else ""
     error = facts["last_error"]
     first = printable(str(error).strip().partition("\n")[0], 400) if error else ""
     error_text = f" Its error: {first}" if first else ""
@@ -122,7 +124,7 @@ def _pace(per_second: float) -> str:
     return f"{_short(1 / per_second):g} seconds per step"
 
 
-def _losses(facts: dict[str, Any]) -> str:
+def _losses(facts: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for name, label in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         found = facts["metrics"].get(name)
@@ -138,7 +140,7 @@ def _losses(facts: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _results(facts: dict[str, Any]) -> str:
+def _results(facts: Mapping[str, Any]) -> str:
     shown = [
         f"{printable(name, 60)} {format_number(_short(one['best']))} "
         f"(step {_step(one['best_step'])})"
@@ -148,7 +150,7 @@ def _results(facts: dict[str, Any]) -> str:
     return f"Best: {join_some(shown)}." if shown else ""
 
 
-def _incidents(facts: dict[str, Any]) -> str:
+def _incidents(facts: Mapping[str, Any]) -> str:
     counts = {
         "loss spike": facts["loss_spikes"],
         "skipped step": facts["steps_skipped"],
@@ -171,7 +173,7 @@ def _incidents(facts: dict[str, Any]) -> str:
     return f"{text}. Recorded: {', '.join(some)}."
 
 
-def _hook_cost(facts: dict[str, Any]) -> str:
+def _hook_cost(facts: Mapping[str, Any]) -> str:
     hooks = facts["hooks"]
     if hooks["share"] is None:
         return ""
@@ -182,7 +184,7 @@ def _hook_cost(facts: dict[str, Any]) -> str:
     return text + "."
 
 
-def _time(facts: dict[str, Any]) -> str:
+def _time(facts: Mapping[str, Any]) -> str:
     total = sum(facts["time"].values())
     if not total:
         return ""
@@ -264,8 +266,7 @@ def _tokens(data: RunData) -> int | None:
 
 
 def _number(value: Any) -> float:
-    is_number = type(value) is int or type(value) is float
-    return value if is_number and math.isfinite(value) else 0
+    return value if is_finite_number(value) else 0
 
 
 def _finite(value: Any) -> Any:

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hookline.printable import printable, printable_lines
-from hookline.report.facts import phase_seconds, read_hooks, token_points
+from hookline.report.facts import describe_facts, phase_seconds, read_hooks, token_points
 from hookline.report.layers import find_gradient_norms, group_layers
 from hookline.report.reading import RunData
 from hookline.report.sampling import SampledSeries
+from hookline.report.spikes import encode_spike
+from hookline.runs.formatting import format_number
+from hookline.runs.record_checks import is_finite_number
 
 __all__ = ["encode_run", "share_buckets", "to_script_json"]
 
@@ -19,6 +22,7 @@ _BUCKETS = 120_000  # of all series of a page: about 3 MB
 _MAIN_BUCKETS = 1_000  # of a loss
 _MAX_NAME = 300
 _MAX_CONFIG = 400  # rows
+_MAX_SPIKES = 50  # with their details
 _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
 
 
@@ -50,8 +54,11 @@ def share_buckets(runs: Iterable[RunData]) -> None:
             run.left_out.append(f"the curves of {len(names) - allowed:,} of {len(names):,} series")
 
 
-def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) -> dict[str, Any]:
+def encode_run(
+    data: RunData, facts: Mapping[str, Any], label: str, media: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a run as the page's script expects it."""
+    sentences = describe_facts(facts)
     groups = group_layers(data.series)
     norms = find_gradient_norms(groups)
     axes: dict[tuple[bytes, bytes], int] = {}
@@ -59,6 +66,7 @@ def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) ->
     series = {name[:_MAX_NAME]: _encode(one, axes, xs) for name, one in data.series.items()}
     facts = {name: value for name, value in facts.items() if name != "metrics"}
     return {
+        "label": label,
         "facts": facts,
         "sentences": sentences,
         "xs": xs,
@@ -70,7 +78,7 @@ def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) ->
         "hooks": read_hooks(data),
         "switches": _switches(data),
         "failures": _failures(data),
-        "spikes": [_plain(event) for event in data.events_of(_SPIKE)[:200]],
+        "spikes": [encode_spike(event) for event in data.events_of(_SPIKE)[:_MAX_SPIKES]],
         "phases": phase_seconds(data),
         "manifest": _manifest_rows(data),
         "config": _config_rows(data.manifest),
@@ -78,7 +86,7 @@ def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) ->
             [one.path.name[:200], one.step, one.is_last, one.is_best, one.size]
             for one in data.checkpoints[-200:]
         ],
-        "others": {kind: len(names) for kind, names in data.others.items()},
+        "media": media,
     }
 
 
@@ -109,13 +117,12 @@ def _numbers(values: Iterable[float], digits: int = 5) -> list[float | int | Non
 
 
 def _marks(data: RunData) -> list[list[Any]]:
-    """Return the marks of the curves: kind, step, time and text."""
+    """Return the marks of the curves: kind, step, time, text and, for a spike, its loss."""
     marks: list[list[Any]] = []
 
-    def add(kind: str, event: Mapping[str, Any], text: str) -> None:
-        step = event.get("step")
-        is_step = type(step) in (int, float)
-        marks.append([kind, step if is_step else None, event.get("time"), printable(text, 300)])
+    def add(kind: str, event: Mapping[str, Any], text: str, loss: Any = None) -> None:
+        numbers = [v if is_finite_number(v) else None for v in (event.get("step"), loss)]
+        marks.append([kind, numbers[0], event.get("time"), printable(text, 300), numbers[1]])
 
     for event in data.events_of("checkpoint"):
         add("checkpoint", event, f"checkpoint {_base_name(event.get('path'))}")
@@ -128,7 +135,9 @@ def _marks(data: RunData) -> list[list[Any]]:
         items = changed.items() if isinstance(changed, dict) else ()
         add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items))
     for event in data.events_of(_SPIKE):
-        add("spike", event, f"loss spike: {event.get('loss')} (z {event.get('z')})")
+        loss, z = event.get("loss"), event.get("z")
+        text = f"loss spike: {format_number(loss)} (robust z-score {format_number(z)})"
+        add("spike", event, text, loss)
     for event in data.events_of(_FAILED):
         add(
             "failure",
@@ -237,14 +246,6 @@ def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
         if value is not None
     ]
     return rows[:_MAX_CONFIG]
-
-
-def _plain(event: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        printable(name, 60): printable(json.dumps(value, default=str), 1500)
-        for name, value in list(event.items())[:30]
-        if name not in ("kind", "v", "time")
-    }
 
 
 def _base_name(path: Any) -> str:

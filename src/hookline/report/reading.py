@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hookline.report.media import Media
 from hookline.report.sampling import SampledSeries
 from hookline.runs.jsonl_file import JsonlReader
 from hookline.runs.manifest import inspect_run_manifest
@@ -34,7 +35,7 @@ class RunData:
 
     Attributes:
         series: The sampled values of each scalar metric, in the order of their first values.
-        others: The number of values of other kinds, by kind and name.
+        media: Some of its histograms, texts and images.
         events: The events by kind, oldest first; not all of them if there are very many.
         event_counts: How many events of each kind there are.
         left_out: What is missing in the report, one line each.
@@ -44,7 +45,7 @@ class RunData:
     overview: dict[str, Any]
     manifest: dict[str, Any]
     series: dict[str, SampledSeries] = field(default_factory=dict[str, SampledSeries])
-    others: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    media: Media = field(default_factory=Media)
     events: dict[str, list[Event]] = field(default_factory=dict[str, list[Event]])
     event_counts: dict[str, int] = field(default_factory=dict[str, int])
     checkpoints: list[Any] = field(default_factory=list[Any])
@@ -95,7 +96,7 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
     count = done = 0
     limit = _MAX_PER_SERIES
     size = _size_of(data)
-    for block_size, scalars in read_scalars(reader, data.others):
+    for block_size, scalars in read_scalars(reader, data.media.add):
         for row in scalars:
             rows = pending.get(row[2])
             if rows is None:

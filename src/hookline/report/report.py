@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from hookline.arguments import check_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
+from hookline.printable import printable
 from hookline.report.comparison import compare_runs
-from hookline.report.facts import collect_facts, describe_facts
+from hookline.report.facts import collect_facts
 from hookline.report.page import make_page, read_plotly
 from hookline.report.page_data import encode_run, share_buckets
 from hookline.report.reading import read_run
@@ -78,8 +80,19 @@ def make_report(
     found = [collect_facts(one) for one in data]
     differences = compare_runs(data) if len(data) > 1 else {}
     share_buckets(data)
+    shown: list[dict[str, Any]] = []
     for one, facts in zip(data, found, strict=True):
-        facts["left_out"] = one.left_out
-    shown = [encode_run(o, f, describe_facts(f)) for o, f in zip(data, found, strict=True)]
+        media, left_out = one.media.encode(one.run.path, 1 / len(data))
+        facts["left_out"] = [*one.left_out, *left_out]
+        label = _label(facts, [run["label"] for run in shown])
+        shown.append(encode_run(one, facts, label, media))
     page = make_page({"runs": shown, "differences": differences}, plotly)
     return Report(page, {"runs": found, "differences": differences})
+
+
+def _label(facts: Mapping[str, Any], taken: list[str]) -> str:
+    """Return what a run is called in the page: its name, with more if that is taken."""
+    name = printable(facts["name"] or facts["id"], 200)
+    more = (f"{name} ({printable(facts[key], 300)})" for key in ("id", "path"))
+    labels = chain([name], more, (f"{name} ({i})" for i in count(2)))
+    return next(label for label in labels if label not in taken)
