@@ -196,7 +196,8 @@ def test_the_page_works_in_a_browser(run: Path, browser: Any, tmp_path: Path, wi
     browser.get(page.as_uri())
     wait_for(browser, "return document.body.dataset.ready")
     # Charts are drawn when they come into view.
-    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    for event in ("beforeprint", "afterprint"):
+        browser.execute_script(f"window.dispatchEvent(new Event('{event}'))")
     count = "return document.querySelectorAll('.chart .main-svg').length"
     assert wait_for(browser, count) > 6
     traces = "return document.querySelector('#curves .chart').data.map(t => t.name)"

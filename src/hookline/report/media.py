@@ -6,6 +6,7 @@ import base64
 import math
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ _MAX_TEXTS, _MAX_IMAGES = 5, 4  # of one name: the newest
 _MAX_CHARACTERS, _MAX_LINES = 4_000, 60
 _MAX_IMAGE_BYTES, _MAX_ALL_IMAGES = 300_000, 1_500_000
 
-Histogram = tuple[array[float], array[float]]  # counts, and one more edges
+Histogram = tuple[Sequence[float], Sequence[float]]  # counts, and one more edges
 
 
 @dataclass
