@@ -59,9 +59,7 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
             ("explode", gradients["exploding"]),
         ):
             if layers:
-                shown = join_some(
-                    f"{printable(n, 80)} ({format_number(_short(v))})" for n, v in layers.items()
-                )
+                shown = join_some(f"{printable(n, 80)} ({_shown(v)})" for n, v in layers.items())
                 lines.append(f"Gradients {what} in {shown}.")
         if not gradients["vanishing"] and not gradients["exploding"]:
             lines.append(f"No gradient of the {gradients['layers']} layers vanishes or explodes.")
@@ -82,9 +80,9 @@ def phase_seconds(data: RunData) -> dict[str, float]:
     ends = [times for e in data.events_of("end") if isinstance(times := e.get("times"), dict)]
     for times in ends:
         for phase, seconds in times.items():
-            totals[printable(phase, 40)] = totals.get(phase, 0.0) + _number(seconds)
+            totals[printable(phase, 40)] = totals.get(phase, 0.0) + _measure(seconds)
     recorded = {
-        name[5:]: math.fsum(one.sums)
+        name[5:]: _measure(sum(one.sums))
         for name, one in data.series.items()
         if name.startswith("time/")
     }
@@ -95,14 +93,15 @@ def phase_seconds(data: RunData) -> dict[str, float]:
 
 def _skipped_steps(data: RunData) -> int:
     """Return how many steps were skipped: the event log has some of them, if they are many."""
-    ends = sum(int(_number(event.get("skipped_steps"))) for event in data.events_of("end"))
+    ends = sum(int(_measure(event.get("skipped_steps"))) for event in data.events_of("end"))
     return max(ends, data.event_counts.get(_SKIPS, 0))
 
 
 def _outcome(facts: Mapping[str, Any]) -> str:
-    steps = "no steps yet" if facts["steps"] is None else f"{facts['steps']:,} steps"
+    count = facts["steps"] or 0
+    steps = f"{count:,} step{'' if count == 1 else 's'}" if count else "no steps"
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
-    words |= {"error": "ended with an error", "unknown": "has no manifest"}
+    words |= {"error": "ended with an error", "unknown": "has no manifest that can be read"}
     status = words.get(facts["status"], f"was {printable(facts['status'], 40)}")
     if facts["status"] in ("completed", "stopped"):
         status = printable(facts["status"], 40)
@@ -130,7 +129,7 @@ def _losses(facts: Mapping[str, Any]) -> str:
         found = facts["metrics"].get(name)
         if found is None:
             continue
-        text = f"The {label} ended at {format_number(_short(found['last']))}"
+        text = f"The {label} ended at {_shown(found['last'])}"
         if found["lowest"] is not None:
             lowest = (
                 f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
@@ -199,7 +198,7 @@ def _hook_facts(data: RunData) -> dict[str, Any]:
     found["failures"] = max(failures, data.event_counts.get(_FAILURES, 0))
     if data.end is not None and hooks:
         costliest = max(hooks, key=lambda hook: hook["share"])
-        found["share"] = math.fsum(hook["share"] for hook in hooks)
+        found["share"] = sum(hook["share"] for hook in hooks)
         found |= {"costliest": costliest["name"], "costliest_share": costliest["share"]}
     return found
 
@@ -213,15 +212,15 @@ def read_hooks(data: RunData) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for hook in hooks[:500]:
         if isinstance(hook, dict):
-            numbers = {n: _number(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
+            numbers = {n: _measure(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
             texts = {
-                n: printable(hook.get(n) or "", 2000)
-                for n in ("name", "cls", "status", "schedule", "purpose", "last_error")
+                n: printable(hook.get(n) or "", 500)
+                for n in ("name", "cls", "status", "schedule", "last_error")
             }
             by_event: Any = hook.get("costs")
             costs = by_event if isinstance(by_event, dict) else {}
             events = {
-                printable(event, 60): {n: _number(cost.get(n)) for n in ("calls", "seconds")}
+                printable(event, 60): {n: _measure(cost.get(n)) for n in ("calls", "seconds")}
                 for event, cost in list(costs.items())[:60]
                 if isinstance(cost, dict)
             }
@@ -269,6 +268,12 @@ def _number(value: Any) -> float:
     return value if is_finite_number(value) else 0
 
 
+def _measure(value: Any) -> float:
+    """Return a number of a size that a run can have; 0 for others, whose sums might overflow."""
+    number = _number(value)
+    return number if 0 <= number < 1e18 else 0
+
+
 def _finite(value: Any) -> Any:
     """Return JSON without NaN and infinities, which become None."""
     if isinstance(value, dict):
@@ -280,5 +285,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
+def _shown(value: Any) -> str:
+    return "a value that is not finite" if value is None else format_number(_short(value))
+
+
 def _step(step: Any) -> str:
-    return f"{step:,}" if isinstance(step, int) else str(step)
+    return f"{step:,}" if isinstance(step, int) else "unknown" if step is None else str(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from hookline.printable import printable, printable_lines
@@ -19,11 +20,20 @@ from hookline.runs.record_checks import is_finite_number
 __all__ = ["encode_run", "share_buckets", "to_script_json"]
 
 _BUCKETS = 120_000  # of all series of a page: about 3 MB
+_BUCKET_BYTES, _SERIES_BYTES = 27, 4_000_000
 _MAIN_BUCKETS = 1_000  # of a loss
 _MAX_NAME = 300
 _MAX_CONFIG = 400  # rows
+_MAX_LEFT_OUT = 40
+_MAX_TRACEBACK = 6_000  # characters: its end
 _MAX_SPIKES = 50  # with their details
 _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
+
+
+_SHOWN_FACTS = (
+    *("id", "name", "status", "started", "seconds", "steps", "tokens", "parameters"),
+    *("hooks", "gradients", "loss_spikes", "left_out"),
+)
 
 
 def to_script_json(value: Any) -> str:
@@ -46,12 +56,13 @@ def share_buckets(runs: Iterable[RunData]) -> None:
     for one in others:
         one.shrink(limit)
     for run in runs:
-        names = [name for name in run.series if not _is_main(name)]
-        allowed = room // (20 * len(runs))
-        for name in names[allowed:]:
-            del run.series[name]
-        if len(names) > allowed:
-            run.left_out.append(f"the curves of {len(names) - allowed:,} of {len(names):,} series")
+        count, room = len(run.series), _SERIES_BYTES // len(runs)
+        for name, one in [*run.series.items()]:
+            room -= _BUCKET_BYTES * len(one) + 3 * len(name) + 100
+            if len(name) > _MAX_NAME or (room < 0 and not _is_main(name)):
+                del run.series[name]
+        if left_out := count - len(run.series):
+            run.left_out.append(f"the curves of {left_out:,} of {count:,} series")
 
 
 def encode_run(
@@ -63,8 +74,10 @@ def encode_run(
     norms = find_gradient_norms(groups)
     axes: dict[tuple[bytes, bytes], int] = {}
     xs: list[dict[str, Any]] = []
-    series = {name[:_MAX_NAME]: _encode(one, axes, xs) for name, one in data.series.items()}
-    facts = {name: value for name, value in facts.items() if name != "metrics"}
+    series = {name: _encode(one, axes, xs) for name, one in data.series.items()}
+    facts = {name: facts[name] for name in _SHOWN_FACTS}
+    facts["left_out"] = facts["left_out"][:_MAX_LEFT_OUT]
+    facts["gradients"] = _cut_layers(facts["gradients"])
     return {
         "label": label,
         "facts": facts,
@@ -90,6 +103,13 @@ def encode_run(
     }
 
 
+def _cut_layers(gradients: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if gradients is None:
+        return None
+    cut = {k: dict(islice(gradients[k].items(), 50)) for k in ("vanishing", "exploding")}
+    return {**gradients, **cut}
+
+
 def _is_main(name: str) -> bool:
     return name in ("train/loss", "val/loss") or name.startswith("lr/")
 
@@ -101,7 +121,7 @@ def _encode(
     axis = axes.get(key)
     if axis is None:
         axis = axes[key] = len(xs)
-        xs.append({"steps": _numbers(one.steps, 12), "times": [round(t, 2) for t in one.times]})
+        xs.append({"steps": _numbers(one.steps, 12), "times": _numbers(one.times, 12)})
     encoded: dict[str, Any] = {"x": axis, "y": _numbers(one.means), "n": one.total}
     encoded["last"] = one.last if math.isfinite(one.last) else str(one.last)
     if one.width > 1:
@@ -181,7 +201,7 @@ def _failures(data: RunData) -> list[dict[str, Any]]:
             "event": printable(event.get("event"), 100),
             "step": event.get("step"),
             "error": printable(event.get("error"), 1000),
-            "traceback": printable_lines(str(event.get("traceback") or ""), 200),
+            "traceback": printable_lines(str(event.get("traceback") or "")[-_MAX_TRACEBACK:], 200),
         }
         for event in data.events_of(_FAILED)[:200]
     ]

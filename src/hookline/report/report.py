@@ -17,12 +17,14 @@ from hookline.report.comparison import compare_runs
 from hookline.report.facts import collect_facts
 from hookline.report.page import make_page, read_plotly
 from hookline.report.page_data import encode_run, share_buckets
+from hookline.report.page_size import MAX_PAGE_BYTES, fit_page
 from hookline.report.reading import read_run
 from hookline.runs.run_reader import OpenedRun, open_run
 
 __all__ = ["Report", "make_report"]
 
 _MAX_RUNS = 12
+_FRAME_BYTES = 100_000  # the page's own script and style
 
 
 class Report:
@@ -86,7 +88,9 @@ def make_report(
         facts["left_out"] = [*one.left_out, *left_out]
         label = _label(facts, [run["label"] for run in shown])
         shown.append(encode_run(one, facts, label, media))
-    page = make_page({"runs": shown, "differences": differences}, plotly)
+    encoded = {"runs": shown, "differences": differences}
+    fit_page(encoded, MAX_PAGE_BYTES - len(plotly.encode()) - _FRAME_BYTES)
+    page = make_page(encoded, plotly)
     return Report(page, {"runs": found, "differences": differences})
 
 

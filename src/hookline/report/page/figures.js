@@ -155,7 +155,7 @@ function timeUnit(runs) {
 }
 
 function positions(run, s, by, unit) {
-  if (by === "time") return s.times.map((t) => (t - startTime(run)) / unit[0]);
+  if (by === "time") return s.times.map((t) => (t === null ? null : (t - startTime(run)) / unit[0]));
   if (by === "tokens" && run.tokens.length) return s.steps.map((step) => interpolate(run.tokens[0], run.tokens[1], step, true));
   return s.steps;
 }
