@@ -27,14 +27,15 @@ def collect_facts(data: RunData) -> dict[str, Any]:
     facts = {name: overview[name] for name in keys}
     end = data.end or {}
     seconds, steps = overview["seconds"], overview["steps"]
-    is_timed = seconds and steps and overview["parts"] == 1
+    trained = (steps or 0) - _first_step(data)  # a fork does not begin at step 0
+    is_timed = seconds and trained > 0 and overview["parts"] == 1
     facts |= {
         "ended": manifest.get("ended"),
         "reason": end.get("reason"),
         "last_error": overview["last_error"],
         "parameters": _parameters(manifest),
         "tokens": _tokens(data),
-        "steps_per_second": steps / seconds if is_timed else None,
+        "steps_per_second": trained / seconds if is_timed else None,
         "metrics": {name: _finite(asdict(one.summary(name))) for name, one in data.series.items()},
         "not_finite": {name: one.not_finite for name, one in data.series.items() if one.not_finite},
         "checkpoints_saved": data.event_counts.get("checkpoint", 0),
@@ -42,8 +43,9 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "steps_skipped": _skipped_steps(data),
         "loss_spikes": data.event_counts.get(_SPIKES, 0),
         "hooks": _hook_facts(data),
-        "time": phase_seconds(data),
+        "phase_seconds": phase_seconds(data),
         "gradients": _gradient_facts(data),
+        "trackers": _tracker_facts(data),
         "left_out": data.left_out,
     }
     return facts
@@ -64,6 +66,9 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
         if not gradients["vanishing"] and not gradients["exploding"]:
             lines.append(f"No gradient of the {gradients['layers']} layers vanishes or explodes.")
     lines += [_incidents(facts), _hook_cost(facts), _time(facts)]
+    for name, lacks in facts["trackers"].items():
+        problem = f": {lacks['problem']}" if lacks["problem"] else ""
+        lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
     if facts["not_finite"]:
         shown = join_some(f"{printable(n, 80)} ({c})" for n, c in facts["not_finite"].items())
         lines.append(f"Values that are not finite: {shown}.")
@@ -89,6 +94,25 @@ def phase_seconds(data: RunData) -> dict[str, float]:
     found = totals if len(ends) == data.overview["parts"] or not recorded else recorded
     order = {phase: i for i, phase in enumerate(_PHASES)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _first_step(data: RunData) -> int:
+    starts = data.events_of("start")
+    return int(_measure(starts[0].get("step"))) if starts else 0
+
+
+def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
+    """Return what each tracker lacks: the number of values, and the problem."""
+    lacks: dict[str, dict[str, Any]] = {}
+    for event in data.events_of("trackers"):
+        missing: Any = event.get("missing")
+        for name, found in list(missing.items())[:20] if isinstance(missing, dict) else ():
+            if isinstance(found, dict):
+                count = int(_measure(found.get("dropped")) + _measure(found.get("failed")))
+                one = lacks.setdefault(printable(name, 60), {"missing": 0, "problem": None})
+                one["missing"] += count
+                one["problem"] = found.get("problem") and printable(found["problem"], 300)
+    return lacks
 
 
 def _skipped_steps(data: RunData) -> int:
@@ -176,19 +200,21 @@ def _hook_cost(facts: Mapping[str, Any]) -> str:
     hooks = facts["hooks"]
     if hooks["share"] is None:
         return ""
-    text = f"Hooks took {hooks['share']:.2%} of the run"
+    text = f"Hooks took about {hooks['share']:.2%} of the run"
     if hooks["costliest"] is not None:
         name, share = printable(hooks["costliest"], 80), hooks["costliest_share"]
         text += f"; the costliest was {name} ({share:.2%})"
-    return text + "."
+    return text + ", estimated from sampled clocks."
 
 
 def _time(facts: Mapping[str, Any]) -> str:
-    total = sum(facts["time"].values())
+    phases = facts["phase_seconds"]
+    total = sum(phases.values())
     if not total:
         return ""
-    largest = sorted(facts["time"].items(), key=lambda item: -item[1])[:3]
-    return "Most time went to " + ", ".join(f"{n} ({s / total:.0%})" for n, s in largest) + "."
+    largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
+    shown = ", ".join(f"{name} (about {seconds / total:.0%})" for name, seconds in largest)
+    return f"Most time went to {shown}."
 
 
 def _hook_facts(data: RunData) -> dict[str, Any]:

@@ -153,7 +153,8 @@ def _marks(data: RunData) -> list[list[Any]]:
     for event in data.events_of("hooks"):
         changed: Any = event.get("hooks")
         items = changed.items() if isinstance(changed, dict) else ()
-        add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items))
+        by = f" (by {event['by']})" if event.get("by") else ""
+        add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items) + by)
     for event in data.events_of(_SPIKE):
         loss, z = event.get("loss"), event.get("z")
         text = f"loss spike: {format_number(loss)} (robust z-score {format_number(z)})"
@@ -164,7 +165,7 @@ def _marks(data: RunData) -> list[list[Any]]:
             event,
             f"{event.get('hook')} failed in {event.get('event')}: {event.get('error')}",
         )
-    for event in data.events_of("start")[1:]:
+    for event in [*data.events_of("start")[1:], *data.events_of("resumed")]:
         add("start", event, "resumed")
     for event in data.events_of("stop"):
         by = f" by {event.get('by')}" if event.get("by") else ""
@@ -173,7 +174,7 @@ def _marks(data: RunData) -> list[list[Any]]:
         add("stop", event, f"signal {event.get('signal')}")
     for event in data.events_of("end"):
         if event.get("status") != "completed":
-            text = f"{event.get('status')}: {event.get('reason') or ''}"
+            text = f"{event.get('status')}: {event.get('reason') or event.get('error') or ''}"
             add("stop", {"step": data.overview["steps"], **event}, text.strip(": "))
     return marks
 
@@ -195,15 +196,17 @@ def _switches(data: RunData) -> dict[str, list[list[Any]]]:
 
 
 def _failures(data: RunData) -> list[dict[str, Any]]:
+    """Return the errors that ended training, and those of hooks, with their tracebacks."""
+    ends = [{**event, "hook": "training"} for event in data.events_of("end") if event.get("error")]
     recorded = [
         {
             "hook": printable(event.get("hook"), 100),
-            "event": printable(event.get("event"), 100),
-            "step": event.get("step"),
+            "event": printable(event.get("event") or "", 100),
+            "step": event.get("step") if is_finite_number(event.get("step")) else None,
             "error": printable(event.get("error"), 1000),
             "traceback": printable_lines(str(event.get("traceback") or "")[-_MAX_TRACEBACK:], 200),
         }
-        for event in data.events_of(_FAILED)[:200]
+        for event in [*ends[-20:], *data.events_of(_FAILED)[:200]]
     ]
     named = {failure["hook"] for failure in recorded}
     return recorded + [

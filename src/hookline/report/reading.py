@@ -30,10 +30,11 @@ _MAX_LONG = 20_000_000  # of all long fields
 # The events that a report shows, with the fields that it needs.
 _FIELDS = {
     "start": ("step",),
+    "resumed": ("step",),
     "checkpoint": ("step", "path", "tokens_seen"),
     "checkpoint_failed": ("step", "error"),
     "step_skipped": ("step", "reason"),
-    "hooks": ("step", "hooks"),
+    "hooks": ("step", "hooks", "by"),
     "hook_failed": ("step", "hook", "event", "error", "traceback"),
     "loss_spike": (
         *("step", "loss", "z", "median", "deviation", "peak", "peak_step"),
@@ -41,7 +42,11 @@ _FIELDS = {
     ),
     "stop": ("step", "by", "reason"),
     "signal": ("step", "signal"),
-    "end": ("step", "status", "reason", "skipped_steps", "tokens_seen", "times", "hooks"),
+    "trackers": ("missing",),
+    "end": (
+        *("step", "status", "reason", "error", "traceback"),
+        *("skipped_steps", "tokens_seen", "times", "hooks"),
+    ),
 }
 
 Event = dict[str, Any]
