@@ -40,14 +40,16 @@ class Report:
         self.facts = facts
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to a file and return its path.
+        """Write the page to a file and return its path. It exists completely or not at all.
 
         Raises:
-            RunError: The file cannot be written.
+            RunError: The file cannot be written, or it is a device, a FIFO or a folder.
         """
         file = Path(check_path("report.write(path)", path, "a file"))
         try:
-            write_atomic(file, self.html, durable=False)
+            if file.exists() and not file.is_file():  # which would be replaced
+                raise RunError(f"{file} is not a regular file; expected the name of a file.")
+            write_atomic(file.resolve(), self.html, durable=False)
         except OSError as error:
             raise RunError(f"The report {file} cannot be written: {error}.") from error
         return file
