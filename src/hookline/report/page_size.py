@@ -22,8 +22,8 @@ def fit_page(data: dict[str, Any], room: int) -> None:
     parts = [
         (owner, name, run)
         for run in [data, *data["runs"]]
-        for owner in (run, run.get("media"))
-        for name in owner or ()
+        for owner in (run, run.get("media", {}))
+        for name in owner
         if isinstance(owner[name], dict | list) and name not in ("runs", "facts", "media", "xs")
     ]
     sizes = [_size(owner[name]) for owner, name, _ in parts]

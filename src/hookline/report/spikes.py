@@ -9,6 +9,7 @@ from typing import Any
 
 from hookline.printable import printable
 from hookline.runs.formatting import format_number
+from hookline.runs.record_checks import is_finite_number
 from hookline.text_tables import join_some
 
 __all__ = ["encode_spike"]
@@ -101,11 +102,7 @@ def _surprise(value: float, before: list[float], center: float | None) -> float:
 def _number(value: Any, *, finite: bool = True) -> float | None:
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity") and not finite:
         return float(value)
-    is_number = type(value) is int or type(value) is float
-    try:
-        return float(value) if is_number and math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if is_finite_number(value) else None
 
 
 def _show(value: Any) -> str:
