@@ -204,3 +204,19 @@ def test_short_batches_are_sampled_and_count_for_the_others():
     assert timed < count / 10
     counted = phases._clock.take()["forward"][1]
     assert count - 2000 < counted <= count  # those since the last one count with the next one
+
+
+def test_validation_within_a_batch_does_not_make_the_batch_look_short():
+    phases = PhaseTimes(torch.device("cpu"))
+    timed = 0
+    phases.wait_for_data()
+    for _ in range(40):
+        if phases.timed:
+            timed += 1
+            phases.begin_batch()
+            time.sleep(0.002)
+            phases.lap("forward")
+        with phases.span("validation"):
+            pass
+        phases.end_batch()
+    assert timed >= 5  # batches of 2 ms: at least one of seven

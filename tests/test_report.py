@@ -23,13 +23,20 @@ from hookline.report.sampling import SampledSeries
 HOSTILE = (
     "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='h'\">"
 )
+SPIKE = 11
 
 
 class Incidents(hookline.Hook):
-    """Fails, skips a step, toggles and saves."""
+    """Fails, skips a step, makes the loss spike, toggles, saves, and logs every kind of value."""
+
+    intervenes = True
 
     def __init__(self) -> None:
         self.skipped = False
+
+    def on_train_batch_start(self, batch: Any, step: int) -> None:
+        if step == SPIKE - 1:
+            batch[0].mul_(30)
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         trainer.log(f"activations/{HOSTILE}/std", step)
@@ -37,6 +44,9 @@ class Incidents(hookline.Hook):
         trainer.log("gradients/first/norm", 1.0)
         trainer.log("gradients/second/norm", 1e-9)
         trainer.log("gradients/third/norm", 1.0)
+        trainer.log(f"weights/{HOSTILE}", torch.arange(10.0) * step, kind="histogram")
+        trainer.log("sample", f"step {step} {HOSTILE}", kind="text")
+        trainer.log("picture", torch.rand(3, 4, 5), kind="image")
         if step == 3:
             raise ValueError(HOSTILE)
         if step == 5 and not self.skipped:
@@ -65,6 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     trainer.add_hook(Incidents(), name=HOSTILE)
     trainer.add_hook(hookline.Hook(), name="idle")
+    trainer.add_hook(hookline.LossSpikeDetector(50.0, min_steps=5, steps_after=5))
     trainer.fit(torch.utils.data.DataLoader(data, 8))
     return Path(trainer.run.path)
 
@@ -74,6 +85,10 @@ def test_a_report_states_the_facts_of_a_run(run: Path) -> None:
     (facts,) = report.facts["runs"]
     assert (facts["status"], facts["steps"], facts["tokens"]) == ("completed", 14, 150)
     assert (facts["steps_skipped"], facts["checkpoints_saved"]) == (1, 1)
+    assert facts["loss_spikes"] == 1
+    assert facts["metrics"]["train/loss"]["highest_step"] == SPIKE
+    assert 0 < facts["steps_per_second"] == 14 / facts["seconds"]
+    assert set(facts["phase_seconds"]) >= {"data", "forward", "backward", "hooks", "other"}
     assert facts["hooks"]["failures"] == 1
     assert list(facts["gradients"]["vanishing"]) == ["second"]
     json.dumps(facts, allow_nan=False)
@@ -189,6 +204,14 @@ def wait_for(browser: Any, script: str) -> Any:
     return WebDriverWait(browser, 30).until(lambda page: page.execute_script(script))
 
 
+def open_page(browser: Any, *runs: Path) -> None:
+    page = make_report(*runs).write(runs[0].parent / "shown.html")
+    browser.set_window_size(1280, 900)
+    browser.get(page.as_uri())
+    wait_for(browser, "return document.body.dataset.ready")
+    wait_for(browser, "return document.querySelector('#curves .main-svg') !== null")
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_works_in_a_browser(run: Path, browser: Any, tmp_path: Path, width: int) -> None:
     page = make_report(run).write(tmp_path / "report.html")
@@ -196,12 +219,14 @@ def test_the_page_works_in_a_browser(run: Path, browser: Any, tmp_path: Path, wi
     browser.get(page.as_uri())
     wait_for(browser, "return document.body.dataset.ready")
     # Charts are drawn when they come into view.
-    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    for event in ("beforeprint", "afterprint"):
+        browser.execute_script(f"window.dispatchEvent(new Event('{event}'))")
     count = "return document.querySelectorAll('.chart .main-svg').length"
     assert wait_for(browser, count) > 6
     traces = "return document.querySelector('#curves .chart').data.map(t => t.name)"
     names = browser.execute_script(traces)
-    assert {"train/loss", "checkpoint", "skipped step", "hook switched", "failure"} <= {*names}
+    marks = {"checkpoint", "skipped step", "hook switched", "failure", "loss spike"}
+    assert {"train/loss", *marks} <= {*names}
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     for axis, title in (("time", "time in seconds"), ("tokens", "tokens"), ("steps", "steps")):
         browser.execute_script(f"document.querySelector('[data-value={axis}]').click()")
@@ -218,5 +243,72 @@ def test_the_page_works_in_a_browser(run: Path, browser: Any, tmp_path: Path, wi
     assert browser.execute_script("return document.documentElement.dataset.theme") != before
     assert "onerror" in browser.execute_script("return document.querySelector('h1').textContent")
     assert "Hookline report" in browser.title  # no script of the run has changed it
-    assert browser.execute_script("return document.querySelectorAll('img').length") == 0
+    images = browser.execute_script("return [...document.images].map(i => [i.naturalWidth, i.src])")
+    assert [size for size, _ in images] == [5] * 4  # the newest, drawn
+    assert all(source.startswith("data:image/png;base64,") for _, source in images)
+    assert browser.get_log("browser") == []
+
+
+def test_a_loss_spike_is_marked_on_the_curve_and_explained(run: Path, browser: Any) -> None:
+    (event,) = hookline.open_run(run).events("loss_spike")
+    open_page(browser, run)
+    find = "document.querySelector('#curves .chart').data.find(t => t.name === '%s')"
+    x, y, text = browser.execute_script(
+        f"const mark = {find % 'loss spike'}; return [mark.x[0], mark.y[0], mark.text[0]]"
+    )
+    assert (event["step"], x, y) == (SPIKE, SPIKE, pytest.approx(event["loss"]))
+    assert "loss spike" in text
+    highest = browser.execute_script(f"return Math.max(...{find % 'train/loss'}.y)")
+    assert highest == pytest.approx(event["loss"], rel=1e-4)  # the curve goes through the mark
+    browser.execute_script("document.querySelector('#curves details summary').click()")
+    (details,) = browser.find_elements("css selector", "#curves details")
+    assert f"Step {SPIKE}: loss" in details.text
+    assert all(str(i) in details.text for i in event["batches"][0]["indices"])
+    assert "activations/second/std" in details.text
+    # The mark stays at the spike on the other axes, and when the curve is smoothed.
+    browser.execute_script("document.querySelector('[data-value=tokens]').click()")
+    assert browser.execute_script(f"return {find % 'loss spike'}.y[0]") == y
+    assert browser.get_log("browser") == []
+
+
+def test_the_page_prints_light_and_as_wide_as_paper(run: Path, browser: Any) -> None:
+    open_page(browser, run)
+    browser.execute_script("document.documentElement.dataset.theme = 'dark'")
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    widths = browser.execute_script(
+        "return [...document.querySelectorAll('.chart .main-svg')].map(c => c.clientWidth)"
+    )
+    assert len(widths) > 6
+    assert max(widths) <= 700
+    root = "return [document.documentElement.dataset.theme, document.querySelectorAll('%s').length]"
+    assert browser.execute_script(root % "details:not([open])") == ["light", 0]
+    browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    theme, open_details = browser.execute_script(root % "details[open]")
+    assert (theme, open_details) == ("dark", 0)
+    assert len(browser.print_page()) > 100_000  # a PDF with charts, as base64
+    assert browser.get_log("browser") == []
+
+
+def test_runs_of_the_same_name_are_told_apart(run: Path, browser: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    (other / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"v": 1, "step": i, "time": 1.7e9 + i, "name": n, "kind": "scalar", "value": i}
+            )
+            + "\n"
+            for i in range(5)
+            for n in ("train/loss", "only/here")
+        )
+    )
+    open_page(browser, run, other)
+    titles = browser.execute_script(
+        "return [...document.querySelectorAll('#top h3')].map(h => h.textContent)"
+    )
+    assert len(titles) == len({*titles}) == 2
+    names = "return document.querySelector('#curves .chart').data.map(t => t.name)"
+    losses = [name for name in browser.execute_script(names) if "train/loss" in str(name)]
+    assert len(losses) == len({*losses}) == 2
+    assert browser.execute_script("return document.querySelectorAll('#differences tr').length") > 2
     assert browser.get_log("browser") == []

@@ -45,8 +45,9 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "runs": (
         "Runs",
-        "Write and read run folders. See [runs](../runs.md).",
-        ("hookline.runs", "hookline.files"),
+        "Write and read run folders, and make reports. See [runs](../runs.md) and "
+        "[report](../report.md).",
+        ("hookline.runs", "hookline.files", "hookline.report"),
     ),
     "trackers": (
         "Trackers",

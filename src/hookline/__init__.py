@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from hookline.integrations.bare_loop import Session as Session
     from hookline.probes.probe_context import probe as probe
     from hookline.probes.taps import tap as tap
+    from hookline.report import Report as Report
+    from hookline.report import make_report as make_report
     from hookline.runs import get_last_checkpoint as get_last_checkpoint
     from hookline.runs import open_run as open_run
     from hookline.tensors.full_tensor import full_tensor as full_tensor
@@ -171,6 +173,7 @@ _MODULES = {
     "integrations.bare_loop": ("LoadedCheckpoint", "Session"),
     "probes.probe_context": ("probe",),
     "probes.taps": ("tap",),
+    "report": ("Report", "make_report"),
     "runs": ("get_last_checkpoint", "open_run"),
     "tensors.full_tensor": ("full_tensor",),
     "trackers": ("TrackedRun", "TrackedValue", "Tracker"),

@@ -82,7 +82,9 @@ def _check_out(out: Path) -> None:
         problem = "is a folder"
     elif not out.absolute().parent.is_dir():
         problem = "is in a folder that does not exist"
-    elif out.is_file():
+    elif out.exists() and not out.is_file():
+        problem = "is not a regular file"
+    elif out.exists():
         with out.open("rb") as file:
             if MARK.encode() not in file.read(4096):
                 problem = "exists and is not a report"

@@ -131,9 +131,12 @@ class PhaseTimes:
         """End a phase that has begun at this time."""
         self._nested -= 1
         if self._is_on and not self._nested:
-            self._measured[phase] += perf_counter() - began
+            seconds = perf_counter() - began
+            self._measured[phase] += seconds
+            batch_began = self._began + seconds  # the batch takes no longer for it
             if self.timed:
                 self._restart()
+            self._began = batch_began
 
     # -- reports ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from hookline.printable import printable
 from hookline.report.layers import find_bad_gradients, find_gradient_norms, group_layers
 from hookline.report.reading import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
+from hookline.runs.record_checks import is_finite_number
 from hookline.text_tables import join_some
 
 __all__ = ["collect_facts", "describe_facts"]
@@ -25,14 +27,15 @@ def collect_facts(data: RunData) -> dict[str, Any]:
     facts = {name: overview[name] for name in keys}
     end = data.end or {}
     seconds, steps = overview["seconds"], overview["steps"]
-    is_timed = seconds and steps and overview["parts"] == 1
+    trained = (steps or 0) - _first_step(data)  # a fork does not begin at step 0
+    is_timed = seconds and trained > 0 and overview["parts"] == 1
     facts |= {
         "ended": manifest.get("ended"),
         "reason": end.get("reason"),
         "last_error": overview["last_error"],
         "parameters": _parameters(manifest),
         "tokens": _tokens(data),
-        "steps_per_second": steps / seconds if is_timed else None,
+        "steps_per_second": trained / seconds if is_timed else None,
         "metrics": {name: _finite(asdict(one.summary(name))) for name, one in data.series.items()},
         "not_finite": {name: one.not_finite for name, one in data.series.items() if one.not_finite},
         "checkpoints_saved": data.event_counts.get("checkpoint", 0),
@@ -40,14 +43,15 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "steps_skipped": _skipped_steps(data),
         "loss_spikes": data.event_counts.get(_SPIKES, 0),
         "hooks": _hook_facts(data),
-        "time": phase_seconds(data),
+        "phase_seconds": phase_seconds(data),
         "gradients": _gradient_facts(data),
+        "trackers": _tracker_facts(data),
         "left_out": data.left_out,
     }
     return facts
 
 
-def describe_facts(facts: dict[str, Any]) -> list[str]:
+def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts as sentences."""
     lines = [_outcome(facts), _losses(facts), _results(facts)]
     gradients = facts["gradients"]
@@ -57,13 +61,14 @@ def describe_facts(facts: dict[str, Any]) -> list[str]:
             ("explode", gradients["exploding"]),
         ):
             if layers:
-                shown = join_some(
-                    f"{printable(n, 80)} ({format_number(_short(v))})" for n, v in layers.items()
-                )
+                shown = join_some(f"{printable(n, 80)} ({_shown(v)})" for n, v in layers.items())
                 lines.append(f"Gradients {what} in {shown}.")
         if not gradients["vanishing"] and not gradients["exploding"]:
             lines.append(f"No gradient of the {gradients['layers']} layers vanishes or explodes.")
     lines += [_incidents(facts), _hook_cost(facts), _time(facts)]
+    for name, lacks in facts["trackers"].items():
+        problem = f": {lacks['problem']}" if lacks["problem"] else ""
+        lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
     if facts["not_finite"]:
         shown = join_some(f"{printable(n, 80)} ({c})" for n, c in facts["not_finite"].items())
         lines.append(f"Values that are not finite: {shown}.")
@@ -80,9 +85,9 @@ def phase_seconds(data: RunData) -> dict[str, float]:
     ends = [times for e in data.events_of("end") if isinstance(times := e.get("times"), dict)]
     for times in ends:
         for phase, seconds in times.items():
-            totals[printable(phase, 40)] = totals.get(phase, 0.0) + _number(seconds)
+            totals[printable(phase, 40)] = totals.get(phase, 0.0) + _measure(seconds)
     recorded = {
-        name[5:]: math.fsum(one.sums)
+        name[5:]: _measure(sum(one.sums))
         for name, one in data.series.items()
         if name.startswith("time/")
     }
@@ -91,16 +96,36 @@ def phase_seconds(data: RunData) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
 
+def _first_step(data: RunData) -> int:
+    starts = data.events_of("start")
+    return int(_measure(starts[0].get("step"))) if starts else 0
+
+
+def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
+    """Return what each tracker lacks: the number of values, and the problem."""
+    lacks: dict[str, dict[str, Any]] = {}
+    for event in data.events_of("trackers"):
+        missing: Any = event.get("missing")
+        for name, found in list(missing.items())[:20] if isinstance(missing, dict) else ():
+            if isinstance(found, dict):
+                count = int(_measure(found.get("dropped")) + _measure(found.get("failed")))
+                one = lacks.setdefault(printable(name, 60), {"missing": 0, "problem": None})
+                one["missing"] += count
+                one["problem"] = found.get("problem") and printable(found["problem"], 300)
+    return lacks
+
+
 def _skipped_steps(data: RunData) -> int:
     """Return how many steps were skipped: the event log has some of them, if they are many."""
-    ends = sum(int(_number(event.get("skipped_steps"))) for event in data.events_of("end"))
+    ends = sum(int(_measure(event.get("skipped_steps"))) for event in data.events_of("end"))
     return max(ends, data.event_counts.get(_SKIPS, 0))
 
 
-def _outcome(facts: dict[str, Any]) -> str:
-    steps = "no steps yet" if facts["steps"] is None else f"{facts['steps']:,} steps"
+def _outcome(facts: Mapping[str, Any]) -> str:
+    count = facts["steps"] or 0
+    steps = f"{count:,} step{'' if count == 1 else 's'}" if count else "no steps"
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
-    words |= {"error": "ended with an error", "unknown": "has no manifest"}
+    words |= {"error": "ended with an error", "unknown": "has no manifest that can be read"}
     status = words.get(facts["status"], f"was {printable(facts['status'], 40)}")
     if facts["status"] in ("completed", "stopped"):
         status = printable(facts["status"], 40)
@@ -109,7 +134,7 @@ def _outcome(facts: dict[str, Any]) -> str:
     parts = f", in {facts['parts']} parts" if facts["parts"] > 1 else ""
     started = "" if not facts["started"] else f", started {format_time(facts['started'])} UTC"
     duration = f" in {format_duration(facts['seconds'])}" if facts["seconds"] is not None else ""
-    reason = f" Reason: {printable(facts['reason'], 300)}." if facts["reason"] else ""
+    reason = f" Reason: {printable(facts['reason'], 300).rstrip('.')}." if facts["reason"] else ""
     error = facts["last_error"]
     first = printable(str(error).strip().partition("\n")[0], 400) if error else ""
     error_text = f" Its error: {first}" if first else ""
@@ -122,13 +147,13 @@ def _pace(per_second: float) -> str:
     return f"{_short(1 / per_second):g} seconds per step"
 
 
-def _losses(facts: dict[str, Any]) -> str:
+def _losses(facts: Mapping[str, Any]) -> str:
     parts: list[str] = []
     for name, label in (("train/loss", "training loss"), ("val/loss", "validation loss")):
         found = facts["metrics"].get(name)
         if found is None:
             continue
-        text = f"The {label} ended at {format_number(_short(found['last']))}"
+        text = f"The {label} ended at {_shown(found['last'])}"
         if found["lowest"] is not None:
             lowest = (
                 f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
@@ -138,7 +163,7 @@ def _losses(facts: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _results(facts: dict[str, Any]) -> str:
+def _results(facts: Mapping[str, Any]) -> str:
     shown = [
         f"{printable(name, 60)} {format_number(_short(one['best']))} "
         f"(step {_step(one['best_step'])})"
@@ -148,7 +173,7 @@ def _results(facts: dict[str, Any]) -> str:
     return f"Best: {join_some(shown)}." if shown else ""
 
 
-def _incidents(facts: dict[str, Any]) -> str:
+def _incidents(facts: Mapping[str, Any]) -> str:
     counts = {
         "loss spike": facts["loss_spikes"],
         "skipped step": facts["steps_skipped"],
@@ -171,23 +196,25 @@ def _incidents(facts: dict[str, Any]) -> str:
     return f"{text}. Recorded: {', '.join(some)}."
 
 
-def _hook_cost(facts: dict[str, Any]) -> str:
+def _hook_cost(facts: Mapping[str, Any]) -> str:
     hooks = facts["hooks"]
     if hooks["share"] is None:
         return ""
-    text = f"Hooks took {hooks['share']:.2%} of the run"
+    text = f"Hooks took about {hooks['share']:.2%} of the run"
     if hooks["costliest"] is not None:
         name, share = printable(hooks["costliest"], 80), hooks["costliest_share"]
         text += f"; the costliest was {name} ({share:.2%})"
-    return text + "."
+    return text + ", estimated from sampled clocks."
 
 
-def _time(facts: dict[str, Any]) -> str:
-    total = sum(facts["time"].values())
+def _time(facts: Mapping[str, Any]) -> str:
+    phases = facts["phase_seconds"]
+    total = sum(phases.values())
     if not total:
         return ""
-    largest = sorted(facts["time"].items(), key=lambda item: -item[1])[:3]
-    return "Most time went to " + ", ".join(f"{n} ({s / total:.0%})" for n, s in largest) + "."
+    largest = sorted(phases.items(), key=lambda item: -item[1])[:3]
+    shown = ", ".join(f"{name} (about {seconds / total:.0%})" for name, seconds in largest)
+    return f"Most time went to {shown}."
 
 
 def _hook_facts(data: RunData) -> dict[str, Any]:
@@ -197,7 +224,7 @@ def _hook_facts(data: RunData) -> dict[str, Any]:
     found["failures"] = max(failures, data.event_counts.get(_FAILURES, 0))
     if data.end is not None and hooks:
         costliest = max(hooks, key=lambda hook: hook["share"])
-        found["share"] = math.fsum(hook["share"] for hook in hooks)
+        found["share"] = sum(hook["share"] for hook in hooks)
         found |= {"costliest": costliest["name"], "costliest_share": costliest["share"]}
     return found
 
@@ -211,15 +238,15 @@ def read_hooks(data: RunData) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for hook in hooks[:500]:
         if isinstance(hook, dict):
-            numbers = {n: _number(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
+            numbers = {n: _measure(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
             texts = {
-                n: printable(hook.get(n) or "", 2000)
-                for n in ("name", "cls", "status", "schedule", "purpose", "last_error")
+                n: printable(hook.get(n) or "", 500)
+                for n in ("name", "cls", "status", "schedule", "last_error")
             }
             by_event: Any = hook.get("costs")
             costs = by_event if isinstance(by_event, dict) else {}
             events = {
-                printable(event, 60): {n: _number(cost.get(n)) for n in ("calls", "seconds")}
+                printable(event, 60): {n: _measure(cost.get(n)) for n in ("calls", "seconds")}
                 for event, cost in list(costs.items())[:60]
                 if isinstance(cost, dict)
             }
@@ -264,8 +291,13 @@ def _tokens(data: RunData) -> int | None:
 
 
 def _number(value: Any) -> float:
-    is_number = type(value) is int or type(value) is float
-    return value if is_number and math.isfinite(value) else 0
+    return value if is_finite_number(value) else 0
+
+
+def _measure(value: Any) -> float:
+    """Return a number of a size that a run can have; 0 for others, whose sums might overflow."""
+    number = _number(value)
+    return number if 0 <= number < 1e18 else 0
 
 
 def _finite(value: Any) -> Any:
@@ -279,5 +311,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
+def _shown(value: Any) -> str:
+    return "a value that is not finite" if value is None else format_number(_short(value))
+
+
 def _step(step: Any) -> str:
-    return f"{step:,}" if isinstance(step, int) else str(step)
+    return f"{step:,}" if isinstance(step, int) else "unknown" if step is None else str(step)

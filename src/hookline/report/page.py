@@ -24,7 +24,10 @@ __all__ = ["MARK", "make_page", "read_plotly"]
 MARK = '<meta name="generator" content="hookline'
 """The beginning of every report's first kilobyte has this."""
 
-_SCRIPTS = ("elements", "figures", "curves", "layers", "hooks", "system", "details", "main")
+_SCRIPTS = (
+    *("elements", "figures", "curves", "layers", "media", "hooks"),
+    *("system", "details", "main"),
+)
 
 
 def read_plotly() -> str:

@@ -5,21 +5,35 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from hookline.printable import printable, printable_lines
-from hookline.report.facts import phase_seconds, read_hooks, token_points
+from hookline.report.facts import describe_facts, phase_seconds, read_hooks, token_points
 from hookline.report.layers import find_gradient_norms, group_layers
 from hookline.report.reading import RunData
 from hookline.report.sampling import SampledSeries
+from hookline.report.spikes import encode_spike
+from hookline.runs.formatting import format_number
+from hookline.runs.record_checks import is_finite_number
 
 __all__ = ["encode_run", "share_buckets", "to_script_json"]
 
 _BUCKETS = 120_000  # of all series of a page: about 3 MB
+_BUCKET_BYTES, _SERIES_BYTES = 27, 4_000_000
 _MAIN_BUCKETS = 1_000  # of a loss
 _MAX_NAME = 300
 _MAX_CONFIG = 400  # rows
+_MAX_LEFT_OUT = 40
+_MAX_TRACEBACK = 6_000  # characters: its end
+_MAX_SPIKES = 50  # with their details
 _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
+
+
+_SHOWN_FACTS = (
+    *("id", "name", "status", "started", "seconds", "steps", "tokens", "parameters"),
+    *("hooks", "gradients", "loss_spikes", "left_out"),
+)
 
 
 def to_script_json(value: Any) -> str:
@@ -42,23 +56,30 @@ def share_buckets(runs: Iterable[RunData]) -> None:
     for one in others:
         one.shrink(limit)
     for run in runs:
-        names = [name for name in run.series if not _is_main(name)]
-        allowed = room // (20 * len(runs))
-        for name in names[allowed:]:
-            del run.series[name]
-        if len(names) > allowed:
-            run.left_out.append(f"the curves of {len(names) - allowed:,} of {len(names):,} series")
+        count, room = len(run.series), _SERIES_BYTES // len(runs)
+        for name, one in [*run.series.items()]:
+            room -= _BUCKET_BYTES * len(one) + 3 * len(name) + 100
+            if len(name) > _MAX_NAME or (room < 0 and not _is_main(name)):
+                del run.series[name]
+        if left_out := count - len(run.series):
+            run.left_out.append(f"the curves of {left_out:,} of {count:,} series")
 
 
-def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) -> dict[str, Any]:
+def encode_run(
+    data: RunData, facts: Mapping[str, Any], label: str, media: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a run as the page's script expects it."""
+    sentences = describe_facts(facts)
     groups = group_layers(data.series)
     norms = find_gradient_norms(groups)
     axes: dict[tuple[bytes, bytes], int] = {}
     xs: list[dict[str, Any]] = []
-    series = {name[:_MAX_NAME]: _encode(one, axes, xs) for name, one in data.series.items()}
-    facts = {name: value for name, value in facts.items() if name != "metrics"}
+    series = {name: _encode(one, axes, xs) for name, one in data.series.items()}
+    facts = {name: facts[name] for name in _SHOWN_FACTS}
+    facts["left_out"] = facts["left_out"][:_MAX_LEFT_OUT]
+    facts["gradients"] = _cut_layers(facts["gradients"])
     return {
+        "label": label,
         "facts": facts,
         "sentences": sentences,
         "xs": xs,
@@ -70,7 +91,7 @@ def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) ->
         "hooks": read_hooks(data),
         "switches": _switches(data),
         "failures": _failures(data),
-        "spikes": [_plain(event) for event in data.events_of(_SPIKE)[:200]],
+        "spikes": [encode_spike(event) for event in data.events_of(_SPIKE)[:_MAX_SPIKES]],
         "phases": phase_seconds(data),
         "manifest": _manifest_rows(data),
         "config": _config_rows(data.manifest),
@@ -78,8 +99,15 @@ def encode_run(data: RunData, facts: Mapping[str, Any], sentences: list[str]) ->
             [one.path.name[:200], one.step, one.is_last, one.is_best, one.size]
             for one in data.checkpoints[-200:]
         ],
-        "others": {kind: len(names) for kind, names in data.others.items()},
+        "media": media,
     }
+
+
+def _cut_layers(gradients: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if gradients is None:
+        return None
+    cut = {k: dict(islice(gradients[k].items(), 50)) for k in ("vanishing", "exploding")}
+    return {**gradients, **cut}
 
 
 def _is_main(name: str) -> bool:
@@ -93,7 +121,7 @@ def _encode(
     axis = axes.get(key)
     if axis is None:
         axis = axes[key] = len(xs)
-        xs.append({"steps": _numbers(one.steps, 12), "times": [round(t, 2) for t in one.times]})
+        xs.append({"steps": _numbers(one.steps, 12), "times": _numbers(one.times, 12)})
     encoded: dict[str, Any] = {"x": axis, "y": _numbers(one.means), "n": one.total}
     encoded["last"] = one.last if math.isfinite(one.last) else str(one.last)
     if one.width > 1:
@@ -109,13 +137,12 @@ def _numbers(values: Iterable[float], digits: int = 5) -> list[float | int | Non
 
 
 def _marks(data: RunData) -> list[list[Any]]:
-    """Return the marks of the curves: kind, step, time and text."""
+    """Return the marks of the curves: kind, step, time, text and, for a spike, its loss."""
     marks: list[list[Any]] = []
 
-    def add(kind: str, event: Mapping[str, Any], text: str) -> None:
-        step = event.get("step")
-        is_step = type(step) in (int, float)
-        marks.append([kind, step if is_step else None, event.get("time"), printable(text, 300)])
+    def add(kind: str, event: Mapping[str, Any], text: str, loss: Any = None) -> None:
+        numbers = [v if is_finite_number(v) else None for v in (event.get("step"), loss)]
+        marks.append([kind, numbers[0], event.get("time"), printable(text, 300), numbers[1]])
 
     for event in data.events_of("checkpoint"):
         add("checkpoint", event, f"checkpoint {_base_name(event.get('path'))}")
@@ -126,16 +153,19 @@ def _marks(data: RunData) -> list[list[Any]]:
     for event in data.events_of("hooks"):
         changed: Any = event.get("hooks")
         items = changed.items() if isinstance(changed, dict) else ()
-        add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items))
+        by = f" (by {event['by']})" if event.get("by") else ""
+        add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items) + by)
     for event in data.events_of(_SPIKE):
-        add("spike", event, f"loss spike: {event.get('loss')} (z {event.get('z')})")
+        loss, z = event.get("loss"), event.get("z")
+        text = f"loss spike: {format_number(loss)} (robust z-score {format_number(z)})"
+        add("spike", event, text, loss)
     for event in data.events_of(_FAILED):
         add(
             "failure",
             event,
             f"{event.get('hook')} failed in {event.get('event')}: {event.get('error')}",
         )
-    for event in data.events_of("start")[1:]:
+    for event in [*data.events_of("start")[1:], *data.events_of("resumed")]:
         add("start", event, "resumed")
     for event in data.events_of("stop"):
         by = f" by {event.get('by')}" if event.get("by") else ""
@@ -144,7 +174,7 @@ def _marks(data: RunData) -> list[list[Any]]:
         add("stop", event, f"signal {event.get('signal')}")
     for event in data.events_of("end"):
         if event.get("status") != "completed":
-            text = f"{event.get('status')}: {event.get('reason') or ''}"
+            text = f"{event.get('status')}: {event.get('reason') or event.get('error') or ''}"
             add("stop", {"step": data.overview["steps"], **event}, text.strip(": "))
     return marks
 
@@ -166,15 +196,17 @@ def _switches(data: RunData) -> dict[str, list[list[Any]]]:
 
 
 def _failures(data: RunData) -> list[dict[str, Any]]:
+    """Return the errors that ended training, and those of hooks, with their tracebacks."""
+    ends = [{**event, "hook": "training"} for event in data.events_of("end") if event.get("error")]
     recorded = [
         {
             "hook": printable(event.get("hook"), 100),
-            "event": printable(event.get("event"), 100),
-            "step": event.get("step"),
+            "event": printable(event.get("event") or "", 100),
+            "step": event.get("step") if is_finite_number(event.get("step")) else None,
             "error": printable(event.get("error"), 1000),
-            "traceback": printable_lines(str(event.get("traceback") or ""), 200),
+            "traceback": printable_lines(str(event.get("traceback") or "")[-_MAX_TRACEBACK:], 200),
         }
-        for event in data.events_of(_FAILED)[:200]
+        for event in [*ends[-20:], *data.events_of(_FAILED)[:200]]
     ]
     named = {failure["hook"] for failure in recorded}
     return recorded + [
@@ -237,14 +269,6 @@ def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
         if value is not None
     ]
     return rows[:_MAX_CONFIG]
-
-
-def _plain(event: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        printable(name, 60): printable(json.dumps(value, default=str), 1500)
-        for name, value in list(event.items())[:30]
-        if name not in ("kind", "v", "time")
-    }
 
 
 def _base_name(path: Any) -> str:

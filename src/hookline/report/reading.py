@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hookline.report.media import Media
 from hookline.report.sampling import SampledSeries
 from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.manifest import inspect_run_manifest
@@ -23,6 +24,30 @@ _MAX_BUCKETS = 2_000_000  # of all series together: about 100 MB
 _MAX_PER_SERIES = 2_000
 _MAX_EVENTS = 2_000  # of one kind
 _MAX_TEXT = 20_000  # characters of an event's text, such as a traceback
+_MAX_FIELD, _MAX_SHORT = 1_000_000, 1_000  # of a field as JSON, first and after `_MAX_LONG`
+_MAX_LONG = 20_000_000  # of all long fields
+
+# The events that a report shows, with the fields that it needs.
+_FIELDS = {
+    "start": ("step",),
+    "resumed": ("step",),
+    "checkpoint": ("step", "path", "tokens_seen"),
+    "checkpoint_failed": ("step", "error"),
+    "step_skipped": ("step", "reason"),
+    "hooks": ("step", "hooks", "by"),
+    "hook_failed": ("step", "hook", "event", "error", "traceback"),
+    "loss_spike": (
+        *("step", "loss", "z", "median", "deviation", "peak", "peak_step"),
+        *("batches", "values"),
+    ),
+    "stop": ("step", "by", "reason"),
+    "signal": ("step", "signal"),
+    "trackers": ("missing",),
+    "end": (
+        *("step", "status", "reason", "error", "traceback"),
+        *("skipped_steps", "tokens_seen", "times", "hooks"),
+    ),
+}
 
 Event = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -34,7 +59,7 @@ class RunData:
 
     Attributes:
         series: The sampled values of each scalar metric, in the order of their first values.
-        others: The number of values of other kinds, by kind and name.
+        media: Some of its histograms, texts and images.
         events: The events by kind, oldest first; not all of them if there are very many.
         event_counts: How many events of each kind there are.
         left_out: What is missing in the report, one line each.
@@ -44,7 +69,7 @@ class RunData:
     overview: dict[str, Any]
     manifest: dict[str, Any]
     series: dict[str, SampledSeries] = field(default_factory=dict[str, SampledSeries])
-    others: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    media: Media = field(default_factory=Media)
     events: dict[str, list[Event]] = field(default_factory=dict[str, list[Event]])
     event_counts: dict[str, int] = field(default_factory=dict[str, int])
     checkpoints: list[Any] = field(default_factory=list[Any])
@@ -95,7 +120,7 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
     count = done = 0
     limit = _MAX_PER_SERIES
     size = _size_of(data)
-    for block_size, scalars in read_scalars(reader, data.others):
+    for block_size, scalars in read_scalars(reader, data.media.add):
         for row in scalars:
             rows = pending.get(row[2])
             if rows is None:
@@ -148,25 +173,41 @@ def _size_of(data: RunData) -> int:
 
 def _read_events(data: RunData, reader: JsonlReader) -> None:
     strides: dict[str, int] = {}
+    room = _MAX_LONG
     for event in reader:
-        kind = str(event["kind"])[:100]
-        if kind not in data.events and len(data.events) >= 200:
-            kind = "other"
+        kind = str(event["kind"])
+        if kind not in _FIELDS:
+            continue
         seen = data.event_counts[kind] = data.event_counts.get(kind, 0) + 1
         kept = data.events.setdefault(kind, [])
+        if kind == "end" and kept:
+            kept[-1].pop("hooks", None)  # only those of the last one are shown
         if (seen - 1) % strides.get(kind, 1) == 0 or kind == "end":
-            kept.append(_cut(event))
+            cut, size = _cut(event, _MAX_FIELD if room > 0 or kind == "end" else _MAX_SHORT)
+            room -= size
+            kept.append(cut)
             if len(kept) > _MAX_EVENTS:
                 del kept[1:-1:2]  # the first and the last stay
                 strides[kind] = strides.get(kind, 1) * 2
 
 
-def _cut(event: Event) -> Event:
-    """Return an event with its long texts cut, at their beginning: errors are at the end."""
-    return {
-        name: "…" + value[-_MAX_TEXT:]
-        if isinstance(value, str) and len(value) > _MAX_TEXT
-        else value
-        for name, value in event.items()
-        if name != "v"
-    }
+def _cut(event: Event, limit: int) -> tuple[Event, int]:
+    """Return the fields of an event that a report shows, and the size of its long ones as JSON.
+
+    Texts are cut at their beginning, because errors are at the end. Other fields that are longer
+    than `limit` are left out.
+    """
+    kept: Event = {}
+    total = 0
+    for name in ("time", *_FIELDS[event["kind"]]):
+        value = event.get(name)
+        if isinstance(value, str):
+            size = len(value)
+            value = "…" + value[-_MAX_TEXT:] if size > _MAX_TEXT else value
+            value = "…" + value[-limit:] if len(value) > limit else value
+        else:
+            size = len(json.dumps(value)) if isinstance(value, dict | list) else 0
+            value = value if size <= limit else None
+        total += size if size > _MAX_SHORT else 0
+        kept[name] = value
+    return kept, total

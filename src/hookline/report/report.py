@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from hookline.arguments import check_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
+from hookline.printable import printable
 from hookline.report.comparison import compare_runs
-from hookline.report.facts import collect_facts, describe_facts
+from hookline.report.facts import collect_facts
 from hookline.report.page import make_page, read_plotly
 from hookline.report.page_data import encode_run, share_buckets
+from hookline.report.page_size import MAX_PAGE_BYTES, fit_page
 from hookline.report.reading import read_run
 from hookline.runs.run_reader import OpenedRun, open_run
 
 __all__ = ["Report", "make_report"]
 
 _MAX_RUNS = 12
+_FRAME_BYTES = 100_000  # the page's own script and style
 
 
 class Report:
@@ -36,14 +40,16 @@ class Report:
         self.facts = facts
 
     def write(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to a file and return its path.
+        """Write the page to a file and return its path. It exists completely or not at all.
 
         Raises:
-            RunError: The file cannot be written.
+            RunError: The file cannot be written, or it is a device, a FIFO or a folder.
         """
         file = Path(check_path("report.write(path)", path, "a file"))
         try:
-            write_atomic(file, self.html, durable=False)
+            if file.exists() and not file.is_file():  # which would be replaced
+                raise RunError(f"{file} is not a regular file; expected the name of a file.")
+            write_atomic(file.resolve(), self.html, durable=False)
         except OSError as error:
             raise RunError(f"The report {file} cannot be written: {error}.") from error
         return file
@@ -78,8 +84,21 @@ def make_report(
     found = [collect_facts(one) for one in data]
     differences = compare_runs(data) if len(data) > 1 else {}
     share_buckets(data)
+    shown: list[dict[str, Any]] = []
     for one, facts in zip(data, found, strict=True):
-        facts["left_out"] = one.left_out
-    shown = [encode_run(o, f, describe_facts(f)) for o, f in zip(data, found, strict=True)]
-    page = make_page({"runs": shown, "differences": differences}, plotly)
+        media, left_out = one.media.encode(one.run.path, 1 / len(data))
+        facts["left_out"] = [*one.left_out, *left_out]
+        label = _label(facts, [run["label"] for run in shown])
+        shown.append(encode_run(one, facts, label, media))
+    encoded = {"runs": shown, "differences": differences}
+    fit_page(encoded, MAX_PAGE_BYTES - len(plotly.encode()) - _FRAME_BYTES)
+    page = make_page(encoded, plotly)
     return Report(page, {"runs": found, "differences": differences})
+
+
+def _label(facts: Mapping[str, Any], taken: list[str]) -> str:
+    """Return what a run is called in the page: its name, with more if that is taken."""
+    name = printable(facts["name"] or facts["id"], 200)
+    more = (f"{name} ({printable(facts[key], 300)})" for key in ("id", "path"))
+    labels = chain([name], more, (f"{name} ({i})" for i in count(2)))
+    return next(label for label in labels if label not in taken)

@@ -80,7 +80,8 @@ class JsonlReader:
         name, limit = self._file.name, file_limits.line_bytes
         try:
             with open_regular_file(self._file) as file:
-                while block := file.read(_BLOCK_SIZE):
+                end = os.fstat(file.fileno()).st_size  # what is written meanwhile could be endless
+                while file.tell() < end and (block := file.read(_BLOCK_SIZE)):
                     rest = file.readline(limit)
                     block += rest
                     is_complete = block.endswith(b"\n")

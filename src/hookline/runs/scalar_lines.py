@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hookline.runs.jsonl_reader import JsonlReader
@@ -29,7 +29,7 @@ Scalar = tuple[bytes, bytes, bytes, bytes]
 
 
 def read_scalars(
-    reader: JsonlReader, others: dict[str, dict[str, int]] | None = None
+    reader: JsonlReader, on_other: Callable[[dict[str, Any]], None] | None = None
 ) -> Iterator[tuple[int, list[Scalar]]]:
     """Yield the size of each block of lines, and its scalars: step, time, name, value, as JSON.
 
@@ -37,20 +37,20 @@ def read_scalars(
 
     Args:
         reader: The metrics log.
-        others: Gets the number of values of other kinds, by kind and name.
+        on_other: Called with each record of another kind.
     """
     for block in reader.blocks():
         scalars: list[Scalar] = _SCALAR_LINE.findall(block) if _is_utf8(block) else []
         if len(scalars) == block.count(b"\n"):
             reader.skip(len(scalars))
         else:  # there are other lines between them
-            parsed = (_parse_scalar(reader, line, others) for line in block[:-1].split(b"\n"))
+            parsed = (_parse_scalar(reader, line, on_other) for line in block[:-1].split(b"\n"))
             scalars = [scalar for scalar in parsed if scalar is not None]
         yield len(block), scalars
 
 
 def _parse_scalar(
-    reader: JsonlReader, line: bytes, others: dict[str, dict[str, int]] | None
+    reader: JsonlReader, line: bytes, on_other: Callable[[dict[str, Any]], None] | None
 ) -> Scalar | None:
     """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
     match = _SCALAR_LINE.fullmatch(line)
@@ -62,9 +62,8 @@ def _parse_scalar(
     if record is None:
         return None
     if record["kind"] != "scalar":
-        if others is not None:
-            counts = others.setdefault(str(record["kind"]), {})
-            counts[record["name"]] = counts.get(record["name"], 0) + 1
+        if on_other is not None:
+            on_other(record)
         return None
     fields: list[Any] = [record.get("step"), record.get("time"), record["name"]]
     step, seconds, name = (json.dumps(field).encode() for field in fields)

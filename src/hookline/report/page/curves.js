@@ -51,9 +51,10 @@ function markTraces(run, name, state, unit) {
   for (const [kind, [label, symbol, ink]] of Object.entries(MARKS)) {
     const found = run.marks.filter((mark) => mark[0] === kind && (mark[1] !== null || mark[2] !== null));
     if (!found.length) continue;
-    const steps = found.map((mark) => mark[1] ?? interpolate(s.times, s.steps, mark[2]));
-    const times = found.map((mark) => mark[2] ?? interpolate(s.steps, s.times, mark[1]));
-    const y = kind === "spike" && s.hi ? steps.map((step) => interpolate(s.steps, s.hi, step)) : steps.map((step) => interpolate(s.steps, ys, step));
+    const steps = found.map((mark) => mark[1] ?? interpolate(s.times, s.steps, mark[2], true));
+    const times = found.map((mark) => mark[2] ?? interpolate(s.steps, s.times, mark[1], true));
+    const onCurve = steps.map((step) => interpolate(s.steps, ys, step));
+    const y = kind === "spike" && name === "train/loss" ? onCurve.map((at, i) => found[i][4] ?? at) : onCurve;
     traces.push({
       x: positions(run, { steps, times }, state.by, unit), y, mode: "markers", name: label, legendgroup: kind,
       marker: { symbol, size: 10, color: css(ink), line: { width: symbol.includes("thin") ? 2 : 1, color: symbol.includes("thin") ? css(ink) : css("--card") } },
@@ -90,7 +91,7 @@ function curvesSection() {
       xaxis: axis({ title: { text: axisTitle(state.by, unit), font: { size: 12 } }, anchor: hasRates ? "y2" : "y" }),
       yaxis: axis({ title: { text: plain(state.metric), font: { size: 12 } }, type: state.log ? "log" : "linear", domain: hasRates ? [0.3, 1] : [0, 1] }),
     };
-    if (hasRates) made.yaxis2 = axis({ title: { text: "learning rate", font: { size: 12 } }, domain: [0, 0.2], exponentformat: "e" });
+    if (hasRates) made.yaxis2 = axis({ title: { text: "learning rate", font: { size: 12 } }, domain: [0, 0.2], exponentformat: "e", nticks: 4, ...flatRange(traces.filter((t) => t.yaxis === "y2")) });
     return { traces, layout: made };
   }, "Curves of " + names[0]);
   const change = (key) => (value) => { state[key] = value; redraw(chart); };
@@ -108,9 +109,10 @@ function curvesSection() {
 function spikeList(node) {
   for (const run of RUNS) {
     if (!run.spikes.length) continue;
-    const items = run.spikes.map((spike) => h("details", {},
-      h("summary", {}, `Step ${spike.step}: loss ${spike.loss}, z ${spike.z}`),
-      table([], Object.entries(spike).map(([name, value]) => [name, value]))));
-    node.append(h("h3", {}, "Loss spikes" + (MANY ? " of " + runName(run) : "")), ...items);
+    const items = run.spikes.map((spike) => h("details", {}, h("summary", {}, spike.title), table([], spike.rows),
+      spike.values.length ? table(["logged around it", "median before", "at the spike", "farthest after"], spike.values, [1, 2, 3]) : null,
+      spike.more ? h("p", { className: "lead" }, `${number(spike.more)} more series changed less.`) : null));
+    const total = run.facts.loss_spikes;
+    node.append(h("h3", {}, "Loss spikes" + (MANY ? " of " + runName(run) : "") + (total > items.length ? `: ${items.length} of ${number(total)}` : "")), ...items);
   }
 }

@@ -81,4 +81,4 @@ function duration(seconds) {
   return `${Math.floor(total / 86400)} d ${Math.floor((total % 86400) / 3600)} h`;
 }
 
-const runName = (run) => run.facts.name || run.facts.id;
+const runName = (run) => run.label;

@@ -20,6 +20,8 @@ function axis(options) {
   };
 }
 
+const LEGEND = { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } };
+
 function layout(options) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
@@ -27,7 +29,7 @@ function layout(options) {
     margin: { l: 52, r: 14, t: 10, b: 38 }, hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--accent") },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 12 } },
+    legend: LEGEND,
     ...options,
   };
 }
@@ -77,12 +79,27 @@ function redrawAll() {
   for (const [node, one] of figures) if (one.isDrawn) draw(node);
 }
 
-window.addEventListener("beforeprint", () => { for (const node of figures.keys()) draw(node); });
-
 function setTheme(theme) {
   root.dataset.theme = theme;
   redrawAll();
 }
+
+// On paper: light, as wide as a page, and nothing folded away.
+let undoPrint = null;
+window.addEventListener("beforeprint", () => {
+  if (undoPrint) return;
+  const theme = root.dataset.theme, folded = [...document.querySelectorAll("details:not([open])")];
+  for (const one of folded) one.open = true;
+  root.dataset.theme = "light";
+  root.classList.add("print");
+  for (const node of figures.keys()) draw(node);
+  undoPrint = () => {
+    for (const one of folded) one.open = false;
+    root.classList.remove("print");
+    setTheme(theme);
+  };
+});
+window.addEventListener("afterprint", () => { undoPrint?.(); undoPrint = null; });
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 root.dataset.theme = prefersDark.matches ? "dark" : "light";
@@ -107,19 +124,29 @@ function startTime(run) {
   return run.start;
 }
 
-function interpolate(xs, ys, x) {
-  if (x <= xs[0]) return ys[0];
-  let low = 0, high = xs.length - 1;
-  if (x >= xs[high]) {
-    const slope = high ? (ys[high] - ys[high - 1]) / (xs[high] - xs[high - 1]) : 0;
-    return ys[high] + slope * (x - xs[high]);
+// The x of a resumed run may go back: of several points, the last one counts. Beyond the ends, the
+// nearest y, or the line through the nearest two points.
+function interpolate(xs, ys, x, isExtended = false) {
+  let low = -1, high = -1;
+  for (let i = 0; i < xs.length; i += 1) {
+    if (xs[i] === null) continue;
+    if (xs[i] <= x && (low < 0 || xs[i] >= xs[low])) low = i;
+    if (xs[i] >= x && (high < 0 || xs[i] <= xs[high])) high = i;
   }
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (xs[middle] <= x) low = middle; else high = middle;
+  if (low < 0 || high < 0) {
+    const end = low < 0 ? high : low, next = low < 0 ? high + 1 : low - 1;
+    if (end < 0) return null;
+    const width = (xs[end] ?? 0) - (xs[next] ?? xs[end]);
+    return isExtended && width ? ys[end] + ((ys[end] - ys[next]) / width) * (x - xs[end]) : ys[end];
   }
-  const share = xs[high] === xs[low] ? 0 : (x - xs[low]) / (xs[high] - xs[low]);
-  return ys[low] + share * (ys[high] - ys[low]);
+  return xs[high] === xs[low] ? ys[low] : ys[low] + ((x - xs[low]) / (xs[high] - xs[low])) * (ys[high] - ys[low]);
+}
+
+// Around a value that never changes, plotly would show one above and one below.
+function flatRange(traces) {
+  let low = Infinity, high = -Infinity;
+  for (const { y } of traces) for (const v of y) if (v !== null) { low = Math.min(low, v); high = Math.max(high, v); }
+  return low === high && low !== 0 ? { range: [Math.min(0, 2 * low), Math.max(0, 2 * low)] } : {};
 }
 
 function timeUnit(runs) {
@@ -128,8 +155,8 @@ function timeUnit(runs) {
 }
 
 function positions(run, s, by, unit) {
-  if (by === "time") return s.times.map((t) => (t - startTime(run)) / unit[0]);
-  if (by === "tokens" && run.tokens.length) return s.steps.map((step) => interpolate(run.tokens[0], run.tokens[1], step));
+  if (by === "time") return s.times.map((t) => (t === null ? null : (t - startTime(run)) / unit[0]));
+  if (by === "tokens" && run.tokens.length) return s.steps.map((step) => interpolate(run.tokens[0], run.tokens[1], step, true));
   return s.steps;
 }
 

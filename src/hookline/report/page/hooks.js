@@ -24,10 +24,10 @@ function costs(node, run) {
     const traces = () => (events.length
       ? events.map((event, i) => bar(event, hooks.map((hook) => hook.events[event]?.seconds || 0), i))
       : [bar("all events", hooks.map((hook) => hook.seconds), 0)]);
-    node.append(figure(110 + hooks.length * 26, () => ({
+    node.append(figure(110 + hooks.length * 26 + (isNarrow() ? 17 * events.length : 0), () => ({
       traces: traces(),
       layout: {
-        barmode: "stack", hovermode: "closest", bargap: 0.35, showlegend: true,
+        barmode: "stack", hovermode: "closest", bargap: 0.35, showlegend: true, legend: { ...LEGEND, traceorder: "normal" },
         xaxis: axis({ title: { text: unit[1] === "ms" ? "milliseconds in the run" : "seconds in the run", font: { size: 12 } } }),
         yaxis: axis({ tickvals: hooks.map((_, k) => k), ticktext: names, showgrid: false }),
       },
@@ -44,7 +44,7 @@ function switches(node, run) {
   if (!entries.length) return;
   const end = run.facts.steps || 1;
   const inks = { enabled: "--good", disabled: "--c8", failed: "--bad", removed: "--line" };
-  node.append(h("h3", {}, "When hooks were on or off"), figure(90 + entries.length * 26, () => {
+  node.append(h("h3", {}, "When hooks were on or off"), figure(120 + entries.length * 26, () => {
     const traces = Object.keys(inks).map((status) => {
       const spans = entries.flatMap(([, list], k) => list.map(([step, now], i) => [k, step || 0, list[i + 1] ? list[i + 1][0] : end, now]).filter((span) => span[3] === status));
       return {

@@ -57,8 +57,8 @@ function layerView(node, choices, options) {
         colorbar: { thickness: 10, outlinewidth: 0, len: 1, tickfont: { size: 11 }, ...unit },
       }],
       layout: {
-        hovermode: "closest", margin: { l: 20, r: 10, t: 8, b: 38 },
-        xaxis: axis({ title: { text: "steps", font: { size: 12 } }, showgrid: false }),
+        hovermode: "closest", margin: { l: 20, r: 10, t: 30, b: 38 },
+        xaxis: axis({ title: { text: "steps", font: { size: 12 } }, showgrid: false, ...(grid.steps.length < 4 ? { tickvals: grid.steps } : {}) }),
         yaxis: axis({ autorange: "reversed", showgrid: false, zeroline: false, ...rowTicks(height) }),
         shapes: [{ type: "line", xref: "x", yref: "paper", x0: grid.steps[state.at], x1: grid.steps[state.at], y0: 0, y1: 1, line: { color: css("--text"), width: 1.2, dash: "dot" } }],
       },
@@ -74,6 +74,7 @@ function layerView(node, choices, options) {
     if (!grid) return { traces: [], layout: {} };
     const at = grid.rows.map((row) => row[state.at]);
     const first = grid.rows.map((row) => row[0]);
+    const shown = state.log ? [...at, ...first].filter((v) => v).map((v) => Math.log10(Math.abs(v))) : [];
     const trace = (y, name, ink, width, dash) => ({
       x: grid.names.map((_, i) => i), y: state.log ? y.map((v) => (v === null ? null : Math.abs(v))) : y, mode: "lines+markers", name, marker: { size: 5 }, line: { color: ink, width, dash },
       text: grid.names.map(plain), hovertemplate: "%{text}: %{y:.4g}<extra>" + name + "</extra>",
@@ -85,7 +86,7 @@ function layerView(node, choices, options) {
       layout: {
         hovermode: "closest",
         xaxis: axis({ tickvals: ticks, ticktext: ticks.map((i) => plain(short(grid.names[i], isNarrow() ? 12 : 22))), tickangle: -38 }),
-        yaxis: axis({ type: state.log ? "log" : "linear", title: { text: plain(measureName()), font: { size: 12 } }, exponentformat: "e" }),
+        yaxis: axis({ type: state.log ? "log" : "linear", title: { text: plain(measureName()), font: { size: 12 } }, exponentformat: "e", ...decades(shown) }),
       },
     };
   }, "Profile through the layers at one step");
@@ -106,6 +107,9 @@ function layerView(node, choices, options) {
   read();
   show();
 }
+
+// A log axis of several decades has one tick for each.
+const decades = (logs) => (logs.length && Math.max(...logs) - Math.min(...logs) > 1.5 ? { dtick: 1, exponentformat: "power" } : {});
 
 function measureChoices(isWanted) {
   const found = new Map();

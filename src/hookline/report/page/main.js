@@ -3,6 +3,7 @@ curvesSection();
 differencesSection();
 gradientSection();
 activationSection();
+mediaSection();
 hooksSection();
 timeSection();
 systemSection();

@@ -7,7 +7,7 @@ function smallChart(names, run, title) {
       const i = MANY ? RUNS.indexOf(one) : k;
       return curve(one, name, { color: color(i), yaxis: "y" }, { by: "steps", smoothing: 0 }, unit);
     }));
-    return { small: true, traces, layout: { margin: { l: 44, r: 8, t: 6, b: 26 }, showlegend: false, xaxis: axis({}), yaxis: axis({}) } };
+    return { small: true, traces, layout: { margin: { l: 44, r: 8, t: 6, b: 26 }, showlegend: false, xaxis: axis({}), yaxis: axis(flatRange(traces)) } };
   }, title);
   return h("figure", {}, h("figcaption", {}, title), chart);
 }
@@ -17,7 +17,7 @@ function timeSection() {
   const isProfile = (name) => /^profile\/.*time_.*_ms$/.test(name);
   const profiled = RUNS.filter((run) => Object.keys(run.series).some(isProfile));
   if (!timed.length && !profiled.length) return;
-  const node = section("time", "Where the time went");
+  const node = section("time", "Where the time went", "Wall time of the training process. Long batches are all timed; of short ones some are, and count for the others. Hooks are not part of the phase in which they are called.");
   if (timed.length) {
     const phases = [...new Set(timed.flatMap((run) => Object.keys(run.phases)))];
     node.append(figure(120 + 46 * timed.length, () => ({
@@ -30,7 +30,7 @@ function timeSection() {
         };
       }),
       layout: {
-        barmode: "stack", hovermode: "closest", bargap: 0.3, xaxis: axis({ tickformat: ".0%", range: [0, 1], showgrid: false }),
+        barmode: "stack", hovermode: "closest", bargap: 0.3, legend: { ...LEGEND, traceorder: "normal" }, xaxis: axis({ tickformat: ".0%", range: [0, 1], showgrid: false }),
         yaxis: axis({ tickvals: timed.map((_, k) => k), ticktext: timed.map((run) => (MANY ? plain(short(runName(run), 26)) : "")), showgrid: false }),
       },
     }), "Share of the time by phase"));

@@ -1,0 +1,385 @@
+"""Reports of strange and hostile runs: they are made, and they stay small."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hookline
+from hookline.report import make_report
+from hookline.report.facts import describe_facts
+from hookline.report.media import Media
+from hookline.report.png_images import strip_png
+from hookline.report.spikes import encode_spike
+from hookline.runs.media import save_image
+
+HUGE = 10**400  # more than a float can hold
+Record = dict[str, Any]
+
+
+def scalar(step: Any, name: str, value: Any, **fields: Any) -> Record:
+    seconds = 1.7e9 + (step or 0)
+    return {
+        "v": 1,
+        "step": step,
+        "time": seconds,
+        "name": name,
+        "kind": "scalar",
+        "value": value,
+    } | (fields)
+
+
+def event(kind: str, **fields: Any) -> Record:
+    return {"v": 1, "time": 1.7e9, "kind": kind, **fields}
+
+
+def write_run(
+    folder: Path, metrics: Iterable[Record] = (), events: Iterable[Record] = (), **fields: Any
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    manifest = {"format": "hookline.run", "version": 1, "run_id": folder.name, "parts": []}
+    manifest |= {"status": "completed", "started": "2026-11-01T00:00:00.000000+00:00", **fields}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for name, records in (("metrics", metrics), ("events", events)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+def shown_data(report: Any) -> Any:
+    """Return what the page's script reads."""
+    text = report.html.partition('id="data">')[2].partition("</script>")[0]
+    return json.loads(text)
+
+
+LOSSES = [scalar(i, "train/loss", float(i)) for i in range(10)]
+STRANGE: dict[str, tuple[list[Record], list[Record]]] = {
+    "no steps": ([], [event("start", step=0), event("end", step=0, status="completed")]),
+    "one step": ([scalar(1, "train/loss", 1.5)], []),
+    "only NaN": ([scalar(i, n, "NaN") for i in range(3) for n in ("train/loss", "val/loss")], []),
+    "infinite gradients": (
+        [scalar(i, f"gradients/{n}/norm", "Infinity") for i in range(3) for n in "ab"],
+        [],
+    ),
+    "huge values": (
+        [scalar(i, "train/loss", v) for i, v in enumerate([1.7e308, 1.7e308, -1.7e308, 5e-324])],
+        [
+            event("end", step=HUGE, skipped_steps=HUGE, tokens_seen=HUGE, times={"data": 1.7e308}),
+            event(
+                "end", times={"data": 1.7e308}, hooks={"hooks": [{"name": "a", "share": 1e308}] * 9}
+            ),
+            event("loss_spike", step=HUGE, loss=HUGE, values={"a": [[HUGE, HUGE], [1, 1.7e308]]}),
+            event("loss_spike", step=2, loss=1.0, values={"a": [[0, -1.7e308], [2, 1.7e308]]}),
+            event("hooks", step=HUGE, hooks={"a": "disabled"}),
+            event("checkpoint", step=HUGE, path=HUGE, tokens_seen=5),
+        ],
+    ),
+    "no steps or times": (
+        [scalar(None, "train/loss", 1.0), scalar(1, "train/x", 1.0, time=None)] * 3,
+        [event("checkpoint", step=None, path=None)],
+    ),
+    "steps that go back": ([scalar(i % 50, "train/loss", i) for i in range(120)], []),
+    "one step again and again": ([scalar(5, "train/loss", i) for i in range(120)], []),
+    "fields of other types": (
+        LOSSES,
+        [
+            event("end", step="x", times=[1], hooks=[1], reason={}, error=[1], traceback=5),
+            event("hooks", step=[], hooks=[1]),
+            event("hook_failed", step={}, hook=None, error=None, traceback={}),
+            event("loss_spike", step=[], loss=[], z={}, batches=[1], values=[1]),
+            event(
+                "loss_spike", step=1, loss="x", batches={}, values={"a": 5, "b": [1, [2], [1, "x"]]}
+            ),
+            event("trackers", missing={"wandb": 5, "mlflow": {"dropped": HUGE, "problem": {}}}),
+            event("trackers", missing=[1]),
+            event("stop", by={}, reason=[]),
+            event("signal", signal={}),
+        ],
+    ),
+    "names of JavaScript": (
+        [
+            scalar(i, name, i)
+            for i in range(3)
+            for name in (
+                "__proto__",
+                "train/constructor",
+                "gradients/__proto__/norm",
+                "gradients/b/norm",
+            )
+        ],
+        [event("end", times={"__proto__": 3}, status="completed")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_report_of_a_strange_run_is_made(name: str, tmp_path: Path) -> None:
+    report = make_report(write_run(tmp_path / "run", *STRANGE[name]))
+    (facts,) = report.facts["runs"]
+    json.dumps(facts, allow_nan=False)
+    assert facts["status"] == "completed"
+    assert not any("nan" in line or "None" in line for line in describe_facts(facts))
+    assert len(shown_data(report)["runs"]) == 1
+
+
+def test_facts_are_right_for_runs_that_are_not_usual(tmp_path: Path) -> None:
+    part = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
+    folder = write_run(
+        tmp_path / "fork",
+        [scalar(i, "train/loss", "NaN" if i == 120 else 0.5) for i in range(101, 121)],
+        [
+            event("start", step=100),
+            event("trackers", missing={"wandb": {"dropped": 5, "failed": 2, "problem": "slow"}}),
+            event("end", step=120, status="error", error="ValueError: no", traceback="Traceback …"),
+        ],
+        status="error",
+        parts=[part],
+        last_error="ValueError: no",
+    )
+    report = make_report(folder)
+    (facts,) = report.facts["runs"]
+    assert facts["steps_per_second"] == 2.0  # 20 steps: a fork does not begin at step 0
+    assert facts["metrics"]["train/loss"]["last"] is None
+    assert facts["trackers"] == {"wandb": {"missing": 7, "problem": "slow"}}
+    text = " ".join(describe_facts(facts))
+    assert "The training loss ended at a value that is not finite" in text
+    assert "The tracker wandb lacks 7 values: slow." in text
+    (failure,) = shown_data(report)["runs"][0]["failures"]
+    assert (failure["hook"], failure["traceback"]) == ("training", "Traceback …")
+
+
+def test_a_page_stays_below_10_mb_whatever_a_run_has(tmp_path: Path) -> None:
+    def name(i: int) -> str:
+        return f"{i}_" + "é<" * 120
+
+    hooks = [
+        {"name": name(i), "cls": name(i), "costs": {name(k): {"seconds": 1} for k in range(30)}}
+        for i in range(300)
+    ]
+    kinds = ("step_skipped", "hook_failed", "checkpoint", "stop", "signal", "checkpoint_failed")
+    fields = {"reason": name(0), "error": name(0), "path": name(0), "signal": name(0)}
+    events = [
+        event(kind, step=i, **fields, hook=name(i), traceback=name(i) * 40)
+        for i in range(250)
+        for kind in kinds
+    ]
+    metrics = [scalar(i, name(j), i + j) for i in range(4) for j in range(6_000)]
+    metrics += [scalar(1, name(j), "é<" * 9000, kind="text") for j in range(20)] * 5
+    config = {name(i): name(i) for i in range(500)}
+    end = event("end", hooks={"hooks": hooks})
+    folder = write_run(tmp_path / "run", metrics, [*events, end], config=config)
+    report = make_report(folder)
+    assert 7_000_000 < len(report.html.encode()) < 10_000_000
+    (run,) = shown_data(report)["runs"]
+    assert any("too large" in line for line in run["facts"]["left_out"])
+    assert any("curves of" in line for line in run["facts"]["left_out"])
+
+
+def test_all_curves_are_shown_if_they_are_short(tmp_path: Path) -> None:
+    metrics = [scalar(i, f"train/s{j}", i + j) for i in range(3) for j in range(10_000)]
+    report = make_report(write_run(tmp_path / "run", metrics))
+    assert len(shown_data(report)["runs"][0]["series"]) == 10_000
+    assert report.facts["runs"][0]["left_out"] == []
+
+
+# -- histograms, texts and images -----------------------------------------------------------------
+
+
+def histogram(step: int, counts: Any, edges: Any) -> Record:
+    return scalar(step, "h", {"counts": counts, "edges": edges}, kind="histogram")
+
+
+def test_histograms_over_steps_have_common_edges(tmp_path: Path) -> None:
+    media = Media()
+    for step in range(1000):
+        media.add(histogram(step, [1, 3], [step, step + 1, step + 2]))
+    encoded, left_out = media.encode(tmp_path)
+    shown = encoded["histograms"]["h"]
+    assert left_out == []
+    assert (shown["total"], shown["steps"][0], shown["steps"][-1]) == (1000, 0, 999)
+    assert 30 <= len(shown["steps"]) <= 64
+    assert (shown["edges"][0], shown["edges"][-1]) == (0, 1001)
+    for column in shown["columns"]:
+        assert sum(share or 0.0 for share in column) == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("counts", "edges"),
+    [
+        ([], []),
+        ([1], [0, "x"]),
+        ([HUGE], [0, 1]),
+        ([1], [1, 1]),
+        ([1], [-1.7e308, 1.7e308]),
+        ([-1], [0, 1]),
+        ([1] * 2000, list(range(2001))),
+        (["NaN"], [0, 1]),
+        ([1, 2], [0, 1]),
+    ],
+)
+def test_histograms_that_are_none_are_left_out(counts: Any, edges: Any, tmp_path: Path) -> None:
+    media = Media()
+    media.add(histogram(1, counts, edges))
+    encoded, left_out = media.encode(tmp_path)
+    assert encoded["histograms"] == {}
+    assert "1 histograms without valid counts and edges" in left_out
+
+
+def test_images_come_from_the_run_only_and_are_checked(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    folder = tmp_path / "run"
+    folder.mkdir()
+    good = save_image(torch.rand(3, 8, 8), folder / "media", 1, "good")["path"]
+    secret.write_bytes((folder / good).read_bytes())
+    (folder / "media" / "link.png").symlink_to(secret)
+    os.mkfifo(folder / "media" / "fifo.png")
+    (folder / "media" / "text.png").write_text("<svg onload=alert(1)>")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
+    (folder / "media" / "bomb.png").write_bytes(bomb + struct.pack(">I", zlib.crc32(header)))
+    (folder / "media" / "half.png").write_bytes(secret.read_bytes()[:60])
+    names = ("link", "fifo", "text", "bomb", "half", "gone")
+    paths = [good, *(f"media/{name}.png" for name in names), "media/../../secret.png"]
+    metrics = [scalar(1, path, {"path": path}, kind="image") for path in paths]
+    report = make_report(write_run(folder, metrics))
+    images = shown_data(report)["runs"][0]["media"]["images"]
+    assert {name: len(one["items"]) for name, one in images.items()} == {
+        good: 1,
+        **{f"media/{name}.png": 0 for name in names},
+    }
+    left_out = "\n".join(report.facts["runs"][0]["left_out"])
+    for reason in ("a symbolic link", "a FIFO", "not a PNG", "100,000 × 100,000", "incomplete"):
+        assert reason in left_out
+    shutil.rmtree(folder / "media")
+    (folder / "media").symlink_to(tmp_path)
+    report = make_report(folder)
+    assert not any(
+        one["items"] for one in shown_data(report)["runs"][0]["media"]["images"].values()
+    )
+
+
+def test_a_png_keeps_only_what_is_needed_to_draw_it(tmp_path: Path) -> None:
+    path = save_image(torch.rand(4, 4), tmp_path / "media", 1, "x")["path"]
+    data = (tmp_path / path).read_bytes()
+    text = b"tEXtnote\0private"
+    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    assert strip_png(data[:33] + chunk + data[33:] + b"more") == data
+    with pytest.raises(ValueError, match="damaged"):
+        strip_png(data[:45] + bytes([data[45] ^ 1]) + data[46:])
+
+
+def test_texts_are_the_newest_and_cut(tmp_path: Path) -> None:
+    media = Media()
+    for step in range(50):
+        media.add(scalar(step, "t", f"{step}\u2028" + "x" * 100_000, kind="text"))
+    for i in range(100):
+        media.add(scalar(1, f"name {i}", "text", kind="text"))
+    media.add(scalar(1, "x", 1, kind="video"))
+    encoded, left_out = media.encode(tmp_path)
+    texts = encoded["texts"]["t"]
+    assert (texts["total"], [step for step, _ in texts["items"]]) == (50, [45, 46, 47, 48, 49])
+    assert all(len(text) < 5_000 and "\\u2028" in text for _, text in texts["items"])
+    assert len(encoded["texts"]) == 20
+    assert left_out == [
+        "81 texts of further names, after the first 20",
+        "1 values of an unknown kind",
+    ]
+
+
+def test_a_spike_names_what_changed_most_first() -> None:
+    values = {
+        "calm": [[1, 1.0], [2, 1.1], [3, 1.0], [10, 1.05]],
+        "ratio": [[1, 1.0], [2, 1.1], [3, 1.0], [10, 2.0], [11, 50.0]],
+        "broken": [[1, 1.0], [10, "NaN"]],
+        "before only": [[1, 1.0]],
+    }
+    batches = [{"loader": "train", "batch_idx": 9, "indices": [7, 3]}]
+    spike = encode_spike(
+        {"step": 10, "loss": 9.0, "z": 8.123456, "batches": batches, "values": values}
+    )
+    assert spike["title"] == "Step 10: loss 9, robust z-score 8.123"
+    assert ["Samples", "batch 9 of train: indices 7, 3"] in spike["rows"]
+    assert spike["values"] == [
+        ["broken", "1", "nan", "nan"],
+        ["ratio", "1", "2", "50"],
+        ["calm", "1", "1.05", "1.05"],
+    ]
+
+
+# -- reading and writing --------------------------------------------------------------------------
+
+
+def test_a_run_that_is_being_written_can_be_reported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    stop = threading.Event()
+
+    def write() -> None:
+        with (folder / "metrics.jsonl").open("a", buffering=1000) as file:
+            step = 0
+            while not stop.is_set() and step < 500_000:
+                file.write(json.dumps(scalar(step, "train/loss", 1.0)) + "\n")
+                step += 1
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(3):
+            (facts,) = make_report(folder).facts["runs"]
+            assert not any("cannot be read" in line for line in facts["left_out"])
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.fixture
+def plain_run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", LOSSES)
+
+
+def test_a_disk_that_is_full_leaves_the_old_report(plain_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    out = folder / "report.html"
+    command = [sys.executable, "-m", "hookline", "report", str(plain_run), "-o", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    before = out.read_bytes()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    failed = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=limit)
+    assert failed.returncode == 1
+    assert "cannot be written" in failed.stderr
+    assert out.read_bytes() == before
+    assert list(folder.iterdir()) == [out]
+
+
+def test_only_regular_files_are_replaced(plain_run: Path, tmp_path: Path) -> None:
+    report = make_report(plain_run)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (fifo, tmp_path):
+        with pytest.raises(hookline.RunError, match="not a regular file"):
+            report.write(path)
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    target.touch()
+    link.symlink_to(target)
+    report.write(link)  # what the link leads to is written; the link stays
+    assert link.is_symlink()
+    assert target.stat().st_size > 1_000_000
+    command = [sys.executable, "-m", "hookline", "report", str(plain_run), "-o", str(fifo)]
+    failed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert "is not a regular file" in failed.stderr
