@@ -268,7 +268,7 @@ def in_lightning(
         num_sanity_val_steps=0,
         accelerator="cpu",
         devices=count_ranks(),
-        strategy=ModelParallelStrategy() if strategy == "fsdp" else strategy,
+        strategy=ModelParallelStrategy(count_ranks(), 1) if strategy == "fsdp" else strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -341,6 +341,7 @@ LOOPS_OF_RANKS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = 
     "transformers with ddp": in_transformers,
     "transformers with fsdp": partial(in_transformers, sharded=True),
     "lightning with ddp": partial(in_lightning, strategy="ddp"),
+    "lightning with fsdp": partial(in_lightning, strategy="fsdp"),
     "ignite": in_ignite,
 }
 """The loops and strategies, in several processes."""
