@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conformance import HalveHead, Norms, StopsAlone, run
+from conformance import HalveHead, Norms, SignalsAlone, StopsAlone, run
 from hosts import LOOPS_OF_RANKS, in_lightning, in_transformers, missing_events
 from rank_checks import check_in_all_ranks
 
@@ -42,6 +42,7 @@ def run_loops() -> None:
             print(f"{name}: {time.monotonic() - begun:.1f} s", flush=True)
     if not chosen:
         refuse_separate_models(Path(folder))
+        found["signal"] = preempt_one_rank(Path(folder) / "signal")
         found["language model"] = train_language_model(Path(folder) / "language_model")
         found["sharded checkpoints"] = resume_sharded(Path(folder) / "sharded_checkpoints")
         found["sharded Lightning"] = resume_sharded_lightning(Path(folder) / "sharded_lightning")
@@ -52,6 +53,13 @@ def refuse_separate_models(folder: Path) -> None:
     """A LightningModule that is sharded over one process only is refused before the first step."""
     with pytest.raises(hookline.LoopError, match="2 processes train, and each has a model of its"):
         in_lightning([Norms()], folder, strategy="fsdp", mesh=(1, 2))
+
+
+def preempt_one_rank(folder: Path) -> tuple[int, str, str | None]:
+    """Train in Hugging Face's trainer until one of the processes gets a signal."""
+    _, session = in_transformers([SignalsAlone()], folder, save_strategy="epoch")
+    last = hookline.get_last_checkpoint(folder / "out")
+    return session.step, session.status, getattr(last, "name", None)
 
 
 def resume_sharded(folder: Path) -> dict[str, Any]:

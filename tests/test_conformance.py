@@ -136,6 +136,11 @@ def test_averages_in_validation_leave_training_alone(loop, expected, of_ranks) -
         assert found["norms beside averages"] == pytest.approx(norms, rel=TOLERANCE)
 
 
+def test_a_signal_to_one_process_saves_and_ends_all(of_ranks) -> None:
+    """In Hugging Face's trainer: the others learn of it at the end of the next step."""
+    assert of_ranks["signal"] == [(3, "preempted", "checkpoint-3")] * 2
+
+
 def test_the_loss_of_a_language_model_in_two_processes(of_ranks) -> None:
     """Hugging Face divides by the tokens of both, so each process has a part of the loss."""
     first, second = of_ranks["language model"]

@@ -443,6 +443,47 @@ def test_a_signal_saves_and_ends_training(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_after_a_signal_the_evaluation_of_the_step_is_left_out(tmp_path):
+    class Preempt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer, watch = make_trainer(tmp_path / "out", callbacks=[Preempt()], **evaluating), Watch()
+    hookline.attach(trainer, hooks=[watch], runs=None)
+    trainer.train()
+    assert watch.events.count("validation") == 1
+    assert "checkpoint-2" in watch.events
+    assert watch.events[-1] == "preempted"
+
+
+class ReplacesOptimizer(TrainerCallback):
+    """Gives the trainer another optimizer before its second step."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+            self.trainer.optimizer = self.trainer.accelerator.prepare(optimizer)
+
+
+def test_an_optimizer_that_is_replaced_is_reported(tmp_path, caplog):
+    replaces = ReplacesOptimizer()
+    for hooks in ([Watch()], [hookline.updates.Identity()]):
+        trainer = make_trainer(tmp_path / "out", callbacks=[replaces], max_steps=3)
+        replaces.trainer = trainer
+        session = hookline.attach(trainer, hooks=hooks, runs=None)
+        if isinstance(hooks[0], Watch):
+            trainer.train()
+            assert caplog.text.count("steps with another optimizer (SGD)") == 1
+            assert session.step == 1
+        else:
+            with pytest.raises(hookline.LoopError, match=r"another optimizer.*be left out"):
+                trainer.train()
+
+
 def test_early_stopping_stops_the_trainer(tmp_path):
     stopping = hookline.EarlyStopping(monitor="val/loss", patience=1, min_delta=100.0)
     trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=1)

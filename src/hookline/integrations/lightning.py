@@ -270,12 +270,11 @@ class HooklineCallback(_Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if not self.session.is_training:
+        session, own = self.session, unwrap_optimizer(optimizer)
+        if not session.is_training or not session.is_watched(own):
             return
-        groups = optimizer.param_groups
-        if all(p.grad is None for group in groups for p in group["params"]):
-            idx = self.session.optimizers.index(unwrap_optimizer(optimizer))
-            self.session.skip_optimizer_step(idx, "there are no gradients")
+        if all(p.grad is None for group in own.param_groups for p in group["params"]):
+            session.skip_optimizer_step(session.optimizers.index(own), "there are no gradients")
 
     def on_train_batch_end(
         self,

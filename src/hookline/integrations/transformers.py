@@ -274,11 +274,10 @@ class HooklineCallback(TrainerCallback):
         if not self.session.is_training:
             return
         self._epoch_has_ended = True
-        if self.session.received_signal is not None:  # the process is about to be killed
-            control.should_evaluate = False
+        self._request_stop(control)
         if not control.should_evaluate:  # else it ends after the validation that comes next
             self._end_epoch()
-        self._request_stop(control)
+            self._request_stop(control)
 
     def _end_epoch(self) -> None:
         """End an epoch whose batches are over, unless that was done."""
@@ -288,11 +287,16 @@ class HooklineCallback(TrainerCallback):
             self.session.end_step()
 
     def _request_stop(self, control: TrainerControl) -> None:
-        """Let the trainer stop, and save before, if hooks or a signal ask for it."""
+        """Let the trainer stop, if hooks or a signal ask for it.
+
+        After a signal the process is about to be killed: the trainer saves, and evaluates no more.
+        """
         if self.session.take_stop():
             control.should_training_stop = True
-            if self.session.received_signal is not None and not self._saves_for_signal:
-                control.should_save = self._saves_for_signal = True
+            if self.session.ends_for_signal:
+                control.should_evaluate = False
+                control.should_save |= not self._saves_for_signal
+                self._saves_for_signal = True
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -304,6 +308,8 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.session.is_training:
+            assert self._trainer is not None
+            self.session.is_watched(unwrap_optimizer(self._trainer.optimizer))
             self.session.end_step()
             self._request_stop(control)
 
