@@ -330,6 +330,13 @@ def test_only_complete_checkpoints_are_found(tmp_path, caplog):
     (tmp_path / "checkpoint-4" / "hookline_complete.json").unlink()
     (tmp_path / "checkpoint-9").mkdir()  # a save that was killed
     assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert "resume from it by name" not in caplog.text
+    for name in ("checkpoint-2", "checkpoint-6", "checkpoint-8"):
+        (tmp_path / name / "hookline_complete.json").unlink()
+    assert hookline.get_last_checkpoint(tmp_path) is None
+    assert "the newest one, checkpoint-9, and resume from it by name" in " ".join(
+        caplog.text.split()
+    )
 
 
 class FindsComplete(TrainerCallback):
