@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -164,6 +166,14 @@ class StopsAlone(hookline.Hook):
     def on_step_end(self, trainer, step):
         if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
             trainer.stop("one process asked")
+
+
+class SignalsAlone(hookline.Hook):
+    """Sends SIGTERM to the last process only."""
+
+    def on_step_end(self, step):
+        if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class HalveHead(hookline.UpdateHook):

@@ -235,8 +235,15 @@ def in_transformers(
 
 
 def in_lightning(
-    hooks: list[Any], folder: Path, *, strategy: str = "auto"
+    hooks: list[Any],
+    folder: Path,
+    *,
+    strategy: str = "auto",
+    mesh: tuple[int, int] | None = None,
+    resume: str | None = None,
+    **saving: Any,
 ) -> tuple[nn.Module, Any]:
+    """Train in Lightning; `mesh` has the sizes of its two dimensions, for FSDP2."""
     import lightning.pytorch as lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -268,16 +275,19 @@ def in_lightning(
         num_sanity_val_steps=0,
         accelerator="cpu",
         devices=count_ranks(),
-        strategy=ModelParallelStrategy() if strategy == "fsdp" else strategy,
+        strategy=ModelParallelStrategy(*mesh or (count_ranks(), 1))
+        if strategy == "fsdp"
+        else strategy,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(folder),
+        **(saving or {"enable_checkpointing": False}),
     )
     session = hookline.attach(trainer, hooks=hooks, runs=folder / "runs")
     # Shared here: Lightning's own sampler for several processes shuffles the training data.
-    trainer.fit(module, make_loader(shared=True), make_loader(2, seed=2, shared=True))
+    loaders = make_loader(shared=True), make_loader(2, seed=2, shared=True)
+    trainer.fit(module, *loaders, ckpt_path=resume)
     return module.net, session
 
 
@@ -341,6 +351,7 @@ LOOPS_OF_RANKS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = 
     "transformers with ddp": in_transformers,
     "transformers with fsdp": partial(in_transformers, sharded=True),
     "lightning with ddp": partial(in_lightning, strategy="ddp"),
+    "lightning with fsdp": partial(in_lightning, strategy="fsdp"),
     "ignite": in_ignite,
 }
 """The loops and strategies, in several processes."""

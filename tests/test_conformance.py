@@ -136,6 +136,11 @@ def test_averages_in_validation_leave_training_alone(loop, expected, of_ranks) -
         assert found["norms beside averages"] == pytest.approx(norms, rel=TOLERANCE)
 
 
+def test_a_signal_to_one_process_saves_and_ends_all(of_ranks) -> None:
+    """In Hugging Face's trainer: the others learn of it at the end of the next step."""
+    assert of_ranks["signal"] == [(3, "preempted", "checkpoint-3")] * 2
+
+
 def test_the_loss_of_a_language_model_in_two_processes(of_ranks) -> None:
     """Hugging Face divides by the tokens of both, so each process has a part of the loss."""
     first, second = of_ranks["language model"]
@@ -147,20 +152,26 @@ def test_the_loss_of_a_language_model_in_two_processes(of_ranks) -> None:
     assert first["last"] == second["last"] == "checkpoint-4"  # complete, with the files of both
 
 
-def test_sharded_averages_are_saved_whole_and_resumed(of_ranks) -> None:
-    """Hugging Face's trainer under FSDP2: each process has a part of the averages."""
-    for found in of_ranks["sharded checkpoints"]:
-        whole, resumed, saved = found["whole"], found["resumed"], found["saved"]
+@pytest.mark.parametrize("loop", ["sharded checkpoints", "sharded Lightning"])
+def test_a_sharded_training_is_resumed_with_its_averages(loop, of_ranks) -> None:
+    """Hugging Face's and Lightning's trainers under FSDP2: averages are sharded, too."""
+    for found in of_ranks[loop]:
+        whole, resumed = found["whole"], found["resumed"]
         assert whole["are sharded"]
-        assert whole["last"] == "checkpoint-6"
         assert resumed["ended"] == whole["ended"] == (6, "completed", 6)
+        for part in ("averages", "weights"):
+            for name, value in whole[part].items():
+                torch.testing.assert_close(resumed[part][name], value, rtol=0, atol=0)
+
+
+def test_sharded_averages_are_saved_whole(of_ranks) -> None:
+    for found in of_ranks["sharded checkpoints"]:
+        whole, saved = found["whole"], found["saved"]
+        assert whole["last"] == "checkpoint-6"
         assert saved["steps"] == 2
         for name, average in whole["averages"].items():
             assert saved["averages"][name].shape == average.shape
             assert not torch.equal(saved["averages"][name], average)
-        for part in ("averages", "weights"):
-            for name, value in whole[part].items():
-                torch.testing.assert_close(resumed[part][name], value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "trainer"])

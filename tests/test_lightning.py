@@ -409,6 +409,23 @@ def test_lightnings_limits_end_training_as_completed(tmp_path, options, steps) -
     assert [k["status"] for k in seen.named("on_train_end")] == ["completed"]
 
 
+class ReplacesOptimizer(lightning.Callback):
+    """Gives the trainer another optimizer before its third batch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            trainer.optimizers = [torch.optim.Adam(pl_module.parameters())]
+
+
+def test_an_optimizer_that_is_replaced_is_reported(tmp_path, caplog) -> None:
+    options = {"callbacks": [ReplacesOptimizer()], "max_epochs": 1}
+    session, _ = fit(tmp_path, [recorder("on_step_end")], **options)
+    assert session.step == 2
+    assert caplog.text.count("steps with another optimizer (Adam)") == 1
+    with pytest.raises(LoopError, match=r"another optimizer.*be left out"):
+        fit(tmp_path, [hookline.updates.Identity()], **options)
+
+
 @pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"max_epochs": 0}])
 def test_a_fit_that_has_nothing_to_train_is_completed(tmp_path, options) -> None:
     seen = recorder("on_train_start", "on_train_end")

@@ -267,6 +267,20 @@ def test_a_callback_that_is_added_later_sees_exceptions(tmp_path, event, error, 
     assert "on_epoch_begin" not in vars(trainer.callback_handler)
 
 
+def test_a_callback_that_is_added_later_sees_callbacks_after_it_fail_at_the_start(tmp_path):
+    watch, raises = Watch(), Raises("on_train_begin", ValueError("broken"))
+    trainer = make_trainer(tmp_path / "out")
+    callback = HooklineCallback([watch], runs=None)
+    trainer.add_callback(callback)
+    trainer.add_callback(raises)
+    fails = raises.on_train_begin
+    with pytest.raises(ValueError, match="broken"):
+        trainer.train()
+    assert watch.events == ["train", "ValueError", "error"]
+    assert callback.session.has_ended
+    assert raises.on_train_begin is fails
+
+
 def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):
     def start(folder, *more):
         trainer = make_trainer(tmp_path / folder, save_strategy="steps", save_steps=2)
@@ -316,6 +330,13 @@ def test_only_complete_checkpoints_are_found(tmp_path, caplog):
     (tmp_path / "checkpoint-4" / "hookline_complete.json").unlink()
     (tmp_path / "checkpoint-9").mkdir()  # a save that was killed
     assert hookline.get_last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert "resume from it by name" not in caplog.text
+    for name in ("checkpoint-2", "checkpoint-6", "checkpoint-8"):
+        (tmp_path / name / "hookline_complete.json").unlink()
+    assert hookline.get_last_checkpoint(tmp_path) is None
+    assert "the newest one, checkpoint-9, and resume from it by name" in " ".join(
+        caplog.text.split()
+    )
 
 
 class FindsComplete(TrainerCallback):
@@ -351,6 +372,51 @@ def test_a_complete_checkpoint_is_there_until_the_next_one_is_complete(tmp_path)
     assert saved.save_total_limit == 1
 
 
+class CannotBeSaved(hookline.Hook):
+    """Has a state that cannot be saved, from the second checkpoint on."""
+
+    def __init__(self) -> None:
+        self.saved = 0
+
+    def state_dict(self):
+        self.saved += 1
+        return {"state": object() if self.saved > 1 else None}
+
+
+def test_a_checkpoint_is_complete_when_all_sessions_are_saved(tmp_path, caplog):
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 4}
+    trainer = make_trainer(tmp_path / "out", **options)
+    watch = Watch()
+    hookline.attach(trainer, hooks=[watch])
+    hookline.attach(trainer, hooks=[CannotBeSaved()])
+    trainer.train()
+    assert hookline.get_last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-2"
+    assert "The state of the hooks was not saved with" in caplog.text
+    assert [event for event in watch.events if "checkpoint" in event] == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+    assert trainer.args.save_total_limit == 1
+
+
+def test_what_was_set_on_the_trainer_is_there_after_training(tmp_path):
+    trainer = make_trainer(tmp_path / "out", max_steps=1)
+    original = trainer.training_step
+    calls = []
+
+    def own_step(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    trainer.training_step = own_step
+    sessions = [hookline.attach(trainer, hooks=[Watch()], runs=None) for _ in range(2)]
+    trainer.train()
+    assert [session.status for session in sessions] == ["completed"] * 2
+    assert len(calls) == trainer.args.gradient_accumulation_steps
+    assert trainer.training_step is own_step
+    assert "train" not in vars(trainer)
+
+
 def test_a_checkpoint_that_is_written_twice_is_complete(tmp_path):
     class SaveAgain(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -382,6 +448,47 @@ def test_a_signal_saves_and_ends_training(tmp_path):
     assert "validation" not in watch.events  # the process is about to be killed
     assert hookline.get_last_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoint-3"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_after_a_signal_the_evaluation_of_the_step_is_left_out(tmp_path):
+    class Preempt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1}
+    trainer, watch = make_trainer(tmp_path / "out", callbacks=[Preempt()], **evaluating), Watch()
+    hookline.attach(trainer, hooks=[watch], runs=None)
+    trainer.train()
+    assert watch.events.count("validation") == 1
+    assert "checkpoint-2" in watch.events
+    assert watch.events[-1] == "preempted"
+
+
+class ReplacesOptimizer(TrainerCallback):
+    """Gives the trainer another optimizer before its second step."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+            self.trainer.optimizer = self.trainer.accelerator.prepare(optimizer)
+
+
+def test_an_optimizer_that_is_replaced_is_reported(tmp_path, caplog):
+    replaces = ReplacesOptimizer()
+    for hooks in ([Watch()], [hookline.updates.Identity()]):
+        trainer = make_trainer(tmp_path / "out", callbacks=[replaces], max_steps=3)
+        replaces.trainer = trainer
+        session = hookline.attach(trainer, hooks=hooks, runs=None)
+        if isinstance(hooks[0], Watch):
+            trainer.train()
+            assert caplog.text.count("steps with another optimizer (SGD)") == 1
+            assert session.step == 1
+        else:
+            with pytest.raises(hookline.LoopError, match=r"another optimizer.*be left out"):
+                trainer.train()
 
 
 def test_early_stopping_stops_the_trainer(tmp_path):

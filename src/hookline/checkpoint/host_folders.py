@@ -110,4 +110,11 @@ def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
         if problem is None:
             return found[step]
         log.warning("The checkpoint %s is skipped: %s.", found[step], problem)
+    if found and not any((path / _MARK).exists() for path in found.values()):
+        log.warning(
+            "No checkpoint in %s is marked as complete: were they saved without Hookline? Check "
+            "the newest one, %s, and resume from it by name.",
+            folder,
+            found[max(found)].name,
+        )
     return None

@@ -21,19 +21,21 @@ from hookline.arguments import check_name
 from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attach import session_options, unwrap_optimizer
-from hookline.integrations.bare_loop.state_dicts import pack_state, unpack_state
+from hookline.integrations.bare_loop.attach import unwrap_optimizer
+from hookline.integrations.bare_loop.loop_agreement import is_sharded_loop, trains_together
+from hookline.integrations.bare_loop.state_dicts import unpack_state
+from hookline.integrations.hosts import host_state
+from hookline.integrations.hosts.callback_session import make_callback_session
 from hookline.integrations.hosts.host_events import Host
-from hookline.integrations.hosts.host_metrics import with_common_names
 from hookline.integrations.hosts.host_session import HostSession
 from hookline.integrations.lightning_checkpoints import SavedCheckpoints
+from hookline.integrations.lightning_metrics import LoggedMetrics
 from hookline.integrations.lightning_package import (
     callback_classes,
     called_parts,
     find_package,
 )
 from hookline.loop.model_watch import CalledModules
-from hookline.tensors.sharded import is_sharded
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -103,21 +105,18 @@ class HooklineCallback(_Callback):
         hooks: Iterable[Hook] | HookManager = (),
         *,
         key: str | None = None,
-        allow_missing: bool = False,
-        watch_generation: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         if key is not None:
             check_name("HooklineCallback(…, key=…)", key)
         self._key = key
-        self.session = HostSession(
+        self.session = make_callback_session(
             HOST,
-            allow_missing=allow_missing,
-            watch_generation=watch_generation,
+            hooks,
             log_to_host=self._log_to_trainer,
             batch_metrics=self._batch_metrics,
-            **session_options(hooks, **options),
+            **options,
         )
         self._trainer: Trainer | None = None
         self._saved: SavedCheckpoints | None = None
@@ -126,9 +125,7 @@ class HooklineCallback(_Callback):
         self._in_epoch = False
         self._is_between_steps = True
         self._host_step = 0  # under which the trainer logs what this batch gives
-        self._logged: dict[str, Any] = {}  # what the record has already
-        self._shown: dict[str, Any] = {}  # what hooks have had as metrics of batches
-        self._known_before: dict[str, Any] = {}  # metrics at the start of a validation
+        self._metrics = LoggedMetrics()
 
     def __deepcopy__(self, memo: Any) -> _Callback:
         """Return a callback that does nothing: hooks belong to one training."""
@@ -164,15 +161,17 @@ class HooklineCallback(_Callback):
                 "This LightningModule has no optimizer, so no step can be seen. Return one from "
                 "`configure_optimizers`, or train without hooks."
             )
-        if any(map(is_sharded, pl_module.parameters())):
+        outer = trainer.model
+        if trainer.world_size > 1 and not trains_together(outer or pl_module, optimizers):
             raise LoopError(
-                "This LightningModule is sharded (ModelParallelStrategy), where hooks are not "
-                'supported yet. Use strategy="ddp", or FSDP2 in Hookline\'s trainer, in a loop of '
-                "your own, or in a Hugging Face Trainer."
+                f"{trainer.world_size} processes train, and each has a model of its own: this "
+                "LightningModule is neither in DDP nor sharded over several of them. In "
+                "`configure_model`, shard it over a mesh of several processes: "
+                "`ModelParallelStrategy(data_parallel_size=…, tensor_parallel_size=…)` says how "
+                "many; by default, all of a node are in the mesh 'tensor_parallel'."
             )
         if pl_module.hparams:
             session.use_config(pl_module.hparams)
-        outer = trainer.model
         session.connect(
             pl_module,
             optimizers,
@@ -204,7 +203,7 @@ class HooklineCallback(_Callback):
             self._notify_saved(self._saved.finish())
         if trainer.should_stop and not session.should_stop:
             session.stop("trainer.should_stop was set")
-        self._keep_state()
+        self._keep_state(in_all_ranks=True)
         session.detach()
         session.end_step()
 
@@ -212,11 +211,13 @@ class HooklineCallback(_Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         session = self.session
+        exceptions = find_package(trainer).utilities.exceptions
+        is_signal = isinstance(exception, exceptions.SIGTERMException)
         if session.is_training:
             self._notify_saved()
-            self._keep_state()
-        if session.is_training and trainer.received_sigterm and isinstance(exception, SystemExit):
-            session.preempt("SIGTERM")
+            self._keep_state(in_all_ranks=is_signal)  # of which Lightning tells all of them
+            if is_signal:
+                session.preempt("SIGTERM")
         session.__exit__(type(exception), exception, exception.__traceback__)
         self._release()
 
@@ -269,12 +270,11 @@ class HooklineCallback(_Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        if not self.session.is_training:
+        session, own = self.session, unwrap_optimizer(optimizer)
+        if not session.is_training or not session.is_watched(own):
             return
-        groups = optimizer.param_groups
-        if all(p.grad is None for group in groups for p in group["params"]):
-            idx = self.session.optimizers.index(unwrap_optimizer(optimizer))
-            self.session.skip_optimizer_step(idx, "there are no gradients")
+        if all(p.grad is None for group in own.param_groups for p in group["params"]):
+            session.skip_optimizer_step(session.optimizers.index(own), "there are no gradients")
 
     def on_train_batch_end(
         self,
@@ -311,22 +311,13 @@ class HooklineCallback(_Callback):
     # -- metrics ----------------------------------------------------------------------------------
 
     def _batch_metrics(self) -> dict[str, Any]:
-        """Return what the module has logged in this batch, under its own names."""
-        assert self._trainer is not None
-        values = self._trainer.callback_metrics
-        new = _new_values(values, self._shown)
-        self._shown |= values
-        return new
+        """Return what the module has logged in this batch, for hooks."""
+        return self._metrics.take_batch(self._trainer)
 
     def _record(self, trainer: Trainer) -> None:
-        """Record what the module has logged since the last time.
-
-        Reading it may be a collective: all processes do it, or none.
-        """
+        """Record what the module has logged since the last time."""
         if self.session.has_run:
-            values = trainer.logged_metrics
-            self.session.record_host_values(_new_values(values, self._logged))
-            self._logged |= values
+            self.session.record_host_values(self._metrics.take_record(trainer))
 
     def _log_to_trainer(self, values: dict[str, float]) -> None:
         assert self._trainer is not None
@@ -339,7 +330,7 @@ class HooklineCallback(_Callback):
         if not self.session.is_training:
             return  # the sanity check, or `trainer.validate`
         self._notify_saved()
-        self._known_before = dict(trainer.callback_metrics)
+        self._metrics.start_validation(trainer)
         self.session.start_validation()
 
     def on_validation_batch_start(
@@ -369,11 +360,7 @@ class HooklineCallback(_Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.session.is_training:
             return
-        new = _new_values(trainer.callback_metrics, self._known_before)
-        self._known_before = {}
-        self._logged |= new
-        self._shown |= new
-        self.session.end_validation(_validation_names(new))
+        self.session.end_validation(self._metrics.take_validation(trainer))
         self.session.end_step()
         self._request_stop(trainer)
 
@@ -386,14 +373,18 @@ class HooklineCallback(_Callback):
             return {}
         if self.session.run is not None:
             self.session.run.flush(durable=True)  # the state has the record's length
-        return pack_state(self.session)
+        return host_state.pack(self.session)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
-    def _keep_state(self) -> None:
-        """Keep the state: Lightning's own callbacks may save once more after training has ended."""
-        self._last_state = self.state_dict()
+    def _keep_state(self, *, in_all_ranks: bool) -> None:
+        """Keep the state: Lightning's own callbacks may save once more after training has ended.
+
+        Where a rank fails alone, what is sharded cannot be gathered: then there is none.
+        """
+        is_sharded = is_sharded_loop(self.session.optimizers)
+        self._last_state = self.state_dict() if in_all_ranks or not is_sharded else {}
 
     def _position(self) -> tuple[int, int | None]:
         context = self.session._context
@@ -412,28 +403,6 @@ class HooklineCallback(_Callback):
 
 class _NoHooks(_Callback):
     """What the copy of a trainer has instead of a `HooklineCallback`."""
-
-
-def _new_values(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not known yet: the trainer keeps those of earlier batches."""
-    return {name: v for name, v in values.items() if not _is_same(v, known.get(name))}
-
-
-def _is_same(value: Any, known: Any) -> bool:
-    """Return whether two values are the same tensor; the trainer detaches it at each access."""
-    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
-        return value.data_ptr() == known.data_ptr()
-    return value is known
-
-
-def _validation_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a validation, those without a phase in their name as `val/…`, too."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        named = with_common_names({name: value})
-        found |= named if len(named) != 1 or name.startswith("val/") else {f"val/{name}": value}
-        found |= named
-    return found
 
 
 def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:

@@ -8,7 +8,6 @@ then the plugin that writes it is wrapped, too.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 from hookline.checkpoint.atomic_files import sync
 from hookline.errors import LoopError
+from hookline.integrations.hosts.wrapped_methods import WrappedMethods
 
 __all__ = ["SavedCheckpoint", "SavedCheckpoints"]
 
@@ -55,13 +55,11 @@ class SavedCheckpoints:
                 "do not know when a checkpoint is complete. Use another checkpoint plugin where "
                 "several processes train."
             )
-        _wrap(trainer, "save_checkpoint", self._save)
-        _wrap(trainer.strategy, "remove_checkpoint", self._remove)
+        self._wrapped = WrappedMethods()
+        self._wrapped.wrap(trainer, "save_checkpoint", self._save)
+        self._wrapped.wrap(trainer.strategy, "remove_checkpoint", self._remove)
         if self._writer is not None:
-            _wrap(self._writer, "save_checkpoint", self._write)
-
-    def __deepcopy__(self, memo: Any) -> SavedCheckpoints:
-        return self  # what was copied is told apart by the object that is called
+            self._wrapped.wrap(self._writer, "save_checkpoint", self._write)
 
     def take(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that were completed since the last call."""
@@ -75,16 +73,9 @@ class SavedCheckpoints:
 
     def detach(self) -> None:
         """Put the methods back."""
-        for wrapped in (self._trainer, self._trainer.strategy, self._writer):
-            for name, method in list(vars(wrapped).items()) if wrapped is not None else ():
-                if getattr(getattr(method, "func", None), "__self__", None) is self:
-                    del vars(wrapped)[name]
+        self._wrapped.restore()
 
-    def _save(
-        self, trainer: Any, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if trainer is not self._trainer:
-            return save(filepath, *args, **kwargs)
+    def _save(self, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path, where = os.fspath(filepath), self._where()
         if self._writer is None:
             result = save(filepath, *args, **kwargs)
@@ -94,28 +85,17 @@ class SavedCheckpoints:
             self._writing[path] = where
         return save(filepath, *args, **kwargs)
 
-    def _remove(
-        self, strategy: Any, remove: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _remove(self, remove: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Forget a checkpoint that was only for a moment, as that of `LearningRateFinder`."""
-        if strategy is self._trainer.strategy:
-            path = os.fspath(filepath)
-            for checkpoint in [each for each in list(self._saved) if each.path == path]:
-                self._saved.remove(checkpoint)
+        path = os.fspath(filepath)
+        for checkpoint in [each for each in list(self._saved) if each.path == path]:
+            self._saved.remove(checkpoint)
         return remove(filepath, *args, **kwargs)
 
     def _write(
-        self,
-        writer: Any,
-        write: Callable[..., Any],
-        checkpoint: Any,
-        path: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, write: Callable[..., Any], checkpoint: Any, path: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Write in the background; the plugin reports what fails."""
-        if writer is not self._writer:
-            return write(checkpoint, path, *args, **kwargs)
         where = self._writing.get(os.fspath(path), (0, None))
         try:
             result = write(checkpoint, path, *args, **kwargs)
@@ -130,11 +110,6 @@ class SavedCheckpoints:
         if self._trainer.is_global_zero:
             _flush(Path(path))
         self._saved.append(SavedCheckpoint(path, *where))
-
-
-def _wrap(target: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method on this object only."""
-    vars(target)[name] = functools.partial(wrapper, target, getattr(target, name))
 
 
 def _background_writer(plugin: Any) -> Any:

@@ -7,15 +7,11 @@ A callback of the trainer says where training is. Callbacks get neither batches 
 five of the trainer's public methods are wrapped on this object while it is attached: `train`,
 `training_step`, `evaluate`, `prediction_step` and `save_model`. A callback that `add_callback` has
 added is first called when `train` runs already: then the parts of `train` are wrapped, too.
-
-The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
-and is marked as complete. So its limit is taken away meanwhile, and applied after that.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,15 +19,22 @@ from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
 
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attach import session_options, unwrap_optimizer
+from hookline.integrations.bare_loop.attach import unwrap_optimizer
 from hookline.integrations.hosts import host_state
+from hookline.integrations.hosts.callback_session import make_callback_session
 from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_session import HostSession
+from hookline.integrations.hosts.wrapped_methods import WrappedMethods
+from hookline.integrations.transformers_checkpoints import (
+    SaveLimit,
+    checkpoint_folder,
+    resumed_folder,
+    save_sessions,
+)
 
 __all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
 
@@ -85,22 +88,15 @@ class HooklineCallback(TrainerCallback):
     def __init__(
         self,
         hooks: Iterable[Hook] | HookManager = (),
-        *,
-        allow_missing: bool = False,
-        watch_generation: bool = False,
         **options: Any,
     ) -> None:
-        self.session = HostSession(
-            HOST,
-            allow_missing=allow_missing,
-            watch_generation=watch_generation,
-            log_to_host=self._log_to_trainer,
-            **session_options(hooks, **options),
+        self.session = make_callback_session(
+            HOST, hooks, log_to_host=self._log_to_trainer, **options
         )
         self._trainer: Trainer | None = None
         self._epoch: int | None = None
-        self._save_limit: int | None = None  # the trainer's, while it saves
-        self._hooks_folder = host_state.HOOKS_FOLDER
+        self._save_limit = SaveLimit()
+        self._wrapped = WrappedMethods()
         self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
 
@@ -113,33 +109,29 @@ class HooklineCallback(TrainerCallback):
                 "TrainingArguments(auto_find_batch_size=True) starts training several times, and a "
                 "session belongs to one. Choose the batch size, and attach again."
             )
-        self._trainer = trainer
-        self._wrap(trainer, "train", self._train)
-        self._wrap(trainer, "training_step", self._training_step)
-        self._wrap(trainer, "evaluate", self._evaluate)
-        self._wrap(trainer, "prediction_step", self._prediction_step)
-        self._wrap(trainer, "save_model", self._save_model)
+        self._trainer, wrap = trainer, self._wrapped.wrap
+        wrap(trainer, "train", self._train)
+        wrap(trainer, "training_step", self._training_step)
+        wrap(trainer, "evaluate", self._evaluate)
+        wrap(trainer, "prediction_step", self._prediction_step)
+        wrap(trainer, "save_model", self._save_model)
 
     def _bind_to_running(self, trainer: Trainer) -> None:
         """Wrap the parts of `train`, which runs already: what raises in them ends training."""
         self.bind(trainer)
-        self._wrap(trainer.callback_handler, "on_epoch_begin", self._part_of_train)
+        handler, wrap = trainer.callback_handler, self._wrapped.wrap
+        for later in handler.callbacks[handler.callbacks.index(self) + 1 :]:
+            wrap(later, "on_train_begin", self._part_of_train)
+        wrap(handler, "on_epoch_begin", self._part_of_train)
         for name in PARTS_OF_TRAIN:
-            self._wrap(trainer, name, self._part_of_train)
-        self._wrap(trainer, LAST_PART_OF_TRAIN, self._last_part_of_train)
-
-    def _wrap(self, target: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Replace a method on this object only."""
-        vars(target)[name] = functools.partial(wrapper, getattr(target, name))
+            wrap(trainer, name, self._part_of_train)
+        wrap(trainer, LAST_PART_OF_TRAIN, self._last_part_of_train)
 
     def _unbind(self) -> None:
         """Put the trainer's own methods back, and its limit, if saving has failed."""
         assert self._trainer is not None
-        self._restore_save_limit(self._trainer.args)
-        for target in (self._trainer, self._trainer.callback_handler):
-            for name, wrapper in list(vars(target).items()):
-                if getattr(getattr(wrapper, "func", None), "__self__", None) is self:
-                    del vars(target)[name]
+        self._save_limit.give_back(self._trainer.args)
+        self._wrapped.restore()
 
     def _find_trainer(self) -> Trainer:
         """Return the trainer that calls this callback: it is not among a callback's arguments."""
@@ -224,19 +216,11 @@ class HooklineCallback(TrainerCallback):
         """Save the model; within a checkpoint, let the trainer delete no other one for now."""
         result = save_model(output_dir, *args, **kwargs)
         trainer = self._trainer
-        if trainer is not None and self.session.is_training and output_dir is not None:
-            limit = trainer.args.save_total_limit
-            is_checkpoint = Path(output_dir) == _checkpoint_folder(trainer.args, trainer.state)
-            if is_checkpoint and limit is not None:
-                self._save_limit, trainer.args.save_total_limit = limit, None
+        if trainer is None or not self.session.is_training or output_dir is None:
+            return result
+        if Path(output_dir) == checkpoint_folder(trainer.args, trainer.state):
+            self._save_limit.take(trainer.args)
         return result
-
-    def _restore_save_limit(self, args: TrainingArguments) -> int | None:
-        """Give the trainer its limit back; return it, None if there is nothing to delete."""
-        limit, self._save_limit = self._save_limit, None
-        if limit is not None:
-            args.save_total_limit = limit
-        return limit
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -258,7 +242,6 @@ class HooklineCallback(TrainerCallback):
                 "hyperparameter_search starts training several times, and a session belongs to "
                 "one. Search without hooks, and attach to the training with what it has found."
             )
-        self._hooks_folder = _hooks_folder(self, trainer)
         session.use_config(args)
         optimizer = unwrap_optimizer(trainer.optimizer)
         model: Any = trainer.model_wrapped
@@ -270,8 +253,8 @@ class HooklineCallback(TrainerCallback):
             signals=("SIGTERM", "SIGUSR1"),
         )
         if state.global_step:
-            folder = _resumed_folder() or _checkpoint_folder(args, state)
-            saved = host_state.load(folder, self._hooks_folder)
+            folder = resumed_folder() or checkpoint_folder(args, state)
+            saved = host_state.load(folder, _hooks_folder(self, trainer))
             session.restore(folder, saved, step=state.global_step)
         session.begin()
         session.end_step()
@@ -291,11 +274,10 @@ class HooklineCallback(TrainerCallback):
         if not self.session.is_training:
             return
         self._epoch_has_ended = True
-        if self.session.received_signal is not None:  # the process is about to be killed
-            control.should_evaluate = False
+        self._request_stop(control)
         if not control.should_evaluate:  # else it ends after the validation that comes next
             self._end_epoch()
-        self._request_stop(control)
+            self._request_stop(control)
 
     def _end_epoch(self) -> None:
         """End an epoch whose batches are over, unless that was done."""
@@ -305,11 +287,16 @@ class HooklineCallback(TrainerCallback):
             self.session.end_step()
 
     def _request_stop(self, control: TrainerControl) -> None:
-        """Let the trainer stop, and save before, if hooks or a signal ask for it."""
+        """Let the trainer stop, if hooks or a signal ask for it.
+
+        After a signal the process is about to be killed: the trainer saves, and evaluates no more.
+        """
         if self.session.take_stop():
             control.should_training_stop = True
-            if self.session.received_signal is not None and not self._saves_for_signal:
-                control.should_save = self._saves_for_signal = True
+            if self.session.ends_for_signal:
+                control.should_evaluate = False
+                control.should_save |= not self._saves_for_signal
+                self._saves_for_signal = True
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -321,6 +308,8 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.session.is_training:
+            assert self._trainer is not None
+            self.session.is_watched(unwrap_optimizer(self._trainer.optimizer))
             self.session.end_step()
             self._request_stop(control)
 
@@ -352,19 +341,23 @@ class HooklineCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        limit = self._restore_save_limit(args)
-        if not self.session.is_training:
-            return
         trainer = self._trainer
         assert trainer is not None
+        training = [each for each in _own_callbacks(trainer) if each.session.is_training]
+        if self not in training:
+            self._save_limit.give_back(args)
+        elif self is training[-1]:  # which saves for all: one mark says that all are saved
+            for each in training:
+                each.prepare_save(args)
+            sessions = {_hooks_folder(each, trainer): each.session for each in training}
+            folder = save_sessions(trainer, sessions)
+            for session in sessions.values():
+                session.notify_checkpoint_saved(str(folder))
+
+    def prepare_save(self, args: TrainingArguments) -> None:
+        """Bring trainer and session to where the state of the hooks is saved."""
+        self._save_limit.give_back(args)
         self._end_epoch()  # another callback has kept the trainer from validating
-        folder = _checkpoint_folder(args, state)
-        trainer.accelerator.wait_for_everyone()  # every rank writes its random states
-        is_complete = host_state.save(self.session, folder, self._hooks_folder)
-        if is_complete and args.should_save:
-            best = state.best_model_checkpoint
-            rotate_checkpoints(str(args.output_dir), limit, best, use_mtime=True)
-        self.session.notify_checkpoint_saved(str(folder))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -373,25 +366,16 @@ class HooklineCallback(TrainerCallback):
         self.session.detach()
 
 
-def _resumed_folder() -> Path | None:
-    """Return the checkpoint that the running `Trainer.train` has loaded."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not Trainer.train.__code__:
-        frame = frame.f_back
-    given = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
-    return Path(given) if isinstance(given, str | os.PathLike) else None
+def _own_callbacks(trainer: Trainer) -> list[HooklineCallback]:
+    return [
+        each for each in trainer.callback_handler.callbacks if isinstance(each, HooklineCallback)
+    ]
 
 
 def _hooks_folder(callback: HooklineCallback, trainer: Trainer) -> str:
     """Return where the state of these hooks is in a checkpoint: a trainer may have two sessions."""
-    handler = trainer.callback_handler
-    own = [each for each in handler.callbacks if isinstance(each, HooklineCallback)]
-    place = own.index(callback)
+    place = _own_callbacks(trainer).index(callback)
     return f"{host_state.HOOKS_FOLDER}_{place + 1}" if place else host_state.HOOKS_FOLDER
-
-
-def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
 
 
 def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
@@ -399,8 +383,8 @@ def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"Expected a transformers.Trainer, not a {type(trainer).__name__}.")
     callback = HooklineCallback(hooks, **options)
-    for other in list(trainer.callback_handler.callbacks):
-        if isinstance(other, HooklineCallback) and other.session.has_ended:
+    for other in _own_callbacks(trainer):
+        if other.session.has_ended:
             trainer.remove_callback(other)
     callback.bind(trainer)
     trainer.add_callback(callback)

@@ -41,6 +41,10 @@ class HostSession(Session):
         log_to_host: gets, after each step, the numbers that hooks have logged in it.
         batch_metrics: returns what the host has logged in the training batch that ends, for hooks
             that ask for its metrics.
+
+    Attributes:
+        ends_for_signal: whether training ends because a process has received a signal; None while
+            it does not end.
     """
 
     def __init__(
@@ -71,6 +75,9 @@ class HostSession(Session):
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
         self._batch_idx = 0
         self._known_before: tuple[int | None, int | None] = (None, None)  # before a validation
+        self._unwatched: torch.optim.Optimizer | None = None  # that the user was told about
+        self._has_told_signal = False
+        self.ends_for_signal: bool | None = None
         self._requests = ControlRequests()
         self._cleanup = ExitStack()
         self._supplied |= host.supplied
@@ -169,6 +176,26 @@ class HostSession(Session):
         if signals is not None:
             self._cleanup.enter_context(SignalWatch(self._requests, signals))
 
+    def is_watched(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the steps of this optimizer are seen; if not, warn once.
+
+        Raises:
+            LoopError: There are updates, which the gradients of this optimizer do not get.
+        """
+        if any(optimizer is own for own in self.optimizers):
+            return True
+        if optimizer is not self._unwatched:
+            self._unwatched = optimizer
+            problem = (
+                f"{self.host.name} steps with another optimizer ({type(optimizer).__name__}) than "
+                "the one with which training has started, so hooks do not see its steps. Replace "
+                "the optimizer before training starts."
+            )
+            if self.hooks.dispatchers.update is not None:
+                raise LoopError(f"{problem} Updates of gradients would be left out.")
+            log.warning("%s", problem)
+        return False
+
     def use_config(self, config: Any) -> None:
         """Give hooks the host's configuration, unless the user has given one."""
         if self._context.known_config is None:
@@ -208,13 +235,30 @@ class HostSession(Session):
         return None if received is None else received.name
 
     def take_stop(self) -> bool:
-        """Return whether the host should end training now: a hook or a signal asks for it."""
+        """Return whether the host should end training now: a hook or a signal asks for it.
+
+        Several processes call this at the same places, and end training together.
+        """
         if self._requests.signal is None and self._stop.reason is None:
             return False
-        if (name := self.received_signal) is not None and self._context.status == "training":
+        if (name := self.received_signal) is not None and not self._has_told_signal:
+            self._has_told_signal = True
             self._stop_because_of(name)
-            self._context.status = "interrupted" if name == "SIGINT" else "preempted"
-        return self.should_stop
+        if not self.should_stop:
+            return False
+        if self.ends_for_signal is None:
+            self._agree_on_signal()
+        return True
+
+    def _agree_on_signal(self) -> None:
+        """Find out in all processes whether a signal that one of them has received ends them."""
+        name, agreement = self.received_signal, self._agreement
+        flags = [name is not None, name == "SIGINT"]
+        if agreement is not None:
+            flags = [agreement.any_rank(flag) for flag in flags]
+        self.ends_for_signal, is_interrupt = flags
+        if self.ends_for_signal and self._context.status == "training":
+            self._context.status = "interrupted" if is_interrupt else "preempted"
 
     # -- epochs, batches, steps -------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""WrappedMethods: methods of a host's objects that are replaced while hooks are attached."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["WrappedMethods"]
+
+
+class WrappedMethods:
+    """Methods that are replaced on single objects, until they are put back.
+
+        wrapped = WrappedMethods()
+        wrapped.wrap(trainer, "train", self._train)  # gets `train`, then its arguments
+        wrapped.restore()
+
+    Several sessions may wrap the same method, and put it back in any order. What a user had set on
+    the object is put back, too. A copy of the object has the method that was wrapped.
+    """
+
+    def __init__(self) -> None:
+        self._wrappers: list[tuple[Any, str, _Wrapper]] = []
+
+    def wrap(self, target: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a method on this object only; `wrapper` gets the method and its arguments."""
+        own = vars(target)
+        replacement = _Wrapper(wrapper, getattr(target, name))
+        replacement.hides_own = name in own
+        own[name] = replacement
+        self._wrappers.append((target, name, replacement))
+
+    def restore(self) -> None:
+        """Put the methods back, as far as nobody else has wrapped them since."""
+        for target, name, replacement in self._wrappers:
+            replacement.is_active = False
+            own = vars(target)
+            while isinstance(top := own.get(name), _Wrapper) and not top.is_active:
+                if top.hides_own:
+                    own[name] = top.args[0]
+                else:
+                    del own[name]
+        self._wrappers.clear()
+
+
+class _Wrapper(functools.partial[Any]):
+    """A wrapper that is called with the method it replaces.
+
+    Attributes:
+        is_active: whether it was not put back.
+        hides_own: whether the object had this method as an attribute of its own.
+    """
+
+    is_active = True
+    hides_own = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.args[0], memo)
