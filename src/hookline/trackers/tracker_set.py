@@ -14,7 +14,7 @@ from hookline.runs.closed_run import amend_manifest
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run import Run
 from hookline.trackers.recorded_values import read_from_step
-from hookline.trackers.tracker import TrackedRun, flatten
+from hookline.trackers.tracker import TrackedRun, Tracker, flatten
 from hookline.trackers.tracker_names import make_trackers
 from hookline.trackers.tracker_thread import TrackerThread
 
@@ -74,6 +74,8 @@ class TrackerSet:
             hyperparameters=flatten(config),
         )
         saved = manifest.get("trackers", {})
+        for name, tracker in self._trackers.items():
+            _prepare(name, tracker)
         self._threads = [
             TrackerThread(name, tracker, _with_ids(tracked, saved.get(name)), self._max_values)
             for name, tracker in self._trackers.items()
@@ -81,6 +83,8 @@ class TrackerSet:
         self._unwritten = [*self._threads]
         assert run.metrics_log is not None
         run.metrics_log.listener = self.put
+        for thread in self._threads:
+            thread.catch_up(self._find_end())
         until = time.monotonic() + _START_SECONDS
         for thread, tracker in zip(self._threads, self._trackers.values(), strict=True):
             if getattr(tracker, "is_awaited", False) and not thread.has_started.wait(
@@ -184,6 +188,16 @@ class TrackerSet:
         if run is None or run.metrics_log is None or not run.has_folder:
             return 0
         return run.metrics_log.file.size
+
+
+def _prepare(name: str, tracker: Tracker) -> None:
+    """Let a tracker look at what the program has done with its tool in this thread."""
+    prepare: Any = getattr(tracker, "prepare", None)
+    if prepare is not None:
+        try:
+            prepare()
+        except Exception:
+            log.exception("The tracker '%s' could not be prepared. Training continues.", name)
 
 
 def _with_ids(run: TrackedRun, saved: Any) -> TrackedRun:
