@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _MAX_VALUES = 100_000  # that wait for one tracker
 _START_SECONDS = 60.0  # for trackers that a hook may call itself
 _END_SECONDS = 30.0
 _SHORT_END_SECONDS = 5.0  # somebody waits for the process to end
+_LOOK_SECONDS = 0.1  # how often the end looks for a signal
 _MAX_REPEATED = 100_000
 
 
@@ -45,6 +46,9 @@ class TrackerSet:
         given: names, objects, or mappings with `name` and options, as for `Trainer`.
         max_values: how many values may wait for one tracker.
         end_seconds: how long the end of a run waits for trackers.
+
+    Attributes:
+        is_signalled: returns whether a signal asks the process to end, if the loop handles signals.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class TrackerSet:
         self._max_values, self._end_seconds = max_values, end_seconds
         self._threads: list[TrackerThread] = []
         self._run: Run | None = None
+        self.is_signalled: Callable[[], bool] = lambda: False
+        self._short_end: float | None = None  # when a wait that a signal has come in ends
         self._unwritten: list[TrackerThread] = []  # those whose ids are not in the manifest yet
 
     def start(self, run: Run, hparams: Mapping[str, Any]) -> None:
@@ -129,23 +135,36 @@ class TrackerSet:
         seconds = self._end_seconds
         if status in ("interrupted", "preempted"):
             seconds = min(seconds, _SHORT_END_SECONDS)
+        self._short_end = None
         for thread in self._threads:
             thread.finish(status)
         started = time.monotonic()
-        soon = started + min(1.0, seconds)
-        waiting = [f"'{t.name}' ({t.waiting} values)" for t in self._threads if not t.join(soon)]
+        waiting = [
+            f"'{t.name}' ({t.waiting} values)" for t in self._wait(started + min(1, seconds))
+        ]
         if waiting:
             log.warning("Waiting up to %.0f s for trackers: %s.", seconds, ", ".join(waiting))
-        for thread in self._threads:
-            if not thread.join(started + seconds):
-                log.warning(
-                    "The tracker '%s' has not ended: %d values may be missing there. The run's own "
-                    "record is complete.",
-                    *(thread.name, thread.waiting),
-                )
+        for thread in self._wait(started + seconds):
+            log.warning(
+                "The tracker '%s' has not ended: %d values may be missing there. The run's own "
+                "record does not depend on it.",
+                *(thread.name, thread.waiting),
+            )
         for problem in self.describe_problems():
             log.warning("At the end of the run, %s.", problem)
         self.write_ids()
+
+    def _wait(self, until: float) -> list[TrackerThread]:
+        """Wait for the threads up to a time, not long after a signal; return those that go on."""
+        for thread in self._threads:
+            while not thread.join(min(until, time.monotonic() + _LOOK_SECONDS)):
+                now = time.monotonic()
+                if now >= until:
+                    break
+                if self.is_signalled():
+                    self._short_end = self._short_end or now + _SHORT_END_SECONDS
+                    until = min(until, self._short_end)
+        return [thread for thread in self._threads if not thread.join(0.0)]
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each tracker lacks: how many values, and why. Empty if nothing is missing."""
@@ -161,9 +180,10 @@ class TrackerSet:
 
     def describe_problems(self) -> list[str]:
         """Return what each tracker lacks, one line each."""
+        lacking = {name: one["dropped"] + one["failed"] for name, one in self.report().items()}
         return [
-            f"the tracker '{name}' lacks {found['dropped'] + found['failed']} values"
-            for name, found in self.report().items()
+            f"the tracker '{name}' lacks {count} value{'' if count == 1 else 's'}"
+            for name, count in lacking.items()
         ]
 
     def close(self) -> None:

@@ -68,8 +68,8 @@ class TrackerThread:
         if self.waiting + len(records) > self._max_values:
             if not self.dropped:
                 log.warning(
-                    "The tracker '%s' is too slow: values are dropped. The run's own record is "
-                    "complete.",
+                    "The tracker '%s' is too slow: values are dropped. The run's own record does "
+                    "not depend on it.",
                     self.name,
                 )
             self.dropped += len(records)
@@ -147,8 +147,8 @@ class TrackerThread:
     def _disable(self, what: str, error: BaseException) -> None:
         self.problem = f"{what} ({type(error).__name__}: {error})"
         log.error(
-            "The tracker '%s' %s: %s: %s. Training continues, and the run's own record is "
-            "complete.",
+            "The tracker '%s' %s: %s: %s. Training continues, and the run's own record does not "
+            "depend on it.",
             *(self.name, what, type(error).__name__, error),
             exc_info=error,
         )
@@ -162,7 +162,7 @@ class TrackerThread:
                 raise refused.error from None
             if not self.failed:
                 log.warning(
-                    "The tracker '%s' has refused values: %s. The run's own record is complete.",
+                    "The tracker '%s' has refused values: %s. The run's own record has them.",
                     *(self.name, refused),
                 )
             self.failed += refused.count

@@ -31,6 +31,7 @@ class TrackioTracker:
         self._id = ""
         self._row: dict[str, Any] = {}  # of the step that is being logged
         self._step = 0
+        self._problem: str | None = None  # what it could not write
         self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
@@ -43,9 +44,27 @@ class TrackioTracker:
         options |= {"auto_log_cpu": False, "auto_log_gpu": False, **self._options}
         options["project"] = run.saved.get("project", self._project)
         self._run = trackio.init(config={**config, "hookline": facts}, **options)
+        self._report_warnings()
         self._id = run.id
         self.is_continued = run.saved.get("id", self._run.id) == self._run.id
         return {"id": self._run.id, "name": self._run.name, "project": options["project"]}
+
+    def _report_warnings(self) -> None:
+        """Note what trackio's own thread cannot write: it only warns of that."""
+        warn: Any = getattr(self._run, "_warn_once", None)
+
+        def note(key: str, message: str) -> None:
+            self._problem = message
+            warn(key, message)
+
+        self._problem = None
+        if warn is not None:
+            self._run._warn_once = note
+
+    def _raise_problem(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise OSError(problem)
 
     def log(self, values: Sequence[TrackedValue]) -> None:
         """Log one row for each step; a name that a step has twice begins another row."""
@@ -53,6 +72,7 @@ class TrackioTracker:
             log_each(self._add, values)
         finally:
             self._log_row()
+        self._raise_problem()
 
     def _add(self, value: TrackedValue) -> None:
         converted = _convert(value)
@@ -76,6 +96,7 @@ class TrackioTracker:
     def finish(self, status: str) -> None:
         """Write what is left, and end the run."""
         self._run.finish()
+        self._raise_problem()
 
 
 def _convert(value: TrackedValue) -> Any:
