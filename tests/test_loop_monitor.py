@@ -1,17 +1,19 @@
 """What a run has of the system and of where its time went, in every loop."""
 
+import os
 import threading
 import time
 from itertools import pairwise
 
 import pytest
 import torch
+from ignite_loops import run_ignite
 from torch.nn import functional as F
 
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.loop.phase_times import PHASES, PhaseTimes
-from hookline.runs.system_sampler import SystemSampler
+from hookline.runs.system_sampler import SystemSampler, SystemUsage
 
 STEPS = 30
 
@@ -84,20 +86,7 @@ def loop(folder):
 
 
 def ignite(folder):
-    engine = pytest.importorskip("ignite.engine")
-    model, optimizer = parts()
-
-    def update(engine, batch):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    host = engine.Engine(update)
-    session = hookline.attach(host, model=model, optimizer=optimizer, hooks=[Sleeps()], runs=folder)
-    host.run(Loader(STEPS))
-    return session.run.path
+    return run_ignite(folder, *parts(), Loader(STEPS), [Sleeps()])
 
 
 @pytest.fixture(scope="module", params=[fit, loop, ignite])
@@ -189,6 +178,94 @@ def test_without_a_run_nothing_is_measured():
 class Threads(Hook):
     def on_step_end(self):
         self.seen = threading.active_count()
+
+
+class EndsTraining(Hook):
+    """Ends training in an event."""
+
+    critical = True
+
+    def __init__(self, event, error):
+        self.event, self.error = event, error
+
+    def on_train_start(self):
+        self.end("start")
+
+    def on_step_end(self, step):
+        self.end(step)
+
+    def end(self, event):
+        if event == self.event:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
+@pytest.mark.parametrize("event", ["start", 2])
+@pytest.mark.parametrize("kind", ["trainer", "loop"])
+def test_the_thread_ends_with_training_also_after_an_error(
+    kind, event, error, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.01")
+    hooks = [EndsTraining(event, error)]
+
+    def train():
+        if kind == "trainer":
+            config = TrainerConfig(progress="off", runs=tmp_path)
+            Trainer(config, *parts(), loss_fn=F.mse_loss, hooks=hooks).fit(Loader(5))
+            return
+        model, optimizer = parts()
+        with hookline.attach(model, optimizer, hooks=hooks, runs=tmp_path):
+            for x, y in Loader(5):
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+    with pytest.raises((hookline.HookFailedError, KeyboardInterrupt)):
+        train()
+    assert not any(thread.name == "hookline-system" for thread in threading.enumerate())
+
+
+def test_a_folder_that_is_deleted_costs_only_the_values_of_its_disk(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    usage = SystemUsage(folder, None)
+    usage.read()
+    complete = usage.read()
+    folder.rmdir()
+    left = usage.read()
+    assert complete.keys() - left.keys() == {"system/disk_free_gb"}
+
+
+class Mute:
+    """A device's module that tells its memory only."""
+
+    @staticmethod
+    def mem_get_info(device):
+        return 1e6, 4e6
+
+
+@pytest.mark.parametrize("module", [None, object(), Mute()])
+def test_what_a_device_does_not_tell_is_left_out(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(torch, "xpu", module)
+    values = SystemUsage(tmp_path, torch.device("xpu", 1)).read()
+    of_device = {name: value for name, value in values.items() if "xpu" in name}
+    expected = {"system/xpu:1/memory_mb": 3.0, "system/xpu:1/memory_percent": 75.0}
+    assert of_device == (expected if isinstance(module, Mute) else {})
+    assert "system/memory_mb" in values
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_takes_no_samples(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.01")
+    sampler = SystemSampler(tmp_path, None)
+    pid = os.fork()
+    if pid == 0:
+        sampler.take()
+        time.sleep(0.1)
+        is_quiet = sampler.sample is None
+        sampler.stop()
+        os._exit(0 if is_quiet else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    sampler.stop()
 
 
 def test_short_batches_are_sampled_and_count_for_the_others():

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from ignite_loops import run_ignite
 from torch.nn import functional as F
 
 import hookline
@@ -73,20 +74,7 @@ def loop(folder):
 
 
 def ignite(folder):
-    engine = pytest.importorskip("ignite.engine")
-    model, optimizer = parts()
-
-    def update(engine, batch):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    host = engine.Engine(update)
-    session = hookline.attach(host, model=model, optimizer=optimizer, hooks=hooks(), runs=folder)
-    host.run(batches(9))
-    return session.run.path
+    return run_ignite(folder, *parts(), batches(9), hooks())
 
 
 @pytest.fixture(scope="module", params=[fit, loop, ignite])

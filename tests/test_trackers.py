@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,18 @@ from hookline.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
+ODD_SCALARS = {
+    "odd/infinity": math.inf,
+    "odd/integer": math.inf,
+    "odd/*/stars*": 1.0,
+    "odd/a@b": 2.0,
+    "odd/a#b": 3.0,
+    "odd/" + "n" * 300: 4.0,
+    "odd/cuda:0 \u00e9": 5.0,
+    "hookline_step": 6.0,
+    "_": 7.0,
+    "../up": 8.0,
+}
 SCRIPT = Path(__file__).with_name("tracked_training.py")
 
 
@@ -37,6 +50,7 @@ def folder(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    (root / "log.txt").write_text(done.stderr)
     (run,) = (root / "runs").iterdir()
     return run
 
@@ -75,6 +89,56 @@ def test_tensorboard_has_the_record_and_nothing_twice(folder, record):
     assert folder.name.encode() in manifests[-1].tensor_proto.string_val[0]
     assert b"verysecret" not in b"".join(f.read_bytes() for f in (folder / "tensorboard").iterdir())
     assert "_hparams_/experiment" in events.PluginTagToContent("hparams")
+
+
+def test_tensorboard_has_odd_values(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert {name: events.Scalars(name)[0].value for name in ODD_SCALARS} == ODD_SCALARS
+    assert math.isnan(events.Scalars("odd/nan")[0].value)
+    texts = ("odd/complex", "odd/surrogate", "odd/shape")
+    found = {name: events.Tensors(f"{name}/text_summary")[0].tensor_proto for name in texts}
+    assert found["odd/complex"].string_val[0] == b"(1+2j)"
+    assert found["odd/surrogate"].string_val[0] == b"a?b"
+    assert events.Histograms("odd/empty")[0].histogram_value.num == 0
+
+
+def test_wandb_has_odd_values(folder):
+    found = {name: value for row in read_history(folder)[-20:] for name, value in row.items()}
+    renamed = {"hookline_step": "hookline_step_"}
+    expected = {renamed.get(name, name): value for name, value in ODD_SCALARS.items()}
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["odd/complex"] == "(1+2j)"
+    assert found["odd/surrogate"] == "a?b"
+
+
+def test_mlflow_has_odd_values_with_the_names_that_it_allows(read):
+    metrics = {name: history[-1][1] for name, history in read["mlflow"]["metrics"].items()}
+    largest = sys.float_info.max  # MLflow has no infinities in SQLite
+    assert metrics["odd/infinity"] == metrics["odd/integer"] == largest
+    assert metrics["odd/_/stars_"] == 1.0
+    same = {name: value for name, value in metrics.items() if name.startswith("odd/a_b")}
+    assert sorted(same.values()) == [2.0, 3.0]
+    assert metrics["odd/" + "n" * 246] == 4.0
+    assert metrics["odd/cuda:0 \u00e9"] == 5.0
+    assert (metrics["_"], metrics["__/up"]) == (7.0, 8.0)
+    params = read["mlflow"]["params"]
+    assert params["long"] == "v" * 6000
+    assert sorted(value for name, value in params.items() if name.startswith("x_y")) == ["1", "2"]
+
+
+def test_trackio_has_odd_values(read):
+    found = {name: value for row in read["trackio"]["rows"] for name, value in row.items()}
+    assert {name: found.get(name) for name in ODD_SCALARS} == ODD_SCALARS
+    assert read["trackio"]["config"]["own"] == 2
+
+
+def test_a_value_that_cannot_be_logged_costs_no_other(folder):
+    said = (folder.parents[1] / "log.txt").read_text()
+    for name in ("tensorboard", "wandb", "mlflow", "trackio"):
+        assert f"the tracker '{name}' lacks 1 value." in said
 
 
 def test_wandb_has_every_value_also_what_it_lost_itself(folder, record):

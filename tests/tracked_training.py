@@ -23,6 +23,23 @@ from hookline.runs.run import Run
 FOLDER = Path(sys.argv[1])
 
 
+ODD = {
+    "odd/nan": float("nan"),
+    "odd/infinity": float("inf"),
+    "odd/integer": 10**350,
+    "odd/complex": 1 + 2j,
+    "odd/*/stars*": 1.0,
+    "odd/a@b": 2.0,
+    "odd/a#b": 3.0,
+    "odd/" + "n" * 300: 4.0,
+    "odd/cuda:0 \u00e9": 5.0,
+    "hookline_step": 6.0,
+    "": 7.0,
+    "../up": 8.0,
+}
+ODD_HPARAMS = {"": 1, "_own": 2, "long": "v" * 9000, "x@y": 1, "x#y": 2, "list": [1, [2]]}
+
+
 class Watch(Hook):
     def __init__(self, crash):
         self.crash = crash
@@ -38,6 +55,14 @@ class Watch(Hook):
             trainer.save_checkpoint()
         if step == 16:
             trainer.save_checkpoint()
+            for name, value in ODD.items():
+                trainer.log(name, value)
+            trainer.log("odd/surrogate", "a\ud800b", kind="text")
+            trainer.log("odd/empty", torch.empty(0), kind="histogram")
+            trainer.log("odd/shape", torch.rand(4), kind="image")
+            lost = trainer.run.path / "media" / "odd-lost-16.png"
+            trainer.log("odd/lost", torch.rand(2, 2), kind="image")
+            lost.unlink()
         wandb.log({"beside": step})
         wandb.log({"beside_with_step": step * 2}, step=step)
         if self.crash is not None and step == 14:
@@ -69,7 +94,7 @@ def train(folder, trackers, crash=None):
         torch.optim.SGD(model.parameters(), 0.1),
         loss_fn=torch.nn.functional.mse_loss,
         hooks=[Watch(crash)],
-        hparams={"width": 4, "api_key": "sk-verysecret123"},
+        hparams={"width": 4, "api_key": "sk-verysecret123", **ODD_HPARAMS},
         name="tracked",
         tags=["first", "second"],
         trackers=trackers,

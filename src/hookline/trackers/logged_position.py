@@ -53,6 +53,12 @@ class LoggedPosition:
         self._write(min(self._read(), position))
         self.advance(position)
 
+    def reset(self) -> None:
+        """Note that the tool has nothing of the run."""
+        self._unsaved.clear()
+        self.value = 0
+        self._write(0)
+
     def save(self) -> None:
         """Write the position: the tool has saved everything."""
         self._unsaved.clear()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hookline.trackers.mlflow_files import (
+    PlainNames,
+    find_artifacts,
+    find_database,
+    move_artifacts,
+)
+from hookline.trackers.refused_values import log_each
 from hookline.trackers.tracker import TrackedRun, TrackedValue
 
 __all__ = ["MLflowTracker"]
@@ -37,56 +45,83 @@ class MLflowTracker:
         self._uri, self._experiment, self._checkpoints = tracking_uri, experiment, checkpoints
         self._client: Any = None
         self._run_id = ""
+        self._names = PlainNames()
+        self._active: tuple[str, str] | None = None  # the program's own run, and where it is
+        self.is_continued = True
+
+    def prepare(self) -> None:
+        """Find the run that the program has started itself: MLflow keeps one for each thread."""
+        mlflow: Any = sys.modules.get("mlflow")  # without it there is none
+        active = getattr(mlflow, "active_run", lambda: None)()
+        found = None if active is None else (active.info.run_id, mlflow.get_tracking_uri())
+        self._active = found
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
-        """Start a run of MLflow, or continue the one of an earlier part."""
+        """Start a run of MLflow, continue the one of an earlier part, or use the active one."""
         from mlflow.tracking import MlflowClient
 
         uri = self._find_uri(run)
         self._client = client = MlflowClient(tracking_uri=uri)
-        experiment = self._find_experiment(run, uri)
-        found = self._find_run(run, experiment)
-        if found is None:
-            tags = {_RUN_ID_TAG: run.id, "hookline.tags": ", ".join(run.tags)}
-            found = client.create_run(experiment, run_name=run.name or run.id, tags=tags)
+        found = self._find_run(run, uri)
+        self._run_id = run_id = found.info.run_id
+        if self._active is None:
+            client.update_run(run_id, status="RUNNING")
         else:
-            client.update_run(found.info.run_id, status="RUNNING")
-        self._run_id = found.info.run_id
+            self.is_continued = run.saved.get("run_id", run_id) == run_id
+            client.set_tag(run_id, _RUN_ID_TAG, run.id)
         self._log_params(run.hyperparameters, found.data.params)
-        client.log_dict(self._run_id, dict(run.manifest), "hookline/manifest.json")
-        return {"run_id": self._run_id, "experiment_id": experiment, "tracking_uri": uri}
+        client.log_dict(run_id, dict(run.manifest), "hookline/manifest.json")
+        experiment = found.info.experiment_id
+        return {"run_id": run_id, "experiment_id": experiment, "tracking_uri": uri}
 
     def _find_uri(self, run: TrackedRun) -> str | None:
+        if self._active is not None:
+            return self._active[1]
         mlflow: Any = import_module("mlflow")
         if self._uri is not None or mlflow.is_tracking_uri_set() or run.folder is None:
             return self._uri
-        return f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        move_artifacts(run.folder)
+        return find_database(run.folder)
 
     def _find_experiment(self, run: TrackedRun, uri: str | None) -> str:
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "hookline"
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        is_own = run.folder is not None and uri is not None and str(run.folder.absolute()) in uri
-        artifacts = (run.folder.absolute() / "mlartifacts").as_uri() if is_own else None  # type: ignore[union-attr]
+        is_own = run.folder is not None and uri == find_database(run.folder)
+        artifacts = find_artifacts(run.folder) if is_own and run.folder is not None else None
         return str(self._client.create_experiment(name, artifact_location=artifacts))
 
-    def _find_run(self, run: TrackedRun, experiment: str) -> Any:
+    def _find_run(self, run: TrackedRun, uri: str | None) -> Any:
+        """Return the program's own run, that of an earlier part, or a new one."""
+        if self._active is not None:
+            return self._client.get_run(self._active[0])
+        experiment = self._find_experiment(run, uri)
+        found = self._find_earlier_run(run, experiment)
+        self.is_continued = found is not None
+        if found is None:
+            tags = {_RUN_ID_TAG: run.id, "hookline.tags": ", ".join(run.tags)}
+            found = self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
+        return found
+
+    def _find_earlier_run(self, run: TrackedRun, experiment: str) -> Any:
         """Return the run of an earlier part: by its id, or by its tag if that part crashed."""
         from mlflow.exceptions import MlflowException
 
-        try:
-            return self._client.get_run(run.saved["run_id"])
-        except (KeyError, MlflowException):
-            query = f"tags.`{_RUN_ID_TAG}` = '{run.id}'"
-            found = self._client.search_runs([experiment], query, max_results=1)
-            return found[0] if found else None
+        with suppress(KeyError, MlflowException):
+            found = self._client.get_run(run.saved["run_id"])
+            if found.info.lifecycle_stage == "active":  # not deleted
+                return found
+        query = f"tags.`{_RUN_ID_TAG}` = '{run.id}'"
+        runs = self._client.search_runs([experiment], query, max_results=1)
+        return runs[0] if runs else None
 
     def _log_params(self, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
         """Log parameters. MLflow refuses to change one, so those of an earlier part are kept."""
         from mlflow.entities import Param
 
-        texts = {_plain_name(name): str(value)[:_MAX_TEXT] for name, value in params.items()}
+        plain = PlainNames().convert
+        texts = {plain(name): str(value)[:_MAX_TEXT] for name, value in params.items()}
         new = [Param(name, text) for name, text in texts.items() if name not in known]
         for start in range(0, len(new), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=new[start : start + _MAX_PARAMS])
@@ -96,18 +131,17 @@ class MLflowTracker:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(_plain_name(v.name), float(v.value), int(v.time * 1000), v.step)
+            Metric(self._names.convert(v.name), v.value, int(v.time * 1000), v.step)
             for v in values
             if v.kind == "scalar"
         ]
         for start in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
-        for value in values:
-            if value.kind != "scalar":
-                self._log_other(value)
+        log_each(self._log_other, [value for value in values if value.kind != "scalar"])
 
     def _log_other(self, value: TrackedValue) -> None:
-        client, file = self._client, f"{_plain_name(value.name)}/step_{value.step:06d}"
+        client, name = self._client, self._names.convert(value.name)
+        file = f"{name}/step_{value.step:06d}"
         if value.kind == "text":
             client.log_text(self._run_id, value.value, f"text/{file}.txt")
         elif value.kind == "histogram":
@@ -116,7 +150,9 @@ class MLflowTracker:
             from PIL import Image
 
             with Image.open(value.value) as image:
-                client.log_image(self._run_id, image, key=_plain_name(value.name), step=value.step)
+                client.log_image(
+                    self._run_id, image, key=self._names.convert(value.name), step=value.step
+                )
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as artifacts, if that was chosen."""
@@ -124,12 +160,6 @@ class MLflowTracker:
             self._client.log_artifacts(self._run_id, str(path), f"checkpoints/{path.name}")
 
     def finish(self, status: str) -> None:
-        """End the run."""
-        self._client.set_terminated(self._run_id, _STATUS.get(status, "KILLED"))
-
-
-def _plain_name(name: str) -> str:
-    """Return a name with the characters that MLflow allows, as a relative path."""
-    plain = re.sub(r"[^\w.\-/ ]", "_", name, flags=re.ASCII)
-    parts = [part if part.strip(".") else "_" * len(part) for part in plain.split("/") if part]
-    return "/".join(parts)[:250] or "_"
+        """End the run, unless the program has started it."""
+        if self._active is None:
+            self._client.set_terminated(self._run_id, _STATUS.get(status, "KILLED"))

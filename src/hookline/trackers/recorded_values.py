@@ -1,7 +1,8 @@
-"""Reading a run's record for its trackers."""
+"""The run's record, as its trackers get it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,14 +11,53 @@ from typing import Any
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.files.strict_json import parse_json
+from hookline.masking import mask_known_values
+from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import VERSION
 from hookline.runs.jsonl_reader import read_jsonl_backwards
-from hookline.runs.metrics_log import MetricRecord
+from hookline.runs.metrics_log import InvalidValue, MetricRecord
 from hookline.runs.record_checks import find_metric_problem, is_finite_number
+from hookline.trackers.tracker import TrackedValue
 
-__all__ = ["read_from_step", "read_range"]
+__all__ = ["read_from_step", "read_range", "to_tracked_value"]
 
 _BATCH = 1000
+_MAX_STEP = (1 << 63) - 1
+
+
+def to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue:
+    """Return a record as trackers get it: with a name and a step, and scalars as floats.
+
+    Args:
+        record: the record.
+        folder: the run's folder, which the paths of images are relative to.
+    """
+    step, _, seconds, name, kind, value = record
+    if type(value) is InvalidValue:
+        kind, value = "text", value.text
+    if kind == "scalar":
+        value = _to_float(value)
+    elif kind == "text":
+        value = mask_known_values(to_jsonable(str(value)))
+    elif kind == "image":
+        value = (folder or Path()) / str(value["path"])
+    name = name if type(name) is str else str(to_jsonable(name))
+    return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
+
+
+def _to_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer above the range of floats
+        return math.inf if number > 0 else -math.inf
+
+
+def _to_int(step: Any) -> int:
+    """Return a step as the tools can store it: an integer of 64 bits."""
+    try:
+        return max(-_MAX_STEP, min(_MAX_STEP, int(step)))
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 def read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricRecord], int]]:

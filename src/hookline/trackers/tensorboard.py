@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hookline.trackers.refused_values import log_each
 from hookline.trackers.tracker import TrackedRun, TrackedValue
 
 __all__ = ["TensorBoardTracker"]
@@ -26,6 +27,7 @@ class TensorBoardTracker:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = folder
         self._writer: Any = None
+        self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
         """Open a new event file; TensorBoard shows all of a folder as one run."""
@@ -33,6 +35,7 @@ class TensorBoardTracker:
 
         default = Path("tensorboard", run.id) if run.folder is None else run.folder / "tensorboard"
         folder = default if self._folder is None else Path(self._folder, run.id)
+        self.is_continued = any(folder.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder))
         self._write_hyperparameters(run.hyperparameters)
         shown = json.dumps(run.manifest, indent=1, ensure_ascii=False)
@@ -44,9 +47,10 @@ class TensorBoardTracker:
 
     def log(self, values: Sequence[TrackedValue]) -> None:
         """Write values, each with the time when it was logged."""
-        for value in values:
-            self._write(value)
-        self._writer.flush()
+        try:
+            log_each(self._write, values)
+        finally:
+            self._writer.flush()
 
     def rewind(self, step: int, values: Sequence[TrackedValue]) -> None:
         """Let TensorBoard drop what it has from a step on."""

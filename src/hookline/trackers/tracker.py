@@ -45,17 +45,25 @@ class TrackedRun:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """An experiment tracker. All methods are called in one thread, which is not training's.
+    """An experiment tracker. Its methods are called in one thread, which is not training's.
 
-    An exception is logged, counted and isolated. Two more methods are called if they exist:
+    An exception is logged, counted and isolated. Three more methods are called if they exist:
+
+    - `prepare()`: called before `start`, in training's thread, which waits for it: a tool may keep
+      a thread's active run.
 
     - `log_checkpoint(path, step)`: a checkpoint is complete in the folder `path`.
     - `rewind(step, values)`: the run continues from an earlier checkpoint. All that was logged from
       `step` on is void, apart from `values`.
 
-    Two attributes are read if they exist: `name`; and `unsaved_seconds`, how long the tool itself
-    keeps values in memory. If the process is killed, a resumed run logs what the tool lacks of its
-    record, and what was logged in the last `unsaved_seconds`.
+    Three attributes are read if they exist:
+
+    - `name`.
+    - `unsaved_seconds`: how long the tool itself keeps values in memory. If the process is killed,
+      a resumed run logs what the tool lacks of its record, and what was logged in the last
+      `unsaved_seconds`.
+    - `is_continued`: set to False by `start` if the tool has nothing of the run any more, for
+      example because its run was deleted. A resumed run then logs its whole record.
     """
 
     def start(self, run: TrackedRun) -> Mapping[str, Any] | None:

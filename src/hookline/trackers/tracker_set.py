@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hookline.runs.closed_run import amend_manifest
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run import Run
 from hookline.trackers.recorded_values import read_from_step
-from hookline.trackers.tracker import TrackedRun, flatten
+from hookline.trackers.tracker import TrackedRun, Tracker, flatten
 from hookline.trackers.tracker_names import make_trackers
 from hookline.trackers.tracker_thread import TrackerThread
 
@@ -26,6 +26,7 @@ _MAX_VALUES = 100_000  # that wait for one tracker
 _START_SECONDS = 60.0  # for trackers that a hook may call itself
 _END_SECONDS = 30.0
 _SHORT_END_SECONDS = 5.0  # somebody waits for the process to end
+_LOOK_SECONDS = 0.1  # how often the end looks for a signal
 _MAX_REPEATED = 100_000
 
 
@@ -45,6 +46,9 @@ class TrackerSet:
         given: names, objects, or mappings with `name` and options, as for `Trainer`.
         max_values: how many values may wait for one tracker.
         end_seconds: how long the end of a run waits for trackers.
+
+    Attributes:
+        is_signalled: returns whether a signal asks the process to end, if the loop handles signals.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class TrackerSet:
         self._max_values, self._end_seconds = max_values, end_seconds
         self._threads: list[TrackerThread] = []
         self._run: Run | None = None
+        self.is_signalled: Callable[[], bool] = lambda: False
+        self._short_end: float | None = None  # when a wait that a signal has come in ends
         self._unwritten: list[TrackerThread] = []  # those whose ids are not in the manifest yet
 
     def start(self, run: Run, hparams: Mapping[str, Any]) -> None:
@@ -74,6 +80,8 @@ class TrackerSet:
             hyperparameters=flatten(config),
         )
         saved = manifest.get("trackers", {})
+        for name, tracker in self._trackers.items():
+            _prepare(name, tracker)
         self._threads = [
             TrackerThread(name, tracker, _with_ids(tracked, saved.get(name)), self._max_values)
             for name, tracker in self._trackers.items()
@@ -81,6 +89,8 @@ class TrackerSet:
         self._unwritten = [*self._threads]
         assert run.metrics_log is not None
         run.metrics_log.listener = self.put
+        for thread in self._threads:
+            thread.catch_up(self._find_end())
         until = time.monotonic() + _START_SECONDS
         for thread, tracker in zip(self._threads, self._trackers.values(), strict=True):
             if getattr(tracker, "is_awaited", False) and not thread.has_started.wait(
@@ -125,23 +135,36 @@ class TrackerSet:
         seconds = self._end_seconds
         if status in ("interrupted", "preempted"):
             seconds = min(seconds, _SHORT_END_SECONDS)
+        self._short_end = None
         for thread in self._threads:
             thread.finish(status)
         started = time.monotonic()
-        soon = started + min(1.0, seconds)
-        waiting = [f"'{t.name}' ({t.waiting} values)" for t in self._threads if not t.join(soon)]
+        waiting = [
+            f"'{t.name}' ({t.waiting} values)" for t in self._wait(started + min(1, seconds))
+        ]
         if waiting:
             log.warning("Waiting up to %.0f s for trackers: %s.", seconds, ", ".join(waiting))
-        for thread in self._threads:
-            if not thread.join(started + seconds):
-                log.warning(
-                    "The tracker '%s' has not ended: %d values may be missing there. The run's own "
-                    "record is complete.",
-                    *(thread.name, thread.waiting),
-                )
+        for thread in self._wait(started + seconds):
+            log.warning(
+                "The tracker '%s' has not ended: %d values may be missing there. The run's own "
+                "record does not depend on it.",
+                *(thread.name, thread.waiting),
+            )
         for problem in self.describe_problems():
             log.warning("At the end of the run, %s.", problem)
         self.write_ids()
+
+    def _wait(self, until: float) -> list[TrackerThread]:
+        """Wait for the threads up to a time, not long after a signal; return those that go on."""
+        for thread in self._threads:
+            while not thread.join(min(until, time.monotonic() + _LOOK_SECONDS)):
+                now = time.monotonic()
+                if now >= until:
+                    break
+                if self.is_signalled():
+                    self._short_end = self._short_end or now + _SHORT_END_SECONDS
+                    until = min(until, self._short_end)
+        return [thread for thread in self._threads if not thread.join(0.0)]
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what each tracker lacks: how many values, and why. Empty if nothing is missing."""
@@ -157,9 +180,10 @@ class TrackerSet:
 
     def describe_problems(self) -> list[str]:
         """Return what each tracker lacks, one line each."""
+        lacking = {name: one["dropped"] + one["failed"] for name, one in self.report().items()}
         return [
-            f"the tracker '{name}' lacks {found['dropped'] + found['failed']} values"
-            for name, found in self.report().items()
+            f"the tracker '{name}' lacks {count} value{'' if count == 1 else 's'}"
+            for name, count in lacking.items()
         ]
 
     def close(self) -> None:
@@ -184,6 +208,16 @@ class TrackerSet:
         if run is None or run.metrics_log is None or not run.has_folder:
             return 0
         return run.metrics_log.file.size
+
+
+def _prepare(name: str, tracker: Tracker) -> None:
+    """Let a tracker look at what the program has done with its tool in this thread."""
+    prepare: Any = getattr(tracker, "prepare", None)
+    if prepare is not None:
+        try:
+            prepare()
+        except Exception:
+            log.exception("The tracker '%s' could not be prepared. Training continues.", name)
 
 
 def _with_ids(run: TrackedRun, saved: Any) -> TrackedRun:

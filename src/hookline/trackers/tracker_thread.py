@@ -7,14 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from hookline.masking import mask_known_values
-from hookline.runs.metrics_log import InvalidValue
 from hookline.trackers.logged_position import LoggedPosition
-from hookline.trackers.recorded_values import read_range
+from hookline.trackers.recorded_values import read_range, to_tracked_value
+from hookline.trackers.refused_values import RefusedValues
 from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
 
 __all__ = ["TrackerThread"]
@@ -70,14 +68,19 @@ class TrackerThread:
         if self.waiting + len(records) > self._max_values:
             if not self.dropped:
                 log.warning(
-                    "The tracker '%s' is too slow: values are dropped. The run's own record is "
-                    "complete.",
+                    "The tracker '%s' is too slow: values are dropped. The run's own record does "
+                    "not depend on it.",
                     self.name,
                 )
             self.dropped += len(records)
             return
         self._given += len(records)
         self._queue.put((self._log, (records, end), len(records)))
+
+    def catch_up(self, end: int) -> None:
+        """Log what the tool lacks of the run's record, up to a position of the metrics log."""
+        if os.getpid() == self._pid:
+            self._queue.put((self._log_lacking, end, 0))
 
     def rewind(self, step: int, records: Sequence[tuple[Any, ...]], end: int) -> None:
         """Let the tracker continue where the run's record ends now, and log what it lacks of it.
@@ -113,6 +116,8 @@ class TrackerThread:
     def _work(self) -> None:
         try:
             self.ids = dict(self._tracker.start(self._run) or {})
+            if not getattr(self._tracker, "is_continued", True):
+                self._logged.reset()
         except BaseException as error:
             self._disable("did not start", error)
         self.has_started.set()
@@ -142,23 +147,41 @@ class TrackerThread:
     def _disable(self, what: str, error: BaseException) -> None:
         self.problem = f"{what} ({type(error).__name__}: {error})"
         log.error(
-            "The tracker '%s' %s: %s: %s. Training continues, and the run's own record is "
-            "complete.",
+            "The tracker '%s' %s: %s: %s. Training continues, and the run's own record does not "
+            "depend on it.",
             *(self.name, what, type(error).__name__, error),
             exc_info=error,
         )
 
     def _log(self, given: tuple[Sequence[tuple[Any, ...]], int]) -> None:
         records, end = given
-        self._tracker.log([self._read(record) for record in records])
+        try:
+            self._tracker.log([self._read(record) for record in records])
+        except RefusedValues as refused:
+            if refused.count >= len(records):
+                raise refused.error from None
+            if not self.failed:
+                log.warning(
+                    "The tracker '%s' has refused values: %s. The run's own record has them.",
+                    *(self.name, refused),
+                )
+            self.failed += refused.count
         self._logged.advance(end)
+
+    def _log_lacking(self, end: int) -> None:
+        """Log what the tool lacks of the run's record, up to a position."""
+        if self._run.folder is None or self._logged.value >= end:
+            return
+        file = self._run.folder / "metrics.jsonl"
+        for lacking, position in read_range(file, self._logged.value, end):
+            if self.problem is not None:
+                self.failed += len(lacking)
+            else:
+                self._try(self._log, (lacking, position), len(lacking))
 
     def _rewind(self, given: tuple[int, Sequence[tuple[Any, ...]], int]) -> None:
         step, records, end = given
-        if self._run.folder is not None and self._logged.value < end:
-            file = self._run.folder / "metrics.jsonl"
-            for lacking, position in read_range(file, self._logged.value, end):
-                self._log((lacking, position))
+        self._log_lacking(end)
         self._logged.rewind(end)
         rewind: Any = getattr(self._tracker, "rewind", None)
         if rewind is not None:
@@ -175,12 +198,4 @@ class TrackerThread:
             self._logged.save()
 
     def _read(self, record: tuple[Any, ...]) -> TrackedValue:
-        step, _, seconds, name, kind, value = record
-        if type(value) is InvalidValue:
-            kind, value = "text", str(value.text)
-        if kind == "text":
-            value = mask_known_values(str(value))
-        elif kind == "image":
-            folder = Path() if self._run.folder is None else self._run.folder
-            value = folder / str(record[5]["path"])
-        return TrackedValue(step, name, kind, value, seconds)
+        return to_tracked_value(record, self._run.folder)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hookline.trackers.refused_values import log_each
 from hookline.trackers.tracker import TrackedRun, TrackedValue
 
 __all__ = ["TrackioTracker"]
@@ -28,32 +29,62 @@ class TrackioTracker:
         self._project, self._checkpoints, self._options = project, checkpoints, options
         self._run: Any = None
         self._id = ""
+        self._row: dict[str, Any] = {}  # of the step that is being logged
+        self._step = 0
+        self._problem: str | None = None  # what it could not write
+        self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
         """Start a run of trackio, or continue the one of an earlier part."""
         import trackio
 
         facts = {key: run.manifest.get(key) for key in ("run_id", "git", "versions", "command")}
-        config = {name.lstrip("_") or "_": v for name, v in run.hyperparameters.items()}
+        config = {name.lstrip("_") or "unnamed": v for name, v in run.hyperparameters.items()}
         options: dict[str, Any] = {"embed": False, "resume": "allow", "name": run.id}
         options |= {"auto_log_cpu": False, "auto_log_gpu": False, **self._options}
         options["project"] = run.saved.get("project", self._project)
         self._run = trackio.init(config={**config, "hookline": facts}, **options)
+        self._report_warnings()
         self._id = run.id
+        self.is_continued = run.saved.get("id", self._run.id) == self._run.id
         return {"id": self._run.id, "name": self._run.name, "project": options["project"]}
+
+    def _report_warnings(self) -> None:
+        """Note what trackio's own thread cannot write: it only warns of that."""
+        warn: Any = getattr(self._run, "_warn_once", None)
+
+        def note(key: str, message: str) -> None:
+            self._problem = message
+            warn(key, message)
+
+        self._problem = None
+        if warn is not None:
+            self._run._warn_once = note
+
+    def _raise_problem(self) -> None:
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise OSError(problem)
 
     def log(self, values: Sequence[TrackedValue]) -> None:
         """Log one row for each step; a name that a step has twice begins another row."""
-        row: dict[str, Any] = {}
-        step: int | None = None
-        for value in values:
-            if row and (step != value.step or value.name in row):
-                self._run.log(row, step=step)
-                row = {}
-            step = value.step
-            row[value.name] = _convert(value)
+        try:
+            log_each(self._add, values)
+        finally:
+            self._log_row()
+        self._raise_problem()
+
+    def _add(self, value: TrackedValue) -> None:
+        converted = _convert(value)
+        if self._row and (self._step != value.step or value.name in self._row):
+            self._log_row()
+        self._step = value.step
+        self._row[value.name] = converted
+
+    def _log_row(self) -> None:
+        row, self._row = self._row, {}
         if row:
-            self._run.log(row, step=step)
+            self._run.log(row, step=self._step)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as an artifact, if that was chosen."""
@@ -65,6 +96,7 @@ class TrackioTracker:
     def finish(self, status: str) -> None:
         """Write what is left, and end the run."""
         self._run.finish()
+        self._raise_problem()
 
 
 def _convert(value: TrackedValue) -> Any:

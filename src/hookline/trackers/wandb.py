@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hookline.trackers.refused_values import log_each
 from hookline.trackers.tracker import TrackedRun, TrackedValue
 
 __all__ = ["STEP_AXIS", "WandbTracker"]
@@ -16,6 +17,7 @@ __all__ = ["STEP_AXIS", "WandbTracker"]
 STEP_AXIS = "hookline_step"
 """The axis of all values. W&B drops values below the highest of its own steps."""
 
+_OWN_NAMES = (STEP_AXIS, "_step", "_timestamp", "_runtime", "_wandb")
 _LEFT_OUT = ("config", "packages", "training", "hooks", "parts")  # of the manifest, in its config
 
 
@@ -35,6 +37,8 @@ class WandbTracker:
         self._checkpoints, self._options = checkpoints, options
         self._run: Any = None
         self._log: Any = None  # W&B's own
+        self._row: dict[str, Any] = {}  # of the step that is being logged
+        self.is_continued = True
         self._is_own = False
         self._defined: set[str] = set()
         self._id = ""
@@ -43,18 +47,24 @@ class WandbTracker:
         """Start a run of W&B, continue the one of an earlier part, or use the active one."""
         import wandb
 
-        self._is_own = wandb.run is None
-        if self._is_own:
-            self._run = wandb.init(**self._init_options(run))
+        active, other = wandb.run, _find_tracker(wandb.run)
+        self._is_own = active is None or (other is not None and other._is_own)
+        if self._is_own:  # also beside the run of another training in this process
+            options = self._init_options(run)
+            if active is not None:
+                options["reinit"] = "create_new"
+            self._run = wandb.init(**options)
         else:
-            self._run = wandb.run
-        self._defined, self._id = set(), run.id
+            self._run = active
+        self.is_continued = run.saved.get("id", self._run.id) == self._run.id
+        self._defined, self._row, self._id = set(), {}, run.id
         self._run.define_metric(STEP_AXIS, hidden=True)
         facts = {name: value for name, value in run.manifest.items() if name not in _LEFT_OUT}
         config = {**run.hyperparameters, "hookline": facts}
         self._run.config.update(config, allow_val_change=True)
         self._save_manifest(run)
-        self._log = self._run.log
+        other = _find_tracker(self._run)
+        self._log = self._run.log if other is None else other._log
         self._run.log = self._log_own
         if wandb.run is self._run:
             wandb.log = self._log_own
@@ -93,17 +103,26 @@ class WandbTracker:
         for name in names:
             if name not in self._defined:
                 self._defined.add(name)
-                self._run.define_metric(name, step_metric=STEP_AXIS, step_sync=False)
+                if "*" not in name:  # which would stand for many names
+                    self._run.define_metric(name, step_metric=STEP_AXIS, step_sync=False)
 
     def log(self, values: Sequence[TrackedValue]) -> None:
         """Log one row for each step; a name that a step has twice begins another row."""
-        row: dict[str, Any] = {}
-        for value in values:
-            if row and (row[STEP_AXIS] != value.step or value.name in row):
-                self._log(row)
-                row = {}
-            self._define([value.name])
-            row |= {STEP_AXIS: value.step, value.name: _convert(value), "_timestamp": value.time}
+        try:
+            log_each(self._add, values)
+        finally:
+            self._log_row()
+
+    def _add(self, value: TrackedValue) -> None:
+        name = f"{value.name}_" if value.name in _OWN_NAMES else value.name
+        converted = _convert(value)
+        if self._row and (self._row[STEP_AXIS] != value.step or name in self._row):
+            self._log_row()
+        self._define([name])
+        self._row |= {STEP_AXIS: value.step, name: converted, "_timestamp": value.time}
+
+    def _log_row(self) -> None:
+        row, self._row = self._row, {}
         if row:
             self._log(row)
 
@@ -121,11 +140,20 @@ class WandbTracker:
         """End the run, unless the program has started it."""
         wandb: Any = import_module("wandb")
         run = self._run
-        del run.log  # the class has it
+        if _find_tracker(run) is self:
+            del run.log  # the class has it
+            if self._log != run.log:
+                run.log = self._log  # that of a disabled run
         if wandb.run is run:
             wandb.log = run.log
         if self._is_own:
             self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+
+
+def _find_tracker(run: Any) -> WandbTracker | None:
+    """Return the tracker that writes a run, if one does."""
+    tracker = getattr(getattr(run, "log", None), "__self__", None)
+    return tracker if isinstance(tracker, WandbTracker) else None
 
 
 def _convert(value: TrackedValue) -> Any:

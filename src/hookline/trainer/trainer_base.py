@@ -123,6 +123,8 @@ class TrainerBase(TrainingLoop[HookRegistry]):
         self._phase = Phase.IDLE
         self._requests = ControlRequests()
         self._trackers = make_tracker_set(trackers)
+        if self._trackers is not None:
+            self._trackers.is_signalled = lambda: self._requests.signal is not None
         self._recorder = Recorder(None)
         self._monitor: LoopMonitor | None = None  # of a run that is written
         self._phases = PhaseTimes()
