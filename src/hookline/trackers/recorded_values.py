@@ -34,7 +34,8 @@ def to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue:
     """
     step, _, seconds, name, kind, value = record
     if type(value) is InvalidValue:
-        kind, value = "text", value.text
+        text: Any = value.text
+        kind, value = "text", text
     if kind == "scalar":
         value = _to_float(value)
     elif kind == "text":
