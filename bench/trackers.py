@@ -2,7 +2,7 @@
 
 Measured is the time of the training thread in steps of about 2 ms, with a tracker over without one;
 and the CPU time of the tracker's own threads. These share the interpreter with training, so that
-the wall time of a step grows by up to as much.
+the wall time of a step grows by up to as much; it is only known on an idle machine.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(*, quick: bool) -> list[Row]:
         # A step of 5 ms that logs ten values may take 1 % longer.
         rows += [
             Row(f"    {name}: CPU time added to logging", logging, "µs", limit=50.0),
-            Row("        wall time added to the step", step, "µs", note="needs an idle machine"),
+            Row("        wall time added to the step", step, "µs"),
             Row("        CPU time of its own threads", background, "µs"),
         ]
     return rows
