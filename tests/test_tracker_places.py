@@ -220,6 +220,27 @@ def train_and_die(folder):
     trainer.fit(BATCHES)
 
 
+def train_and_signal_at_the_end(folder, name):
+    """Train with a tracker that is stuck, and get a signal while the end waits for it."""
+    tracker_set._SHORT_END_SECONDS = 0.2
+    trainer = make(folder, Stuck())
+    trainer._trackers._end_seconds = 3600.0
+    wait = trainer._trackers._wait
+
+    def signal_and_wait(until):
+        trainer._trackers._wait = wait
+        os.kill(os.getpid(), getattr(signal, name))
+        return wait(until)
+
+    trainer._trackers._wait = signal_and_wait
+    end = "returned"
+    try:
+        trainer.fit(BATCHES)
+    except KeyboardInterrupt:
+        end = "KeyboardInterrupt"
+    print(json.dumps([end, trainer.status]))
+
+
 @pytest.fixture(scope="module")
 def parent():
     with WarmParent() as parent:
@@ -240,6 +261,15 @@ def test_after_a_signal_the_wait_for_trackers_is_short(tmp_path, parent, name, e
     assert Run.open(folder).manifest["status"] == end[1]
     last = list(read_records(folder / "events.jsonl"))[-1]
     assert (last["kind"], last["status"]) == ("end", end[1])
+
+
+def test_a_signal_shortens_the_wait_for_trackers(tmp_path, parent):
+    runs = tmp_path / "runs"
+    log = tmp_path / "log.txt"
+    process = parent.start(train_and_signal_at_the_end, runs, "SIGTERM", log=log)
+    assert process.wait() == 0, process.output
+    assert json.loads(process.output.splitlines()[-1]) == ["returned", "completed"]
+    assert "has not ended" in process.output
 
 
 def test_a_process_that_is_killed_while_it_waits_has_completed_its_run(tmp_path, parent):

@@ -14,6 +14,7 @@ from hookline.errors import ArgumentError, ConfigError
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import Tracker
+from hookline.trackers.refused_values import RefusedValues, log_each
 from hookline.trackers.tracker_names import BUILT_IN_TRACKERS, make_trackers
 from hookline.trackers.tracker_set import TrackerSet
 
@@ -145,6 +146,54 @@ def test_the_run_is_complete_before_the_end_waits_for_trackers(tmp_path):
     assert manifest["trackers"] == {"kept": {"id": "one"}}
     assert manifest["status"] == "stopped"
     assert len(tracker.values) == 7
+
+
+def test_a_value_that_is_refused_costs_no_other(tmp_path, caplog):
+    class Picky(Kept):
+        def log(self, values):
+            log_each(self.log_one, values)
+
+        def log_one(self, value):
+            if value.step in (2, 3):
+                raise OSError("too odd")
+            self.values.append(value)
+
+    tracker = Picky()
+    train(tmp_path, tracker).fit(BATCHES)
+    assert [v.step for v in tracker.values if v.name == "train/loss"] == [1, 4, 5, 6]
+    assert "has refused values: 2 values were refused" in caplog.text
+    assert "the tracker 'kept' lacks 2 values" in caplog.text
+
+
+def test_a_tool_that_is_gone_is_not_asked_for_each_value():
+    asked = []
+
+    def log(value):
+        asked.append(value)
+        raise OSError("gone")
+
+    with pytest.raises(RefusedValues) as raised:
+        log_each(log, range(100))
+    assert len(asked) == 3
+    assert raised.value.count == 100
+
+
+@pytest.mark.parametrize("is_continued", [True, False])
+def test_a_tool_that_has_nothing_of_a_resumed_run_gets_the_whole_record(tmp_path, is_continued):
+    class Save(Hook):
+        def on_step_end(self, trainer, step):
+            if step == 4:
+                trainer.save_checkpoint()
+
+    tracker = Kept()
+    train(tmp_path, tracker, hooks=[Save()]).fit(BATCHES)
+    tracker.values.clear()
+    tracker.is_continued = is_continued
+    (folder,) = tmp_path.iterdir()
+    checkpoint = folder / "checkpoints" / "step_000004"
+    train(tmp_path, tracker, hooks=[Save()]).fit(BATCHES, resume_from=checkpoint)
+    steps = [v.step for v in tracker.values if v.name == "train/loss"]
+    assert steps == ([5, 6] if is_continued else [1, 2, 3, 4, 5, 6])
 
 
 def test_a_tracker_that_does_not_start_is_disabled(tmp_path, caplog):

@@ -41,7 +41,7 @@ def to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue:
     elif kind == "text":
         value = mask_known_values(to_jsonable(str(value)))
     elif kind == "image":
-        value = (folder or Path()) / str(value["path"])
+        value = (folder or Path()) / str(record[5]["path"])
     name = name if type(name) is str else str(to_jsonable(name))
     return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,10 @@ class TensorBoardTracker:
         }
 
     def log(self, values: Sequence[TrackedValue]) -> None:
-        """Write values, each with the time when it was logged."""
+        """Write values; those of a step that were logged in one second have one time."""
         try:
-            log_each(self._write, values)
+            self._write_scalars([value for value in values if value.kind == "scalar"])
+            log_each(self._write, [value for value in values if value.kind != "scalar"])
         finally:
             self._writer.flush()
 
@@ -73,11 +74,17 @@ class TensorBoardTracker:
         for summary in hparams(plain, {}):
             self._writer.file_writer.add_summary(summary)
 
+    def _write_scalars(self, values: Sequence[TrackedValue]) -> None:
+        """Write scalars, those of a step in one event: each event takes time in the interpreter."""
+        summary_class: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        for (step, _), group in groupby(values, lambda value: (value.step, int(value.time))):
+            scalars = list(group)
+            added = [summary_class.Value(tag=one.name, simple_value=one.value) for one in scalars]
+            self._writer.file_writer.add_summary(summary_class(value=added), step, scalars[0].time)
+
     def _write(self, value: TrackedValue) -> None:
         writer, at = self._writer, {"global_step": value.step, "walltime": value.time}
-        if value.kind == "scalar":
-            writer.add_scalar(value.name, value.value, **at)
-        elif value.kind == "text":
+        if value.kind == "text":
             writer.add_text(value.name, value.value, **at)
         elif value.kind == "histogram":
             self._write_histogram(value)
