@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import signal
 from importlib import metadata
@@ -330,13 +331,27 @@ def test_a_manual_step_ends_when_each_optimizer_has_stepped_or_with_its_batch(
 def test_a_training_step_without_a_loss_is_a_skipped_step(tmp_path) -> None:
     class Skipping(Module):
         def training_step(self, batch, batch_idx):
-            return None if batch_idx == 2 else super().training_step(batch, batch_idx)
+            return None if batch_idx in (0, 2) else super().training_step(batch, batch_idx)
 
-    seen = recorder("on_step_skipped", "on_step_end", "on_after_optimizer_step")
-    session, _ = fit(tmp_path, [seen], module(Skipping), max_epochs=1)
-    assert [k["reason"] for k in seen.named("on_step_skipped")] == ["there are no gradients"]
-    assert session.step == 5
-    assert [k["ctx"].skipped for k in seen.named("on_step_end")].count(True) == 1
+    class Losses(hookline.Hook):
+        def __init__(self) -> None:
+            self.batches, self.steps = [], []
+
+        def on_train_batch_end(self, loss) -> None:
+            self.batches.append(float(loss))
+
+        def on_step_end(self, loss) -> None:
+            self.steps.append(float(loss))
+
+    seen, losses = recorder("on_step_skipped", "on_step_end", "on_after_optimizer_step"), Losses()
+    session, _ = fit(tmp_path, [seen, losses], module(Skipping), max_epochs=1, runs=tmp_path / "r")
+    assert [k["reason"] for k in seen.named("on_step_skipped")] == ["there are no gradients"] * 2
+    assert session.step == 4
+    assert [k["ctx"].skipped for k in seen.named("on_step_end")].count(True) == 2
+    for values in (losses.batches, losses.steps):  # the hook stays enabled
+        assert [math.isnan(value) for value in values] == [True, False, True, False, False, False]
+    recorded = [value for _, value in records(session, "train/loss")]
+    assert [value for value in losses.steps if not math.isnan(value)] == recorded
 
 
 def test_a_scaled_loss_gives_unscaled_gradients_and_losses(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import pytest
 import torch
@@ -48,6 +49,20 @@ def test_a_batch_ends_with_the_step_it_completes_or_when_the_next_is_drawn():
     end = [("on_train_batch_end", {"batch_idx": i, "step": (i + 1) // 2}) for i in range(4)]
     step = ["on_after_optimizer_step", "on_step_end"]
     assert hook.told == [end[0], step[0], end[1], step[1], end[2], step[0], end[3], step[1]]
+
+
+def test_a_batch_without_backward_has_no_loss_and_costs_no_hook(caplog):
+    hook, model, optimizer = tell(on_train_batch_end=("loss",), on_epoch_end=("metrics",))
+    caplog.set_level(logging.INFO)
+    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
+        for i, (x, y) in enumerate(session.batches(batches(4))):
+            if i % 2:  # also the first batch has none
+                train(model, optimizer, [(x, y)])
+    *losses, (_, last) = hook.told
+    losses = [float(asked["loss"]) for _, asked in losses]
+    assert [math.isnan(loss) for loss in losses] == [True, False, True, False]
+    assert last["metrics"]["train/loss"] == pytest.approx((losses[1] + losses[3]) / 2)
+    assert caplog.text.count("No backward has run") == 1
 
 
 def test_backward_tells_the_batchs_own_loss_and_the_steps_mean():

@@ -242,6 +242,8 @@ class GradientWatch:
 
     def _check(self, i: int, problems: list[str]) -> None:
         """Raise before the first step if hooks would not get what they need; later, warn."""
+        if not self._verified and not self.model.backwards_seen and self.skips.reason(i):
+            return  # a batch without backward, whose step is skipped: a later one is checked
         if self._unchecked or problems:
             if self._unchecked:
                 problems = [*self.callbacks.unmet_requirements(), *problems]

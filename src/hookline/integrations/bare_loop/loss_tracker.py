@@ -16,7 +16,6 @@ import torch
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_watch import running_backward
 from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
-from hookline.integrations.bare_loop.requirements import CALLS
 
 __all__ = ["LossTracker"]
 
@@ -74,7 +73,7 @@ class LossTracker:
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
-        self._is_given = False
+        self._is_given = self._has_reported = False
         self._group = 0  # the number of backwards that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
         self._counts: dict[int, int] = {}  # backwards of the step that ends, by turn
@@ -232,9 +231,13 @@ class LossTracker:
                     "it was divided for gradient accumulation. Say so: "
                     "`attach(…, loss_divided=True)` or `False`."
                 )
-        if not losses or len(own) < len(losses):
+        if not losses and self.wanted:
+            self._report_no_backward()
+            context.known_loss = LazyFloat(math.nan)
+            return []
+        if len(own) < len(losses) or not losses:
             context.why_no_loss = context.why_no_loss or (
-                f", because backward was not called on a single number. {CALLS['backward']}"
+                f", because backward was not called on a single number. {context.calls['backward']}"
             )
             return []
         if len(own) == 1:
@@ -244,6 +247,15 @@ class LossTracker:
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own
+
+    def _report_no_backward(self) -> None:
+        """Say once that batches without backward have no loss."""
+        if not self._has_reported:
+            self._has_reported = True
+            log.info(
+                "No backward has run in a batch or step: hooks get `loss` as nan for it, and it is "
+                "left out of means and of the record."
+            )
 
 
 def _count_turns(losses: list[BackwardLoss]) -> dict[int, int]:
