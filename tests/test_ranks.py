@@ -29,7 +29,11 @@ def start(*arguments: str, options: tuple[str, ...] = (), cwd: Path | None = Non
 
 
 def finish(process: Any, *, fails: bool = False) -> str:
-    output: str = process.communicate(timeout=300)[0]
+    try:
+        output: str = process.communicate(timeout=300)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its processes
+        raise
     assert (process.returncode != 0) is fails, output
     return output
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import CheckpointError
@@ -27,6 +28,9 @@ __all__ = ["LoaderPasses", "make_passes", "skips_indices"]
 
 log = logging.getLogger("hookline")
 _LONG = 5.0  # seconds
+# Seconds between a collective and the fork of workers. A thread of gloo enters Python for a moment
+# after the collective, and a process that is forked in that moment waits for ever (Python 3.11).
+_SETTLING = 0.002
 _END = object()
 _CPU = torch.device("cpu")
 
@@ -215,6 +219,8 @@ class DataLoaderPasses(LoaderPasses):
         if self._seeds_samples:
             batched = loader.batch_sampler is not None
             loader.__dict__["dataset"] = SeededDataset(loader.dataset, batched=batched)
+        if loader.num_workers and dist.is_available() and dist.is_initialized():
+            sleep(_SETTLING)
         iterator: Iterator[Any] = iter(loader)
         if loader.persistent_workers:
             self.loader._iterator = loader._iterator
