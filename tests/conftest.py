@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hostile_checkpoints import make_template
 from packages import install_package
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # Tests compare the records of runs, also of other processes: on a slow machine some would take long
 # enough for samples of the system.
@@ -21,6 +25,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background like that, and the commands that tests interrupt would
     # inherit it and never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_loader_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_init_iterator = _MultiProcessingDataLoaderIter.__init__
+
+
+def _init_and_note(self: Any, *args: Any, **options: Any) -> None:
+    _loader_iterators.add(self)
+    _init_iterator(self, *args, **options)
+
+
+_MultiProcessingDataLoaderIter.__init__ = _init_and_note  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _end_workers() -> Iterator[None]:
+    """End the workers of loaders after each test: the garbage collector takes 5 s for each."""
+    yield
+    for iterator in list(_loader_iterators):
+        iterator._shutdown_workers()
+        _loader_iterators.discard(iterator)
 
 
 @pytest.fixture(scope="session")
