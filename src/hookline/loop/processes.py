@@ -105,7 +105,7 @@ class ProcessGroup(OneProcess):
         log_as_rank(self.rank)
         report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        atexit.register(_leave_group, self._group)
+        atexit.register(self._leave_group)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether a process has set it."""
@@ -174,12 +174,16 @@ class ProcessGroup(OneProcess):
         if self._started_here and dist.is_initialized():
             dist.destroy_process_group()
 
+    def _leave_group(self) -> None:
+        """End the group before Python does: its threads would abort the process now and then.
 
-def _leave_group(group: Any) -> None:
-    """End a group before Python does: its threads would abort the process now and then."""
-    if dist.is_initialized():
-        with suppress(Exception):  # the script may have ended it
-            dist.destroy_process_group(group)
+        A script that has ended the default group has ended this one as well, but its threads end
+        with the last reference to it, which is here.
+        """
+        group, self._group = self._group, None
+        if dist.is_initialized():
+            with suppress(Exception):  # the script may have ended it
+                dist.destroy_process_group(group)
 
 
 def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
