@@ -174,8 +174,22 @@ def test_a_tool_that_is_gone_is_not_asked_for_each_value():
 
     with pytest.raises(RefusedValues) as raised:
         log_each(log, range(100))
-    assert len(asked) == 3
+    assert len(asked) == 20
     assert raised.value.count == 100
+
+
+def test_some_values_in_a_row_that_are_refused_cost_no_other():
+    logged = []
+
+    def log(value):
+        if 10 <= value < 25:
+            raise OSError("too odd")
+        logged.append(value)
+
+    with pytest.raises(RefusedValues) as raised:
+        log_each(log, range(100))
+    assert logged == [*range(10), *range(25, 100)]
+    assert raised.value.count == 15
 
 
 @pytest.mark.parametrize("is_continued", [True, False])

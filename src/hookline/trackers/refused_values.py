@@ -8,7 +8,7 @@ from hookline.trackers.tracker import TrackedValue
 
 __all__ = ["RefusedValues", "log_each"]
 
-_MAX_FAILURES = 3  # in a row: then the tool is not there
+_MAX_FAILURES = 20  # in a row: then the tool is not there
 
 
 class RefusedValues(Exception):  # noqa: N818 - not an error of the tracker as a whole

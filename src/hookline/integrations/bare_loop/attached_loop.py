@@ -149,6 +149,7 @@ class AttachedLoop(RecordedLoop):
         self._step_watch = StepWatch(
             self._context, self.hooks, self.scaler, callbacks, self._loss_divided
         )
+        self._step_watch.attach()
         self.hooks.on_change = self._hooks_changed
         self.hooks.failures.on_failure = self._hook_failed
         self._sync_probes()

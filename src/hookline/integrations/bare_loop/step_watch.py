@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hookline.dispatch import HookManager
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import gradient_versions
 from hookline.integrations.bare_loop.gradient_watch import GradientWatch
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
-from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
 from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.loop.model_watch import active_dynamo, keep_out_of_graphs
 
@@ -32,35 +29,21 @@ _OVERFLOW = "the scaler found non-finite gradients"
 
 
 class StepWatch(GradientWatch):
-    """Watches model, optimizers and scaler of a loop, and fires the events of a step.
+    """Watches model, optimizers and scaler of a loop, and fires the events of a step."""
 
-    Args:
-        context: what hooks get.
-        hooks: the hooks.
-        scaler: what scales the loss.
-        callbacks: what is called in the session.
-        loss_divided: whether the loop divides its losses for accumulation; None to find out.
-    """
+    _found_inf: torch.Tensor | None = None
+    _in_scaler_step = False
 
-    def __init__(
-        self,
-        context: BareLoopEventContext,
-        hooks: HookManager,
-        scaler: torch.amp.GradScaler | None,
-        callbacks: StepCallbacks,
-        loss_divided: bool | None = None,
-    ) -> None:
-        super().__init__(context, hooks, scaler, callbacks, loss_divided)
-        self._found_inf: torch.Tensor | None = None
-        self._in_scaler_step = False
+    def attach(self) -> None:
+        """Add hooks to the optimizers and the scaler."""
         self._handles: list[RemovableHandle] = []
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         keep_out_of_graphs(StepWatch._before_step)
         keep_out_of_graphs(StepWatch._after_step)
-        if scaler is not None:
-            ScalerWatch.listen(scaler, self)
+        if self.scaler is not None:
+            ScalerWatch.listen(self.scaler, self)
 
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
