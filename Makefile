@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/.demo_installed
 BENCH_INSTALLED := .venv-bench/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint package notebooks bench docs serve-docs generate clean
+.PHONY: help install demo test soak mutations lint package notebooks bench docs serve-docs generate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,12 @@ test: $(INSTALLED) ## run the whole test suite, on all cores
 
 soak: $(INSTALLED) ## kill and resume a training 200 times, then five times as many random cases
 	$(BIN)/python tests/kill_and_resume.py --kills 200
+	folder=$$(mktemp -d) && $(BIN)/python tests/interrupted_sessions.py 300 $$folder; \
+		failed=$$?; rm -r $$folder; exit $$failed
 	$(BIN)/python -m pytest -p soak -q tests
+
+mutations: $(INSTALLED) ## make known mistakes in copies of the code, and check that tests find each
+	$(BIN)/python tools/mutations.py
 
 lint: $(INSTALLED) ## style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -89,7 +89,7 @@ def _report_of(monitor: GradientMonitor, trainer: Any) -> Callable[[], None]:
 
     def report() -> None:
         monitor.on_gradients_ready(0, 0, trainer.optimizers, trainer.model)
-        monitor.on_step_end(trainer, 1)
+        monitor.on_step_end(trainer)
 
     return report
 

@@ -178,7 +178,7 @@ def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def _ignite(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
+def _ignite(batches: Batches, hooks: int, attached: Sequence[Any] = (), **options: Any) -> None:
     from ignite.engine import Engine, Events
 
     model, optimizer = _model()
@@ -195,7 +195,7 @@ def _ignite(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
         for _ in range(hooks):
             engine.add_event_handler(event, _ignite_handler())
     if attached:
-        hookline.attach(engine, model=model, optimizer=optimizer, hooks=attached)
+        hookline.attach(engine, model=model, optimizer=optimizer, hooks=attached, **options)
     engine.run(batches, max_epochs=1)
 
 
@@ -206,10 +206,10 @@ def _ignite_handler() -> Callable[[Any], None]:
     return handler
 
 
-def _lightning(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
+def _lightning(batches: Batches, hooks: int, attached: Sequence[Any] = (), **options: Any) -> None:
     trainer = _lightning_trainer(callbacks=[_lightning_callback(True) for _ in range(hooks)])
     if attached:
-        hookline.attach(trainer, hooks=attached)
+        hookline.attach(trainer, hooks=attached, **options)
     trainer.fit(_lightning_module(), train_dataloaders=batches)
 
 
@@ -262,7 +262,9 @@ def _lightning_callback(listening: bool) -> Any:
     return _lightning_callbacks()[listening]()
 
 
-def _hugging_face(batches: Batches, hooks: int, attached: Sequence[Any] = ()) -> None:
+def _hugging_face(
+    batches: Batches, hooks: int, attached: Sequence[Any] = (), **options: Any
+) -> None:
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     model, optimizer = _model()
@@ -299,7 +301,7 @@ def _hugging_face(batches: Batches, hooks: int, attached: Sequence[Any] = ()) ->
         )
         trainer.remove_callback(PrinterCallback)
         if attached:
-            hookline.attach(trainer, hooks=attached)
+            hookline.attach(trainer, hooks=attached, **options)
         trainer.train()
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from hostile_checkpoints import make_template
+from hypothesis import settings
 from packages import install_package
+from promise_suites import PROMISE_SUITES
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # Tests compare the records of runs, also of other processes: on a slow machine some would take long
@@ -20,6 +22,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 os.environ["HOOKLINE_SAMPLE_SECONDS"] = "0"
 # Thousands of tiny runs would each have a page of 5 MB; tests of reports turn them on.
 os.environ.setdefault("HOOKLINE_REPORT", "0")
+
+# A case may take as long as the machine needs for it.
+settings.register_profile("hookline", deadline=None)
+settings.load_profile("hookline")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background like that, and the commands that tests interrupt would
@@ -58,6 +64,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with good checkpoints, which tests copy and change."""
     return make_template(tmp_path_factory.mktemp("template"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of the suites that hold the promises."""
+    if item.path.name in PROMISE_SUITES:
+        item.add_marker(pytest.mark.promise)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

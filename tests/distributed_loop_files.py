@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import hookline
-from hookline.integrations.bare_loop import loop_agreement
+from hookline.loop import rank_sync as loop_agreement
 from hookline.tensors.sharded import whole
 
 
@@ -143,8 +143,7 @@ def check_hooks(kind: str, folder: Path) -> None:
         train(model, optimizer, session, 0, 5)
     names = [name for _, name in saved.saved]
     expected = ["at_step=2", "at_step=4", "at_end"]
-    # Under DDP rank 0 saves at the end without the others.
-    assert names == (expected if kind == "fsdp" or dist.get_rank() == 0 else expected[:2]), names
+    assert names == expected, names
     dist.barrier()
     (run,) = (folder / f"runs_{kind}").iterdir()
     for name in expected:

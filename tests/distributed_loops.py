@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline
-from hookline.integrations.bare_loop import loop_agreement
+from hookline.loop import rank_sync as loop_agreement
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.sharded import whole
 

@@ -69,7 +69,7 @@ def report(model: nn.Module, **options: Any) -> tuple[Record, int]:
     optimizer.step()
     with CommDebugMode() as after:
         monitor.on_after_optimizer_step(0)
-        monitor.on_step_end(record, 1)
+        monitor.on_step_end(record)
     return record, before.get_total_counts() + after.get_total_counts()
 
 

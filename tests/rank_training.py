@@ -12,6 +12,7 @@ from typing import Any
 
 import distributed_training as shared
 import torch
+import torch.distributed as dist
 from distributed_training import RANK, Once, describe, loaders, make
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -137,21 +138,40 @@ def interrupt(folder: Path) -> dict[str, Any]:
     return describe(trainer, seen)
 
 
+class Validates(hookline.Hook):
+    """Knows whether a validation is running."""
+
+    is_running = is_signaled = False
+
+    def on_validation_start(self) -> None:
+        self.is_running = True
+
+    def on_validation_end(self) -> None:
+        self.is_running = False
+
+
 def late_signal(folder: Path) -> dict[str, Any]:
     """Rank 1 gets a signal in a validation, right after the ranks agreed that there is none."""
     trainer, seen, train, val = make_long(folder, sleeps=False)
-    agree = trainer.strategy.any_rank
-    sent = []
+    validates = Validates()
+    trainer.add_hook(validates)
 
-    def agree_and_signal(*flags: bool) -> tuple[bool, ...]:
-        agreed = agree(*flags)
-        if RANK == 1 and trainer._context.evaluating and not sent:
-            sent.append(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGUSR1)
-        return agreed
+    def signal_after(collective: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = collective(*arguments, **options)
+            if RANK == 1 and validates.is_running and not validates.is_signaled:
+                validates.is_signaled = True
+                signal.raise_signal(signal.SIGUSR1)
+            return result
 
-    trainer.strategy.any_rank = agree_and_signal  # type: ignore[method-assign]
+        return call
+
+    own = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
+    for name, collective in own.items():
+        setattr(dist, name, signal_after(collective))
     trainer.fit(train, val)
+    for name, collective in own.items():
+        setattr(dist, name, collective)
     ended = {"status": trainer.status, "signal": trainer.stop_signal, "step": trainer.step}
     trainer, seen, train, val = make_long(folder, sleeps=False)
     trainer.fit(train, val, resume_from="auto")

@@ -46,26 +46,16 @@ def train(
         else [m.parameters() for m in (model.first, model.second)]
     )
     config = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 2, "seed": 7, **fields}
+    if per_sample_seed is not None:
+        config["seed"] = per_sample_seed  # which those of the samples are made from
     trainer = Trainer(
         TrainerConfig(**config),
         model,
         [torch.optim.AdamW(p, lr=0.01) for p in parts],
         hooks=list(hooks),
     )
-    if per_sample_seed is not None:
-        trainer.add_hook(SetSeed(per_sample_seed))
-    trainer.fit(loaders, resume_from=resume_from)
+    trainer.fit(loaders, resume_from=resume_from, per_sample_seed=per_sample_seed is not None)
     return trainer
-
-
-class SetSeed(hookline.Hook):
-    """Sets what `fit(per_sample_seed=True)` sets."""
-
-    def __init__(self, seed):
-        self.seed = seed
-
-    def on_train_start(self, trainer):
-        trainer._position.per_sample_seed = self.seed
 
 
 def resume_equals(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from loops import batches, config, make, same, weights
+from loops import batches, config, make, same, train, weights
 from torch import nn
 
 import hookline
@@ -440,7 +440,7 @@ def test_a_tensor_that_cannot_be_taken_is_named(to, options):
         def forward(self, a):
             return to(a)
 
-    with pytest.raises(ProbeError, match=r"'0' has a tensor of shape \[3, 4\].*NotImplemented"):
+    with pytest.raises(ProbeError, match=r"'0' has a tensor, float32\[3, 4\], .*NotImplemented"):
         captured(nn.Sequential(Converts()), "0", input=False, **options)
 
 
@@ -466,7 +466,7 @@ def test_a_part_of_each_tensor(select, expected):
 def test_an_index_that_is_none_and_one_that_does_not_fit():
     with pytest.raises(ConfigError, match="select='1;2' is not an index"):
         Capture("*", select="1;2")
-    with pytest.raises(ProbeError, match=r"'0' has a tensor of shape \[3, 4\].*IndexError"):
+    with pytest.raises(ProbeError, match=r"'0' has a tensor, float32\[3, 4\], .*IndexError"):
         captured(model(), "0", select=9)
 
 
@@ -812,6 +812,56 @@ def test_the_memory_limit_holds_after_every_call():
         net(torch.randn(256, 256))
         assert capture.store.nbytes <= 2**20
     assert capture.counts == Counts(captured=20, kept=4, dropped=16)
+
+
+def dropped_messages(caplog):
+    return [r.getMessage() for r in caplog.records if "captured states" in r.getMessage()]
+
+
+def test_states_that_do_not_fit_into_memory_are_reported_once_with_their_number(caplog):
+    net = nn.Sequential(nn.Linear(256, 256))
+    with hookline.probe(net, "0", memory_limit_mb=1) as results:
+        for _ in range(20):
+            net(torch.randn(256, 256))
+    (said,) = dropped_messages(caplog)
+    assert "The probe 'probe' has dropped 16 of 20 captured states" in said
+    assert "because of memory_limit_mb=1." in said
+    assert results.counts.dropped == 16
+    assert "16 of 20 states were dropped" in repr(results)
+    results.states()
+    assert len(dropped_messages(caplog)) == 1
+
+
+def test_dropped_states_are_reported_before_they_are_missed(caplog):
+    net = nn.Sequential(nn.Linear(256, 256))
+    capture = Capture("0", input=False, memory_limit_mb=1)
+    capture.attach(net)
+    for _ in range(5):
+        net(torch.randn(256, 256))
+    assert len(capture["0"][:]) == 4
+    assert len(dropped_messages(caplog)) == 1
+
+
+def test_states_that_training_dropped_are_reported_at_its_end(caplog):
+    net, optimizer = make()
+    capture = Capture("first", input=False, memory_limit_mb=0.001)
+    with hookline.attach(net, optimizer, hooks=[capture]):
+        train(net, optimizer, batches(9))
+    assert "has dropped 5 of 9 captured states" in caplog.text
+
+
+def test_a_number_of_states_that_was_chosen_is_kept_without_a_word(caplog):
+    net = model()
+    with hookline.probe(net, "0", max_states=2) as results:
+        for i in range(6):
+            net(x(seed=i))
+    assert results.counts.dropped == 4
+    assert dropped_messages(caplog) == []
+
+
+def test_a_probe_has_the_memory_limit_of_a_capture():
+    with hookline.probe(model(), "0") as results:
+        assert results.capture.store.memory_limit == Capture("0").store.memory_limit == 2**30
 
 
 def test_policies(tmp_path):

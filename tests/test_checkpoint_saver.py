@@ -222,13 +222,16 @@ def test_without_the_background_the_result_is_there_when_save_returns(tmp_path: 
     assert find_checkpoint(tmp_path / "runs" / "a") == result.path
 
 
-def test_an_emergency_checkpoint_does_not_move_last(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["emergency", "weights_only"])
+def test_a_checkpoint_that_no_run_resumes_from_does_not_move_last(
+    tmp_path: Path, kind: str
+) -> None:
     saver = CheckpointSaver()
     saved(saver, tmp_path / "a")
-    saved(saver, tmp_path / "b", emergency=True)
+    saved(saver, tmp_path / "b", **{kind: True})
     saver.close()
     assert (tmp_path / "last").read_text() == "a\n"
-    assert [r.info for r in saver.finished()] == [{}, {"emergency": True}]
+    assert [r.info for r in saver.finished()] == [{}, {kind: True}]
 
 
 # -- several folders ------------------------------------------------------------------------------

@@ -300,6 +300,9 @@ def test_rules_about_what_is_kept() -> None:
     late = [one(step) for step in (30, 130, 160, 250, 340, 360)]
     assert kept(*late, every=100) == [130, 250, 340, 360]  # as training keeps them
     assert kept(one(5, is_emergency=True), last=1) == [5]
+    weights = [one(step, is_weights_only=True) for step in (3, 4)]
+    assert kept(one(1), one(2), *weights, last=1) == [2, 4]  # a run can resume from 2
+    assert kept(*weights, last=1) == [4]
 
 
 def test_pruning_shows_what_it_would_remove_and_removes_it_with_yes(
@@ -342,6 +345,8 @@ def test_pruning_removes_nothing_of_anybody_else(saved: SavedRun, tmp_path: Path
 
 def test_nothing_is_removed_when_the_newest_is_damaged(saved: SavedRun, tmp_path: Path) -> None:
     run = copy_of(saved, tmp_path)
+    newer = {"step": 510, "weights_only": True}  # no run resumes from this one
+    save_checkpoint(run / "checkpoints" / "step_000510", model={}, state={}, info=newer)
     flip_bit(run / "checkpoints" / "step_000500" / "model.safetensors")
     error = refused("prune", run, "--keep-last", 1, "--yes")
     assert "step_000500/model.safetensors has changed" in error
@@ -592,8 +597,11 @@ def test_a_link_neither_replaces_the_checkpoint_that_it_names_nor_counts(tmp_pat
     assert left == ["step_1", "step_3", "step_4"]
 
 
-def test_a_step_means_the_checkpoint_that_was_not_saved_after_a_crash(tmp_path: Path) -> None:
+def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     save_steps(tmp_path, 2, 3, emergency=True)
-    for step, name in (("1", "step_1"), ("2", "step_2"), ("3", "crash_3")):
+    for step in (2, 4):
+        info = {"step": step, "weights_only": True}
+        save_checkpoint(tmp_path / f"weights_{step}", model={}, state={}, info=info)
+    for step, name in (("1", "step_1"), ("2", "step_2"), ("3", "crash_3"), ("4", "weights_4")):
         assert json.loads(printed("show", tmp_path, "-c", step, "--json"))["path"].endswith(name)

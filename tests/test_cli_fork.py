@@ -40,7 +40,7 @@ class Preempted(hookline.Trainer):
     stop_signal = os.environ.get("SIGNAL", "SIGTERM")
     def fit(self, *args, **kwargs):
         super().fit(*args, **kwargs)
-        self._context.status = "preempted"
+        self.loop.context.status = "preempted"
         return self
 
 def make_trainer(lr=0.1):
@@ -141,7 +141,8 @@ def test_a_preempted_run_exits_as_the_signal_would(project: Path) -> None:
     )
 
 
-def test_a_step_means_the_checkpoint_that_was_not_saved_after_a_crash(tmp_path: Path) -> None:
-    for name, info in (("step_2", {}), ("crash_2", {"emergency": True})):
+def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) -> None:
+    kinds = {"step_2": {}, "crash_2": {"emergency": True}, "weights_2": {"weights_only": True}}
+    for name, info in kinds.items():
         save_checkpoint(tmp_path / name, model={}, state={}, info={"step": 2, **info})
     assert find_fork(None, f"{tmp_path}@2") == tmp_path / "step_2"

@@ -173,14 +173,15 @@ def test_a_job_whose_time_runs_out_goes_back_into_the_queue(tmp_path: Path) -> N
     tools.mkdir()
     for name, text in {
         "scontrol": 'echo "scontrol $@"',
-        "hookline": 'echo "training $@"; sleep 1; exit 3',  # stands in for a training
+        # Stands in for a training.
+        "hookline": 'echo "training $@"; until [ -e go ]; do sleep 0.05; done; exit 3',
     }.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
     log = tmp_path / "log"
     job = start(tmp_path, log, PATH=f"{tools}{os.pathsep}{ENVIRONMENT['PATH']}")
     wait_for("training train train.yaml --resume", log, job)
-    time.sleep(0.2)  # until it waits
     os.kill(job.pid, 10)  # USR1, as #SBATCH --signal says
+    wait_for("scontrol requeue 7", log, job)
+    (tmp_path / "go").touch()
     assert job.wait(timeout=60) == 3  # and it ends as the training does
-    assert "scontrol requeue 7" in log.read_text()

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def write(
     run = Run.create(root, config=config, seed=config["seed"], hooks=hooks)
     for step, loss in enumerate(losses, 1):
         run.log(step, 0, "train/loss", loss)
-    run.update(git={"commit": "0123456789abcdef" if status == "completed" else None})
+    commit = "0123456789abcdef" if status == "completed" else None
+    run.update(git={"commit": commit}, sources={"__main__": "ab"})
     if status != "training":
         run.close(status, "ValueError: no" if status == "error" else None)
     return run
@@ -198,7 +200,11 @@ def test_what_differs_is_told_by_section(three: Three) -> None:
     assert hooks[1] == ["order", "['ema']", "['ema',", "'extra']"]
     assert blocks["versions"].split() == ["versions", "identical"]
     results = [re.split(r"  +", line) for line in blocks["results"].splitlines()[1:]]
-    assert results == [["train/loss (last)", "1.5", "2"], ["train/loss (best)", "1.5", "1.25"]]
+    assert results == [
+        ["status", "completed", "error"],
+        ["train/loss (last)", "1.5", "2"],
+        ["train/loss (best)", "1.5", "1.25"],
+    ]
 
 
 def test_what_differs_as_json(three: Three) -> None:
@@ -225,6 +231,90 @@ def test_versions_and_code_that_differ_are_told(tmp_path: Path) -> None:
     assert found["versions"]["pytest"] == [pytest.__version__, None]
     assert found["code"] == {"dirty": [None, True], "diff_sha256": [None, "ab"]}
     assert found["config"] == {"seed": [1, True]}
+
+
+def test_runs_that_end_differently_have_no_identical_results(tmp_path: Path) -> None:
+    config = {"seed": 1, "decay": 0.9}
+    one = write(tmp_path, config, [0.5, float("nan")])
+    other = write(tmp_path, config, [0.5, float("nan"), float("nan")])
+    found = diff_runs(open_run(one.path), open_run(other.path))
+    assert found["results"] == {"steps": [2, 3]}
+
+
+PROGRAM = """
+import torch, hookline
+from layers import Net
+
+class Source:  # its repr has an address
+    pass
+
+torch.manual_seed(0)
+model = Net(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hparams = {"source": Source(), "nested": [Source()]}
+with hookline.attach(model, optimizer, runs="runs", hparams=hparams, report=False) as session:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print(session.run.path)
+"""
+
+
+def compare_code(folder: Path, *paths: str) -> str:
+    """Return what `runs diff` says about the code of two runs."""
+    shown = printed("diff", *paths, cwd=folder)
+    (block,) = (block for block in shown.split("\n\n") if block.startswith("code"))
+    assert "config  identical" in shown
+    return block
+
+
+def test_the_code_of_runs_without_git_is_compared_by_its_source_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    layers = "import torch\nclass Net(torch.nn.Linear): pass\n"
+
+    def train(*program: str) -> str:
+        command = [sys.executable, *program]
+        environment = ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+        environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, "."])}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()[-1]
+
+    (tmp_path / "layers.py").write_text(layers)
+    first, second = train("train.py"), train("train.py")
+    (tmp_path / "layers.py").write_text(layers + "# another one\n")
+    changed = train("train.py")
+    typed = [train("-c", PROGRAM), train("-c", PROGRAM)]
+    assert compare_code(tmp_path, first, second) == "code  identical"
+    lines = compare_code(tmp_path, second, changed).splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith("module layers")
+    assert compare_code(tmp_path, *typed).splitlines()[1].split() == [
+        *("modules", "unknown", "unknown")
+    ]
+
+
+def test_the_code_of_runs_of_which_nothing_is_known_is_unknown(tmp_path: Path) -> None:
+    for name in "ab":
+        run = write(tmp_path, {"seed": 1, "decay": 0.9}, [1.0])
+        manifest = json.loads((run.path / "manifest.json").read_text())
+        manifest["git"] = {"commit": None, "problem": "not in a git repository"}
+        del manifest["sources"]  # a version before wrote it
+        (run.path / "manifest.json").write_text(json.dumps(manifest))
+        run.path.rename(tmp_path / name)
+    found = diff_runs(open_run(tmp_path / "a"), open_run(tmp_path / "b"))
+    assert found["code"] == {"modules": ["unknown", "unknown"]}
+
+
+def test_runs_without_manifests_are_not_called_identical(tmp_path: Path) -> None:
+    folders = [tmp_path / f"20200101-000000-{name * 6}" for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    shown = printed("diff", *(folder.name for folder in folders), "--runs", tmp_path)
+    for section in ("config", "code", "hooks", "versions"):
+        assert f"{section}  identical" not in shown
+    assert shown.count("unknown") == 8
+    assert " none" not in printed("--runs", tmp_path)  # whether there was a commit is not known
 
 
 def test_a_damaged_run_can_be_compared(three: Three, tmp_path: Path) -> None:
@@ -299,6 +389,20 @@ def test_a_terminal_gets_colours_unless_they_are_not_wanted(three: Three) -> Non
     plain = in_a_terminal(three, NO_COLOR="1")
     assert "\x1b" not in plain
     assert re.sub(r"\x1b\[\d*m", "", shown) == plain
+
+
+@pytest.mark.parametrize(
+    ("loss", "status", "is_green"),
+    [(1.0, "completed", True), (float("nan"), "completed", False), (1.0, "stopped", False)],
+)
+def test_only_a_completed_run_with_a_finite_loss_is_green_in_a_terminal(
+    tmp_path: Path, loss: float, status: str, is_green: bool
+) -> None:
+    three = Three(tmp_path)
+    for run in (three.first, three.second, three.third):
+        shutil.rmtree(run.path)
+    write(tmp_path / "runs", {"seed": 1, "decay": 0.9}, [2.0, loss], status)
+    assert bool(re.search(rf"\x1b\[32m *{status}", in_a_terminal(three))) is is_green
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -11,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import hosts
 import pytest
 import torch
-from loops import batches, fit, make, same, weights
+from loops import batches, fit, make, run_on_two_ranks, same, weights
 from torch.nn import functional as F
 
 import hookline
@@ -87,19 +91,13 @@ def test_a_bad_buffer_is_named_when_the_loss_is_nan(caplog):
     assert "The first buffer that is not finite is 'scale' (0 NaN and 1 Inf of 1)" in caplog.text
 
 
-def test_the_computation_is_blamed_when_all_else_is_finite(caplog):
-    model, optimizer = make()
-    model.register_forward_hook(lambda module, args, out: out / 0)
-    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
-    assert "so it comes from the computation: an overflow in the model" in warnings(caplog)[0]
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_the_first_bad_gradient_in_the_models_order_is_named(caplog, value):
+def test_the_bad_gradient_that_backward_computes_first_is_named(caplog, value):
     train(Poison("gradients", value=value), DebugHook(action="stop"))
     said = warnings(caplog)[0]
-    assert said.startswith("Step 2: The gradient of 'first.bias' (")
-    assert said.endswith("of 16) is not finite.")
+    assert said.startswith("Step 2: The gradients of 2 of 4 parameters are not finite. ")
+    assert "from the end, the last of them is 'second.weight' (" in said
+    assert "and so are the outputs of all modules in a repeated forward" in said
 
 
 def test_a_bad_parameter_is_named_after_the_step_that_made_it(caplog):
@@ -143,6 +141,19 @@ def test_a_parameter_that_only_the_optimizer_knows_is_found(caplog):
     assert "'parameter 0 outside the model' (1 NaN" in warnings(caplog)[0]
 
 
+def test_gradients_are_checked_if_the_scaler_is_disabled(caplog):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # as in loops that are also run in fp16
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()], scaler=scaler):
+        for x, y in batches(1):
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert warnings(caplog)[0].startswith("Step 1: The gradients of 4 of 4 parameters")
+    assert warnings(caplog)[0].endswith("the first output that is not finite is that of 'first'.")
+
+
 def test_gradients_that_overflow_under_a_scaler_are_left_to_it(caplog):
     class Scaled(hookline.Hook):
         """Stands for an overflow: gradients are infinite where the scaler looks at them."""
@@ -155,6 +166,280 @@ def test_gradients_that_overflow_under_a_scaler_are_left_to_it(caplog):
     trainer = train(Scaled(), hook, precision="fp16")
     assert trainer.status == "completed"
     assert warnings(caplog) == []
+
+
+# -- repeating the forward -------------------------------------------------------------------------
+
+
+class Breaks(hookline.Hook):
+    """Lets a module of any model give NaN from the second step on."""
+
+    def on_step_end(self, model, step):
+        if step == 1:
+            tanh = next(module for module in model.modules() if isinstance(module, torch.nn.Tanh))
+            tanh.register_forward_hook(lambda module, args, output: output / 0 * 0)
+
+
+@pytest.mark.parametrize("loop", hosts.LOOPS)
+def test_the_first_module_with_a_bad_output_is_named_in_every_loop(caplog, tmp_path, loop):
+    with suppress(TrainingError):  # the trainer's own, after it
+        hosts.LOOPS[loop]([Breaks(), DebugHook()], tmp_path)
+    (said, *_) = [text for text in warnings(caplog) if text.startswith("Step ")]
+    assert said.startswith("Step 2: ")
+    assert said.endswith("the first output that is not finite is that of 'body.1'.") or (
+        loop == "lightning" and said.endswith(" is that of 'net.body.1'.")
+    )
+    (events,) = tmp_path.glob("runs/*/events.jsonl")
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    (found,) = [record for record in records if record["kind"] == "debug_finding"]
+    assert (found["step"], found["probe"], found["condition"]) == (2, "debug", "nonfinite")
+    assert (found["module"], found["where"]) == (said.split("'")[-2], "output")
+    assert said == f"Step 2: {found['message']}"
+
+
+class Odd(torch.nn.Module):
+    """Has everything that a forward may change: statistics, random numbers, attributes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.ReLU()
+        )
+        self.head = torch.nn.Linear(8, 4)
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(1)
+        self.is_broken = False
+
+    def forward(self, x):
+        self.calls += 1
+        noise = torch.rand(x.shape, generator=self.generator) * random.random()
+        x = self.layers(x + noise)
+        return self.head(x / 0 if self.is_broken else x)
+
+
+def train_odd(*hooks):
+    """Train with NaN in two of six steps, which are not applied; return all that may change."""
+    random.seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with hookline.attach(model, optimizer, hooks=hooks):
+        for i, (x, y) in enumerate(batches(6)):
+            model.is_broken = i in (2, 4)
+            F.mse_loss(model(x), y).backward()
+            kept.append([p.grad.clone() for p in model.parameters()])
+            if model.is_broken:
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = [*model.state_dict().values(), model.generator.get_state(), torch.get_rng_state()]
+    return [*state, *itertools.chain(*kept)], (model.calls, random.random())
+
+
+def test_the_repeated_forward_changes_nothing_in_training(caplog):
+    capture = hookline.probes.Capture("head", input=False)
+    plain, watched = train_odd(), train_odd(DebugHook(check=["loss"]), capture)
+    for one, other in zip(plain[0], watched[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert plain[1] == watched[1]
+    assert len(capture.states()) == 6
+    said = [text for text in warnings(caplog) if "is that of 'head', and its input was" in text]
+    assert len(said) == 2
+    assert said[0].endswith("not finite already: look at the code of the model before that call.")
+
+
+def test_a_forward_that_changes_parameters_is_not_repeated(caplog):
+    model, optimizer = make()
+    key = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    model.register_parameter("key", key)
+
+    def move(module, args):
+        module.key.data.add_(1)  # as in the update of a momentum encoder
+
+    model.register_forward_pre_hook(move)
+    with hookline.attach(model, optimizer, hooks=[DebugHook(check=["loss"])]):
+        for x, y in batches(3):
+            (F.mse_loss(model(x), y) * NAN).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+    assert key == 3
+    (said, *_) = warnings(caplog)
+    assert "The model's forward could not be repeated: it changes parameters." in said
+
+
+def test_inputs_are_looked_at_where_the_batch_is_not_known(caplog):
+    model, optimizer = make()
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for x, y in batches(2):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (said, *rest) = warnings(caplog)
+    assert "Parameters, buffers and the model's inputs are finite. In a repeated forward" in said
+    assert said.endswith("the first output that is not finite is that of 'first'.")
+    assert all(text.startswith("In this run") for text in rest)  # one message for all steps
+
+
+def test_the_code_that_passed_a_bad_value_down_is_named(caplog):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 4)
+
+        def forward(self, *, x, fails=False):
+            if fails:
+                raise ValueError
+            return self.inner(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            with suppress(ValueError):
+                self.block(x=x, fails=True)
+            return self.block(x=x / 0)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert warnings(caplog)[0].endswith(
+        "is that of 'block.inner', and the input of 'block' was not finite already: look at the "
+        "code of the model before that call."
+    )
+
+
+def test_inputs_that_the_loop_computes_from_a_finite_batch_are_looked_at(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]) as session:
+        for x, y in session.batches(batches(2)):
+            session.backward(F.mse_loss(model(x / 0), y))
+            optimizer.step()
+    assert "The first input of the model that is not finite is 'args[0]'" in warnings(caplog)[0]
+
+
+def test_of_an_accumulated_step_only_the_forward_that_was_looked_at_is_called_finite(caplog):
+    model, optimizer = make()
+    (x, y), *_ = batches(1)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for inputs in (x, x * NAN, x):
+            (F.mse_loss(model(inputs), y) / 3).backward()
+        optimizer.step()
+    said = warnings(caplog)[0]
+    assert "Parameters, buffers and the model's last inputs are finite" in said
+    assert "look at the step's 2 earlier forwards, at the loss function" in said
+
+
+def test_parameters_that_are_all_bad_are_counted_and_the_first_is_not_blamed(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for x, y in batches(2):
+            F.mse_loss(model(x), y).backward()
+            optimizer.param_groups[0]["lr"] = INF
+            optimizer.step()
+            optimizer.zero_grad()
+    said = warnings(caplog)[0]
+    assert "4 of 4 parameters are not finite; the first in the model's order is 'first." in said
+
+
+def test_a_loss_that_is_checked_after_the_step_blames_no_parameter_for_it(caplog):
+    model, optimizer = make()
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook(check=["loss"])]):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    said = warnings(caplog)[0]
+    assert "parameters are not finite after the step, which may have made them so; the" in said
+    assert warnings(caplog)[1].endswith("in 1 check.")
+
+
+RANKS = """
+    import logging, sys, torch, hookline
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    dist.init_process_group("gloo")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            self.communicates = False
+
+        def forward(self, x):
+            x = self.first(x)
+            if self.communicates:
+                x = x + torch.zeros_like(x).copy_(reduced(x))
+            return self.second(x)
+
+    def reduced(x):
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    for communicates in (False, True):
+        model = Model()
+        model.communicates = communicates
+        if dist.get_rank() == 0:  # only one process sees it, and the other does not take part
+            model.second.register_forward_hook(lambda module, args, output: output * float("nan"))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = hookline.DebugHook(check=["loss"])
+        with hookline.attach(ddp, optimizer, hooks=[hook]) as session:
+            for _ in session.batches([0, 1]):
+                session.backward(ddp(torch.ones(3, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    dist.destroy_process_group()
+    print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_repeats_a_forward_only_if_it_does_not_communicate(tmp_path):
+    shown = run_on_two_ranks(textwrap.dedent(RANKS), tmp_path)
+    assert "the first output that is not finite is that of 'second'" in shown
+    assert "could not be repeated: it communicates with other processes" in shown
+    assert shown.count("ended") == 2
+
+
+# -- stopping --------------------------------------------------------------------------------------
+
+
+def run_unchanged_loop(n, **options):
+    """Run a loop that knows nothing of the session; every step is NaN, and so skipped."""
+    model, optimizer = make()
+    before = weights(model)
+    steps = 0
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")], **options) as session:
+        for _ in range(n):
+            (F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]) * NAN).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert same(weights(model), before)  # all steps were skipped
+    return steps, session
+
+
+def test_a_loop_whose_steps_are_all_skipped_is_stopped_too():
+    with pytest.raises(hookline.StopTraining, match="The gradients of 4 of 4 parameters"):
+        run_unchanged_loop(20, on_stop="raise")
+
+
+def test_a_loop_that_goes_on_with_skipped_steps_is_reported_in_one_message_each(caplog):
+    steps, _ = run_unchanged_loop(20)
+    assert steps == 20
+    said = warnings(caplog)
+    assert sum("are not finite" in text and text.startswith("Step") for text in said) == 1
+    assert sum("but the loop goes on" in text for text in said) == 1
+    assert len(said) == 4  # and the counts of loss and gradients
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -203,6 +488,11 @@ def test_without_break_on_nan_it_only_warns():
 def test_break_where_there_is_no_terminal_stops():
     assert train(DebugHook(break_on_nan=True), data=[bad_batch()]).status == "stopped"
     assert train(DebugHook(action="break"), data=[bad_batch()]).status == "stopped"
+
+
+def test_it_only_warns_unless_asked_for_more(caplog):
+    assert train(DebugHook(), data=[bad_batch()]).status == "completed"
+    assert "The loss is nan" in warnings(caplog)[0]
 
 
 def test_the_action_goes_before_break_on_nan():
@@ -269,8 +559,14 @@ def test_gradients_are_checked_in_an_unchanged_bare_loop(caplog):
             F.mse_loss(model(x), y).backward()
             optimizer.step()
     said = warnings(caplog)
-    assert said[0].startswith("Step 2: The gradient of 'first.weight'")
-    assert said[1].startswith("Step 2: The parameter 'first.weight'")
+    assert said == [
+        "Step 2: The gradients of 4 of 4 parameters are not finite. In the model's order, which "
+        "backward usually follows from the end, the last of them is 'second.bias' (4 NaN and 0 Inf "
+        "of 4). The first input of the model that is not finite is 'args[0]' (1 NaN and 0 Inf of "
+        "32).",
+        "In this run the gradients had NaN or Inf in 2 checks.",
+        "In this run the parameters had NaN or Inf in 2 checks.",
+    ]
 
 
 def test_an_unchanged_bare_loop_is_asked_to_stop_and_the_loss_is_checked(caplog):
@@ -282,11 +578,8 @@ def test_an_unchanged_bare_loop_is_asked_to_stop_and_the_loss_is_checked(caplog)
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-    assert [reason.split("'")[0] for reason in reasons] == [
-        "DebugHook: The gradient of ",
-        "DebugHook: The loss is nan. Parameters, buffers and the batch are finite, so it comes "
-        "from the computation: an overflow in the model, or the loss function (a log or a division "
-        "by 0?).",
+    assert [reason.split(".")[0] for reason in reasons] == [
+        "DebugHook: The gradients of 4 of 4 parameters are not finite"
     ]
     assert session.hooks.summary().failures == {}
     assert all(weight.isfinite().all() for weight in model.parameters())  # the step was skipped
@@ -330,7 +623,7 @@ IN_TERMINAL = """
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = hookline.TrainerConfig(runs=None, progress="off", on_nan="continue")
-    hook = DebugHook(check=["loss"])
+    hook = DebugHook(break_on_nan=True, check=["loss"])
     data = [(torch.full((3, 2), value), torch.ones(3, 1)) for value in (float("nan"), 1.0)]
     trainer = hookline.Trainer(config, model, optimizer, hooks=[hook]).fit(data)
     print("status:", trainer.status)

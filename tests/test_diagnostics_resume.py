@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ class KillWhenSaved(hookline.Hook):
         self.saved = True
 
     def on_step_end(self, step: int) -> None:
-        if step > SPIKE:
-            time.sleep(0.05)  # the checkpoint is written in the background
         if self.saved and step >= self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -58,6 +55,7 @@ def train(folder: Path, outlier: float, save_at: int, *hooks: Any, resume_from: 
         runs=folder,
         max_steps=max(42, save_at + 10),
         on_nan="skip",
+        checkpoints={"background": False},
     )
     return trainer.fit(DataLoader(TensorDataset(x, y), batch_size=4), resume_from=resume_from)
 

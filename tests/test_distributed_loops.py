@@ -16,6 +16,16 @@ def test_numbers_events_and_decisions_are_those_of_one_process(tmp_path: Path) -
     assert run_ranks("distributed_loops.py", tmp_path).count("fine") == 2
 
 
+def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    assert run_ranks("stuck_rank.py", tmp_path).count("fine") == 2
+    (run,) = tmp_path.iterdir()
+    events = hookline.open_run(run).events()
+    named = {(e["rank"], e["batch"], e["stage"]) for e in events if e["kind"] == "rank_behind"}
+    expected = {(1, 2, "before forward"), (0, 4, "forward or loss"), (1, 6, "forward or loss")}
+    assert expected <= named
+    assert "ranks_together" in [e["kind"] for e in events]
+
+
 def train_alone(folder: Path) -> None:
     """Save a checkpoint of one process."""
     model = Noisy()
@@ -37,6 +47,7 @@ def test_validation_and_checkpoints_of_two_ranks(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = hookline.attach(model, optimizer)
     start = session.load_checkpoint(tmp_path / "two")
+    means = json.loads(session.state_dict()["state"])["means"]
     session.detach()
     assert start is not None
     assert (start.step, start.epoch, start.extra) == (2, 0, {"at": 1})
@@ -44,7 +55,7 @@ def test_validation_and_checkpoints_of_two_ranks(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], value), name
     averages = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
     assert [a.shape for a in averages] == [p.shape for p in model.parameters()]
-    assert session._context.means.state_dict()["train/seen"] == {"mean": 0.5, "weight": 2.0}
+    assert means["train/seen"] == {"mean": 0.5, "weight": 2.0}
 
 
 def test_an_exception_in_one_rank_ends_all_and_is_shown(tmp_path: Path) -> None:

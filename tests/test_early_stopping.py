@@ -63,6 +63,31 @@ def test_patience_counts_checks_without_an_improvement(tmp_path, patience, expec
     assert hook.wait_count == patience
 
 
+@pytest.mark.parametrize("at", ["validation", "epoch"])
+def test_the_epoch_in_which_it_stopped_is_known_also_after_resuming(tmp_path, at):
+    options = {"patience": 2, "check_on_train_epoch_end": at == "epoch"}
+    hook = EarlyStopping(**options)
+    scores = Scores(*IMPROVES_TWICE, at=at)
+    trainer = fit(tmp_path, scores, hook, CheckpointHook())
+    assert (epochs(trainer), hook.stopped_epoch) == (4, 3)
+    again = EarlyStopping(**options)
+    loops.fit(
+        again,
+        data=batches(2),
+        val=batches(1, seed=2),
+        runs=tmp_path / "runs",
+        max_epochs=10,
+        resume_from=trainer.run.path,
+    )
+    assert again.stopped_epoch == 3
+
+
+def test_the_epoch_is_0_if_it_did_not_stop(tmp_path):
+    hook = EarlyStopping(patience=9)
+    fit(tmp_path, Scores(*IMPROVES_TWICE), hook, max_epochs=3)
+    assert hook.stopped_epoch == 0
+
+
 def test_an_improvement_starts_the_count_again(tmp_path):
     scores = Scores(5.0, 6.0, 4.0, 6.0, 3.0, 6.0, 6.0)
     assert epochs(fit(tmp_path, scores, EarlyStopping(patience=2))) == 7

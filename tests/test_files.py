@@ -193,6 +193,12 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
         ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
+        ("a.yaml", "a\n  b: 1", ["a.yaml:1:", "no colon in 'a'; expected `a: …`"]),
+        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:2:", "no colon in 'b 1'; expected `b: …`"]),
+        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:3:", "no colon in 'c 2'"]),
+        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:1:", "no colon in 'seed 0'"]),
+        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
+        ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented by 2 spaces"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
         ("a.toml", "a = 1\na = 2", ["a.toml:2:", "Not valid TOML"]),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
@@ -650,6 +656,8 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("model.init_args={}", "model.init_args.width: Net requires the argument 'width'."),
         ("model.init_args.width=wide", "model.init_args.width: It is 'wide'. Input should be a v"),
         ("model.init_args.width='4'", "Write the number without quotes."),
+        ("data.train.loader={shuffle: no}", "Write true or false, without quotes."),
+        ("data.train.loader={shuffle: maybe}", "a valid boolean"),
         ("model.class_path=net.Nett", "'net' has no 'Nett'. Did you mean 'Net'?"),
         (
             "model.class_path=net.ANSWER",
@@ -715,12 +723,12 @@ def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
             "data.train={class_path: net.Net.small}",
             "It returned a Net; expected an iterable of batches",
         ),
-        ("optimizer.init_args.lr=-1.0", "ValueError: Invalid learning rate"),
+        ("optimizer.init_args.lr=-1.0", "lr: It is -1.0. Expected a learning rate of 0 or more"),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
         (
             "data.train={class_path: net.Points, loader: {batch_size: -1}}",
-            "data.train.loader: It c",
+            "data.train.loader.batch_size: It is -1. data.train.loader could not be created",
         ),
         ("model={class_path: torch.nn.Identity}", "The model has no parameters to train."),
         ("seed=9223372036854775808", "less than 9223372036854775808"),
@@ -1287,9 +1295,10 @@ def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
 def test_a_hook_without_the_validation_that_it_needs_is_an_error(
     project: Path, hook: str, metric: str, override: str, reason: str
 ) -> None:
-    training = load(project, "data.val=net.batches", override, f"hooks=[{hook}]")
-    with pytest.raises(hookline.TrainingError) as error:
+    training = load(project, "data.val=net.batches", override, more=f"hooks:\n- {hook}\n")
+    with pytest.raises(FileError) as error:
         dry_run(training)
+    assert "more.yaml:3: hooks.0" in str(error.value)
     assert f"needs the metric '{metric}', which is not measured" in str(error.value)
     assert str(error.value).endswith(reason)
 
@@ -1299,6 +1308,77 @@ def test_a_scheduler_without_the_validation_that_it_needs_is_an_error(project: P
     with pytest.raises(hookline.TrainingError, match="ReduceLROnPlateau needs the metric 'val/lo"):
         dry_run(load(project, scheduler))
     assert dry_run(load(project, scheduler, "data.val=net.batches"))["schedulers"]
+
+
+@pytest.mark.parametrize("name", ["max_steps", "max_epochs"])
+def test_a_check_says_that_a_limit_of_0_trains_nothing(project: Path, name: str) -> None:
+    training = load(project, more=f"trainer:\n  {name}: 0\n")
+    with pytest.raises(FileError) as error:
+        dry_run(training)
+    assert f"more.yaml:3: trainer.{name}: It is 0, so nothing would be trained." in str(error.value)
+    assert "Expected 1 or more, or null" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "place"),
+    [
+        ("- name: early_stopping\n  monitor: val/los", "more.yaml:4: hooks.0.monitor"),
+        ("- {name: early_stopping, monitor: val/los}", "more.yaml:3: hooks.0.monitor"),
+        (
+            "- lr_monitor\n- name: model_checkpoint\n  init_args:\n    monitor: val/los",
+            "more.yaml:6: hooks.1.init_args.monitor",
+        ),
+    ],
+)
+def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
+    project: Path, hook: str, place: str
+) -> None:
+    with pytest.raises(FileError) as error:
+        dry_run(load(project, "data.val=net.batches", more=f"hooks:\n{hook}\n"))
+    said = str(error.value)
+    assert f"{place}: " in said
+    assert "monitors the metric 'val/los', which is missing. Did you mean 'val/loss'?" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "expected"),
+    [
+        ("init_args:\n    lr: fast", "4: optimizer.init_args.lr: It is 'fast'", "a valid number"),
+        ("init_args:\n    lr: -1", "4: optimizer.init_args.lr: It is -1", "rate of 0 or more"),
+        ("init_args:\n    lr: .nan", "4: optimizer.init_args.lr: It is nan", "rate of 0 or more"),
+        (
+            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: -0.5",
+            "6: optimizer.groups.0.lr: It is -0.5",
+            "rate of 0 or more",
+        ),
+        (
+            "init_args:\n    lr: 1\n    momentum: -3",
+            "5: optimizer.init_args.momentum: It is -3",
+            "Invalid momentum value",
+        ),
+    ],
+)
+def test_an_invalid_option_of_an_optimizer_is_named_with_its_key_and_line(
+    project: Path, more: str, place: str, expected: str
+) -> None:
+    said = refused(project, more=f"optimizer:\n  {more}\n")
+    assert f"more.yaml:{place}" in said
+    assert expected in said
+
+
+def test_a_colon_that_is_missing_in_a_mapping_of_one_key_is_named(project: Path) -> None:
+    said = refused(project, more="model:\n  init_args:\n    width 8\n")
+    assert "more.yaml:4: model.init_args: It is 'width 8'. Expected a mapping." in said
+    assert "A colon is missing: `width: 8`." in said
+    said = refused(project, more="model:\n  init_args:\n    width:8\n")
+    assert "more.yaml:4: model.init_args: It is 'width:8'. Expected a mapping." in said
+    assert "A space is missing after the colon: `width: 8`." in said
+
+
+def test_an_invalid_option_of_a_loader_is_named_with_its_key_and_line(project: Path) -> None:
+    data = "data:\n  train:\n    class_path: net.Points\n    loader:\n      batch_size: 0\n"
+    said = refused(project, more=data)
+    assert "more.yaml:6: data.train.loader.batch_size: It is 0." in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
@@ -1350,7 +1430,7 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
     said = refused(project, more="name: [a]\ntags: [[b]]\nhparams: 3\n")
     assert "more.yaml:2: name: It is ['a']. Input should be a valid string." in said
     assert "more.yaml:3: tags.0: It is ['b']. Input should be a valid string." in said
-    assert "more.yaml:4: hparams: It is 3. Input should be a valid dictionary." in said
+    assert "more.yaml:4: hparams: It is 3. Expected a mapping." in said
 
 
 # -- indentation ----------------------------------------------------------------------------------
@@ -1363,6 +1443,7 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
         ("a:\n    b: 1\n  c: 2\n", 3, "indented by 2 spaces, which does not match"),
         ("a:\n  - b: 1\n  c: 2\n", 3, "If it belongs to the last item, indent it by 4 spaces."),
         ("a:\n  b:1\n  c: 2\n", 3, "Line 2 needs a space after the colon."),
+        ("a: 1\n- b: 2\n", 2, "The item of a list is among the keys of a mapping."),
         ("a: b: c\n", 1, "A value that contains ': ' needs quotes."),
         ("a: @b\n", 1, "A value that begins with '@' needs quotes."),
         ("a: *.weight\n", 1, "A value that begins with '*' needs quotes."),

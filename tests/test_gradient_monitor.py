@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -375,17 +376,41 @@ def test_vanishing_layers_are_named_once_per_episode(
     assert "vanish, below 1e-07: 'second.weight' (" in told[0]
 
 
-def test_a_gradient_that_is_not_finite_explodes(
+def test_a_gradient_that_is_not_finite_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monitor = GradientMonitor(1, log_statistics=True)
     values = fit(tmp_path, Scale(math.nan, 1, 1, 1), monitor, data=batches(1), on_nan="continue")
-    assert "'second.weight' (nan)" in warnings_of(caplog)[0]
+    assert "gradients are not finite: 'second.weight' (nan)." in warnings_of(caplog)[0]
     assert values[1, "gradients/second.weight/norm"] == "NaN"
     assert values[1, "gradients/second.weight/nonfinite"] == 64
     assert (1, "gradients/second.weight/mean") not in values  # there is nothing to take it of
     assert values[1, "gradients/total/nonfinite"] == 64
     assert math.isfinite(values[1, "gradients/total/mean"])
+
+
+def test_no_parameter_is_blamed_if_all_gradients_are_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = [(x * math.nan, y) for x, y in batches(2)]
+    fit(tmp_path, GradientMonitor(1), data=data, on_nan="continue")
+    (told,) = warnings_of(caplog)
+    assert re.fullmatch(r"Step 1: gradients are not finite: all \d+ monitored parameters\.", told)
+
+
+def test_gradients_of_a_skipped_step_are_not_said_to_be_those_of_the_step_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = make()
+    hooks = [GradientMonitor(1), hookline.DebugHook(action="stop")]
+    with hookline.attach(model, optimizer, hooks=hooks, runs=None) as session:
+        for factor, (x, y) in zip((1, 1, math.nan), batches(3), strict=True):
+            (F.mse_loss(model(x), y) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.step == 2
+    told = [text for text in warnings_of(caplog) if text.startswith("Step")]
+    assert [text[:8] for text in told] == ["Step 3: ", "Step 3: "]
 
 
 def test_thresholds_are_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -462,7 +487,7 @@ def told(monitor: GradientMonitor, session: Any, step: int) -> list[str]:
         monitor.on_gradients_ready(step, 0, session.optimizers, session.model)
         monitor.on_before_optimizer_step(0)
         monitor.on_after_optimizer_step(0)
-        monitor.on_step_end(session, step + 1)
+        monitor.on_step_end(session)
     return seen.names
 
 
@@ -695,7 +720,7 @@ def run(shard):
     optimizer.step()
     monitor.on_after_optimizer_step(0)
     record = Record()
-    monitor.on_step_end(record, 1)
+    monitor.on_step_end(record)
     return record
 
 whole, sharded = run(False), run(True)

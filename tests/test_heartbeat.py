@@ -168,13 +168,15 @@ def test_it_works_in_an_unchanged_bare_loop(tmp_path):
 
 
 @contextmanager
-def server():
+def server(moved_to=None):
     got = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             got.append(self.path)
-            self.send_response(200)
+            self.send_response(200 if moved_to is None else 301)
+            if moved_to is not None:
+                self.send_header("Location", moved_to)
             self.end_headers()
 
         def log_message(self, *args):
@@ -191,11 +193,13 @@ def server():
 
 
 def test_an_address_is_fetched_and_no_file_is_written(tmp_path):
+    before = threading.enumerate()
     with server() as (url, got):
         trainer = train(Heartbeat(url=url), runs=tmp_path)
     assert got == ["/ping/secret"]
     assert not (trainer.run.path / "heartbeat.json").exists()
-    assert not [t for t in threading.enumerate() if t.name.startswith("hookline")]
+    others = [t for t in threading.enumerate() if t not in before]
+    assert not [t for t in others if t.name.startswith("hookline")]
 
 
 def test_an_address_is_fetched_again_when_it_is_time():
@@ -215,6 +219,12 @@ def test_an_address_is_fetched_again_when_it_is_time():
     with server() as (url, got):
         train(Waits(), Heartbeat(url=url, every_seconds=ALWAYS))
     assert len(got) == 4  # the start, and three batches
+
+
+def test_a_redirected_address_is_fetched_where_it_leads():
+    with server() as (url, got), server(moved_to=url) as (old, asked):
+        train(Heartbeat(url=old))
+    assert asked == got == ["/ping/secret"]
 
 
 def test_with_both_the_file_is_written_and_the_address_fetched(tmp_path):

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import rotate_checkpoints
 
 import hookline
@@ -77,6 +78,8 @@ def test_ignite_has_the_variables_that_are_read() -> None:
 def test_the_wrapped_methods_are_there() -> None:
     for name in ("train", "training_step", "evaluate", "prediction_step", "save_model"):
         assert callable(getattr(Trainer, name))
+    assert callable(CallbackHandler.on_log)
+    assert "on_log" in Trainer.log.__code__.co_names
     called = Trainer._inner_training_loop.__code__.co_names
     assert {*PARTS_OF_TRAIN, LAST_PART_OF_TRAIN, "on_epoch_begin"} <= set(called)
     assert list(inspect.signature(Trainer.train).parameters)[1] == "resume_from_checkpoint"

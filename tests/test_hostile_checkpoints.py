@@ -161,6 +161,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a step that is a boolean": in_info(step=True),
     "an epoch above 64 bits": in_info(epoch=1 << 64),
     "tokens that are a list": in_info(tokens_seen=[1]),
+    "weights_only that is a number": in_info(weights_only=2),
     "metrics that are a list": in_info(metrics=[1]),
     "a metric above float range": in_info(metrics={"val/loss": 10**400}),
     "a metric that is no float": in_info(metrics={"val/loss": {"$": "float", "v": "x"}}),

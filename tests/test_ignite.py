@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -169,6 +171,50 @@ def test_everything_is_removed_after_a_run():
     assert not training.trainer.has_event_handler(print, Events.EXCEPTION_RAISED)
     with pytest.raises(ZeroDivisionError):  # no handler of ours keeps it from being raised
         Engine(lambda engine, batch: 1 / 0).run([1])
+
+
+class CopiesEngine:
+    """A handler that copies its engine, and a function that trains."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = make()
+        self.copies: list[Any] = []
+        self.engine: Any = None
+
+    def __call__(self, engine: Engine, batch: Any) -> float:
+        loss = F.mse_loss(self.model(batch[0]), batch[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def copy(self) -> None:
+        if self.engine is not None:
+            engine, self.engine = self.engine, None
+            self.copies += [copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))]
+
+
+def test_an_engine_with_hooks_is_copied_and_pickled_without_them(caplog, monkeypatch):
+    monkeypatch.setattr(Engine, "interrupt_resume_enabled", False)  # or a generator is not copied
+    step, told = CopiesEngine(), recorder("on_step_end", "on_train_end")
+    engine = Engine(step)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, step.copy)
+    hookline.attach(engine, model=step.model, optimizer=step.optimizer, hooks=[told], runs=None)
+    step.engine = engine
+    step.copy()
+    assert caplog.text.count("has no hooks") == 2
+    copies, step.copies = step.copies, []
+    step.engine = engine
+    engine.run(TRAIN)
+    assert caplog.text.count("has no hooks") == 4
+    copies += [*step.copies, copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))]
+    assert caplog.text.count("has no hooks") == 4  # there is nothing to miss
+    assert told.told == ["on_step_end"] * 4 + ["on_train_end"]
+    for copied in copies:
+        copied.state.iteration = copied.state.epoch = 0
+        copied.run(TRAIN, max_epochs=1)
+        assert copied.state.iteration == 4
+    assert told.told == ["on_step_end"] * 4 + ["on_train_end"]
 
 
 def test_a_handler_of_validation_that_is_registered_later_comes_before_on_epoch_end_too():
@@ -564,6 +610,32 @@ def test_a_resumed_training_continues_hooks_and_run(where, tmp_path):
     assert counts.seen == set(range(1, 13))
     assert session.step == 12
     assert session.run.id == full_session.run.id
+
+
+def test_an_engine_that_continues_after_an_epochs_last_iteration_ends_this_epoch(tmp_path):
+    def start(folder):
+        training, told = Training(), recorder(on_epoch_end=("epoch", "metrics"))
+        session = training.attach(told)
+        handler = Checkpoint(
+            objects(training, session), DiskSaver(str(tmp_path / folder)), n_saved=None
+        )
+        training.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=4), handler)
+        return training, session, told
+
+    def ends(told):
+        return [
+            (end["epoch"], end["metrics"]["train/loss"]) for end in told_in(told, "on_epoch_end")
+        ]
+
+    whole, _, told = start("whole")
+    whole.run(3)
+    resumed, session, told_again = start("resumed")
+    Checkpoint.load_objects(objects(resumed, session), tmp_path / "whole" / "checkpoint_4.pt")
+    resumed.trainer.run(TRAIN, max_epochs=3)
+    assert (
+        [epoch for epoch, _ in ends(told_again)] == [epoch for epoch, _ in ends(told)] == [0, 1, 2]
+    )
+    assert ends(told_again)[0] == ends(told)[0]  # later ones have other random numbers
 
 
 def test_an_engine_that_continues_without_its_hooks_warns(caplog):

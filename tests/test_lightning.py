@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import signal
 from importlib import metadata
 from pathlib import Path
@@ -273,6 +274,85 @@ def test_an_update_changes_what_lightning_clips_and_uses(tmp_path) -> None:
     assert max(moved) < 1e-3  # of weight decay only
 
 
+class ClipsByHand(Module):
+    """Changes gradients between backward and the step, without torch's clipping functions."""
+
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def test_a_module_that_clips_by_hand_is_seen_before_and_after_it_clips(tmp_path) -> None:
+    plain = module(ClipsByHand)
+    make_trainer(tmp_path).fit(plain, data())
+    seen = recorder("on_gradients_ready", "on_before_optimizer_step")
+    session, model = fit(tmp_path, [seen], module(ClipsByHand))
+    assert session.status == "completed"
+    assert len(seen.named("on_gradients_ready")) == 12
+
+    def largest(event: str) -> float:
+        gradients = [g for kwargs in seen.named(event) for g in kwargs["gradients"]]
+        return max(float(g.abs().max()) for g in gradients)
+
+    assert largest("on_gradients_ready") > 0.1
+    assert largest("on_before_optimizer_step") == pytest.approx(1e-3)
+    assert same(weights(model), weights(plain))
+
+
+class ClampsAfterBackward(Module):
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def test_gradients_that_are_changed_before_they_can_be_seen_are_refused_in_the_first_step(
+    tmp_path,
+) -> None:
+    model = module(ClampsAfterBackward)
+    with pytest.raises(LoopError, match="before anything has changed them"):
+        fit(tmp_path, [recorder("on_gradients_ready")], model)
+    assert same(weights(model), weights(module()))
+    assert fit(tmp_path, [recorder("on_step_end")], model)[0].step == 12
+
+
+class UsesLBFGS(Module):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def test_hooks_on_the_gradients_of_lbfgs_are_refused_when_the_fit_starts(tmp_path) -> None:
+    model, batches_seen = module(UsesLBFGS), []
+    model.on_train_batch_start = lambda *args: batches_seen.append(args)
+    seen = recorder("on_gradients_ready", "on_train_start")
+    with pytest.raises(LoopError, match="LBFGS evaluates its closure many times"):
+        fit(tmp_path, [seen], model)
+    assert not batches_seen
+    assert not seen.names
+    seen = recorder("on_after_backward")
+    assert fit(tmp_path, [seen], module(UsesLBFGS))[0].step == 12
+    assert len(seen.names) > 12
+
+
+class HasNoOptimizer(Module):
+    def configure_optimizers(self):
+        return None
+
+
+@pytest.mark.parametrize("kind", [UsesLBFGS, HasNoOptimizer])
+def test_a_refused_fit_leaves_no_hooks_for_the_next_attach(tmp_path, kind) -> None:
+    trainer, refused = make_trainer(tmp_path), recorder("on_gradients_ready")
+    session = hookline.attach(trainer, hooks=[refused])
+    with pytest.raises(LoopError, match=r"LBFGS|no optimizer"):
+        trainer.fit(module(kind), data())
+    assert session.status == "error"
+    assert trainer.callbacks == make_trainer(tmp_path).callbacks == []
+    seen = recorder("on_step_end")
+    hookline.attach(trainer, hooks=[seen])
+    trainer.fit(module(), data())
+    assert len(seen.names) == 12
+    assert not refused.names
+
+
 class Adversarial(Module):
     """Two optimizers in manual optimization; the second steps in every `every`th batch."""
 
@@ -328,7 +408,7 @@ def test_a_manual_step_ends_when_each_optimizer_has_stepped_or_with_its_batch(
     assert all(k["grad_norm"] > 0.01 for k in seen.named("on_gradient_clip"))
 
 
-def test_a_training_step_without_a_loss_is_a_skipped_step(tmp_path) -> None:
+def test_a_training_step_without_a_loss_is_a_skipped_step(tmp_path, caplog) -> None:
     class Skipping(Module):
         def training_step(self, batch, batch_idx):
             return None if batch_idx in (0, 2) else super().training_step(batch, batch_idx)
@@ -352,6 +432,7 @@ def test_a_training_step_without_a_loss_is_a_skipped_step(tmp_path) -> None:
         assert [math.isnan(value) for value in values] == [True, False, True, False, False, False]
     recorded = [value for _, value in records(session, "train/loss")]
     assert [value for value in losses.steps if not math.isnan(value)] == recorded
+    assert "The run has no train/loss" not in caplog.text  # the first step was skipped
 
 
 def test_a_scaled_loss_gives_unscaled_gradients_and_losses(tmp_path) -> None:
@@ -478,6 +559,71 @@ def test_a_copy_of_the_trainer_has_no_hooks(tmp_path, caplog) -> None:
 # -- validation and metrics -----------------------------------------------------------------------
 
 
+class PicklesTrainer(lightning.Callback):
+    """Pickles the trainer within `fit`."""
+
+    pickled = b""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            type(self).pickled = pickle.dumps(trainer)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_trainer_is_pickled_with_hooks_that_have_not_trained_and_else_without(
+    tmp_path, caplog
+) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[PicklesTrainer()], max_epochs=1)
+    session = hookline.attach(trainer, runs=None)
+    session.add_hook(Counter(), "counter", every=2)
+    first = pickle.loads(pickle.dumps(trainer))
+    trainer.fit(module(), data())
+    assert caplog.text.count("has no hooks") == 1  # while it trained
+    again = [pickle.loads(each) for each in (PicklesTrainer.pickled, pickle.dumps(trainer))]
+    assert caplog.text.count("has no hooks") == 1
+    for copied in again:
+        assert not any(isinstance(each, HooklineCallback) for each in copied.callbacks)
+    (callback,) = (each for each in first.callbacks if isinstance(each, HooklineCallback))
+    assert callback.session.hooks.describe()[0].schedule == session.hooks.describe()[0].schedule
+    counter = callback.session.hooks.get_hook("counter")
+    first.fit(module(), data())
+    assert counter.counts == session.hooks.get_hook("counter").counts == {(1, "a"): 3}
+    assert callback.session.status == "completed"
+
+
+class WritesRank(hookline.Hook):
+    """Writes a file in each process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, status, step):
+        name = f"{type(self).__name__} {os.environ['LOCAL_RANK']}"
+        (self.folder / name).write_text(f"{status} {step} {trainer.run is not None}")
+
+
+class WritesMain(WritesRank):
+    ranks = "main"
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_processes_that_lightning_starts_from_this_one_have_the_hooks(tmp_path, strategy) -> None:
+    trainer = make_trainer(tmp_path, devices=2, strategy=strategy, max_epochs=1)
+    hooks = [WritesRank(tmp_path), WritesMain(tmp_path)]
+    session = hookline.attach(trainer, hooks=hooks, runs=tmp_path / "runs")
+    trainer.fit(module(), data())
+    written = {path.name: path.read_text() for path in tmp_path.glob("Writes*")}
+    assert written == {
+        "WritesRank 0": "completed 3 True",
+        "WritesRank 1": "completed 3 False",
+        "WritesMain 0": "completed 3 True",
+    }
+    (run,) = (tmp_path / "runs").iterdir()
+    assert hookline.open_run(run).manifest["status"] == "completed"
+    assert session.step == 0  # of this process, which has not trained
+
+
 def test_validations_within_an_epoch_and_with_several_loaders(tmp_path) -> None:
     seen = recorder()
     fit(tmp_path, [seen], val=[data(1), data(2)], val_check_interval=3, max_epochs=1)
@@ -517,7 +663,11 @@ def test_what_hooks_log_reaches_the_trainers_loggers_at_its_step(tmp_path) -> No
         def on_epoch_end(self, trainer):
             trainer.log("epochs", 1)
 
-    logger = CSVLogger(tmp_path)
+    class TakesKeywords(CSVLogger):  # which is how Lightning calls it
+        def log_metrics(self, *, metrics, step):
+            super().log_metrics(metrics, step)
+
+    logger = TakesKeywords(tmp_path)
     fit(tmp_path, [Logs()], max_epochs=1, logger=logger, log_every_n_steps=1)
     rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
     table = [dict(zip(rows[0].split(","), row.split(","), strict=True)) for row in rows[1:]]
@@ -526,6 +676,33 @@ def test_what_hooks_log_reaches_the_trainers_loggers_at_its_step(tmp_path) -> No
     losses = [row["step"] for row in table if row["train_loss"]]
     assert losses == list(logged) == ["0", "1", "2", "3", "4", "5"]  # as Lightning counts here
     assert sum(bool(row["epochs"]) for row in table) == 1
+
+
+@pytest.mark.parametrize(("every", "seen"), [(4, [4, 8, 10]), (50, [10]), (0, [])])
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_what_hooks_log_waits_for_lightnings_logging_steps(tmp_path, every, seen) -> None:
+    class Logs(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("own/step", step)
+
+        def on_validation_end(self, trainer, step):
+            trainer.log("own/validation", step)
+
+    logger = CSVLogger(tmp_path)
+    session, _ = fit(
+        tmp_path,
+        [Logs()],
+        batches=5,
+        val=data(1),
+        logger=logger,
+        log_every_n_steps=every,
+        runs=tmp_path / "runs",
+    )
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    table = [dict(zip(rows[0].split(","), row.split(","), strict=True)) for row in rows[1:]]
+    assert [int(float(row["own/step"])) for row in table if row.get("own/step")] == seen
+    assert [int(float(row["own/validation"])) for row in table if row["own/validation"]] == [5, 10]
+    assert records(session, "own/step") == [(step, step) for step in range(1, 11)]
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
@@ -598,6 +775,34 @@ def test_a_resumed_fit_continues_hooks_and_the_run(tmp_path, every, limit) -> No
     epochs = records(session, "train/loss_epoch")
     assert len(epochs) == 3
     assert dict(records(continued, "train/loss_epoch")) == pytest.approx(dict(epochs))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("step", [6, 18])
+def test_a_fit_that_continues_after_an_epochs_last_step_ends_this_epoch(tmp_path, step) -> None:
+    def train(hook: Any, folder: str, ckpt_path: Any = None) -> Any:
+        saving = ModelCheckpoint(
+            tmp_path / folder, save_top_k=-1, filename="{step}", every_n_train_steps=6
+        )
+        trainer = make_trainer(
+            tmp_path, enable_checkpointing=True, callbacks=[saving], max_epochs=3
+        )
+        session = hookline.attach(trainer, hooks=[hook], runs=tmp_path / "runs")
+        trainer.fit(module(), data(), ckpt_path=ckpt_path, weights_only=True)
+        return session
+
+    whole, resumed = recorder("on_epoch_end"), recorder("on_epoch_end", "on_epoch_start")
+    session = train(whole, "whole")
+    expected = records(session, "train/loss_epoch")
+    assert [epoch for epoch, _ in expected] == [6, 12, 18]
+    session = train(resumed, "resumed", tmp_path / "whole" / f"step={step}.ckpt")
+    epochs = [0, 1, 2][step // 6 - 1 :]
+    assert [seen["epoch"] for seen in resumed.named("on_epoch_start")] == epochs
+    ends = [seen for seen in whole.named("on_epoch_end") if seen["epoch"] in epochs]
+    for seen, end in zip(resumed.named("on_epoch_end"), ends, strict=True):
+        assert seen["epoch"] == end["epoch"]
+        assert seen["metrics"]["train/loss"] == pytest.approx(end["metrics"]["train/loss"])
+    assert dict(records(session, "train/loss_epoch")) == pytest.approx(dict(expected))
 
 
 @pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]])

@@ -7,13 +7,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from fake_clock import FakeClock
+from hosts import LOOPS, make_loader, make_model, make_optimizer
 from ignite_loops import run_ignite
 from torch.nn import functional as F
 
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
+from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
+from hookline.loop import phase_times
 from hookline.loop.phase_times import PHASES, PhaseTimes
 from hookline.runs.system_sampler import SystemSampler, SystemUsage
+from hookline.tensors import timing
 
 STEPS = 30
 
@@ -268,7 +273,12 @@ def test_a_forked_process_takes_no_samples(tmp_path, monkeypatch):
     sampler.stop()
 
 
-def test_short_batches_are_sampled_and_count_for_the_others():
+@pytest.fixture
+def clock(monkeypatch):
+    return FakeClock(monkeypatch, phase_times, timing)
+
+
+def test_short_batches_are_sampled_and_count_for_the_others(clock):
     phases = PhaseTimes(torch.device("cpu"))
     timed, count = 0, 20_000
     phases.wait_for_data()
@@ -276,6 +286,7 @@ def test_short_batches_are_sampled_and_count_for_the_others():
         if phases.timed:
             timed += 1
             phases.begin_batch()
+            clock.wait(10e-6)
             phases.lap("forward")
         phases.end_batch()
     assert timed < count / 10
@@ -283,7 +294,7 @@ def test_short_batches_are_sampled_and_count_for_the_others():
     assert count - 2000 < counted <= count  # those since the last one count with the next one
 
 
-def test_validation_within_a_batch_does_not_make_the_batch_look_short():
+def test_validation_within_a_batch_does_not_make_the_batch_look_short(clock):
     phases = PhaseTimes(torch.device("cpu"))
     timed = 0
     phases.wait_for_data()
@@ -291,9 +302,117 @@ def test_validation_within_a_batch_does_not_make_the_batch_look_short():
         if phases.timed:
             timed += 1
             phases.begin_batch()
-            time.sleep(0.002)
+            clock.wait(0.002)
             phases.lap("forward")
         with phases.span("validation"):
             pass
         phases.end_batch()
     assert timed >= 5  # batches of 2 ms: at least one of seven
+
+
+# -- times and the duration of the run, in every loop ---------------------------------------------
+
+
+def plain_loop(hooks, folder):
+    """Train in a loop whose session knows only model and optimizer."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
+        for x, y in make_loader():
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, session
+
+
+def prefetching_loop(hooks, folder, *, tells_loss=False):
+    """Train in a loop that asks for the next batch between forward and backward."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
+        batches = iter(session.batches(make_loader()))
+        batch = next(batches)
+        while batch is not None:
+            loss = F.mse_loss(model(batch[0]), batch[1])
+            batch = next(batches, None)
+            session.backward(loss) if tells_loss else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, session
+
+
+def telling_prefetching_loop(hooks, folder):
+    """Do the same, with `session.backward`."""
+    return prefetching_loop(hooks, folder, tells_loss=True)
+
+
+def pipelined_loop(hooks, folder):
+    """Train in a loop that calls the model for the next batch before it steps."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = make_optimizer(model)
+    with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
+        batches = list(make_loader())
+        loss = F.mse_loss(model(batches[0][0]), batches[0][1])
+        for x, y in batches[1:]:
+            loss.backward()
+            loss = F.mse_loss(model(x), y)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, session
+
+
+EVERY_LOOP = {
+    **LOOPS,
+    "plain bare loop": plain_loop,
+    "prefetching loop": prefetching_loop,
+    "prefetching loop that tells its loss": telling_prefetching_loop,
+    "pipelined loop": pipelined_loop,
+}
+
+
+@pytest.mark.parametrize("name", EVERY_LOOP)
+def test_no_phase_takes_longer_than_the_run_or_less_than_nothing(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.001")
+    began = time.perf_counter()
+    _, session = EVERY_LOOP[name]([RuntimeProfile(1)], tmp_path)
+    duration = time.perf_counter() - began
+    assert session.hooks.summary().failures == {}
+    opened = hookline.open_run(session.run.path)
+    times = opened.events("end")[0]["times"]
+    assert 0 < sum(times.values()) <= duration
+    assert min(times.values()) >= 0
+    assert {"forward", "backward"} <= set(times)  # each 0 if estimates of hooks take all of it
+    recorded = [row["value"] for row in opened.metrics("time/*")]
+    assert not recorded or (min(recorded) >= 0 and sum(recorded) <= duration)
+    profile = [row for row in opened.metrics("profile/*") if row["name"].endswith("_ms")]
+    assert {row["name"].split("time_")[1] for row in profile} == {
+        *("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
+    }
+    assert min(row["value"] for row in profile) >= 0
+    assert sum(row["value"] for row in profile) <= 1e3 * duration
+
+
+def test_the_report_of_a_loop_that_loads_its_own_data_says_that_forward_includes_it(tmp_path):
+    _, session = plain_loop([], tmp_path)
+    facts = hookline.make_report(session.run.path).facts["runs"][0]
+    assert "data" not in facts["phase_seconds"]
+    assert facts["phase_seconds"]["data and forward"] > 0
+
+
+def test_a_timed_batch_that_was_interrupted_does_not_make_the_run_longer():
+    phases = PhaseTimes(torch.device("cpu"))
+    began = time.perf_counter()
+    for _ in range(2000):  # then about every 100th batch is timed, and counts for all of them
+        if phases.timed:
+            phases.begin_batch()
+            phases.lap("forward")
+        phases.end_batch()
+    while not phases.timed:
+        phases.end_batch()
+    phases.begin_batch()
+    time.sleep(0.05)  # the machine did something else
+    phases.lap("forward")
+    phases.end_batch()
+    times = phases.take({})
+    assert sum(times.values()) <= time.perf_counter() - began
+    assert times["forward"] > 0.04

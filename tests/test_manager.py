@@ -1,6 +1,7 @@
 """HookManager: registration, names, toggles, and firing by hand."""
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -51,6 +52,17 @@ def test_register_hook_is_another_name_for_add_hook():
 def test_hooks_can_be_passed_to_the_constructor():
     assert HookManager([Watch("a"), Watch("b")]).list_hooks() == ["a", "b"]
     assert HookManager(None).list_hooks() == []
+
+
+def test_a_pickled_manager_has_its_hooks_with_names_order_and_schedules():
+    manager = HookManager([Watch("a")])
+    manager.add_hook(Watch(), "b", every=5, before="a", enabled=False, strict=True)
+    copied = pickle.loads(pickle.dumps(manager))
+    assert copied.list_hooks() == ["b", "a"]
+    assert copied.describe() == manager.describe()
+    copied.fire("on_step_end", step=1)
+    assert copied.get_hook("a").steps == [1]
+    assert manager.get_hook("a").steps == []
 
 
 def test_a_removed_hook_is_returned_and_not_called_any_more():

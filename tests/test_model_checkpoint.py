@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import batches, make, make_trainer, same, train, weights
+from loops import batches, make, make_trainer, run_on_two_ranks, same, train, weights
+from typer.testing import CliRunner
 
 import hookline
-from hookline import ConfigError, HookFailedError, Trainer
+from hookline import CheckpointError, ConfigError, HookFailedError, Trainer
 from hookline.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
     load_checkpoint,
 )
+from hookline.checkpoint.retention import remove_checkpoint
+from hookline.cli.app import app
 from hookline.hooks.checkpointing import step_trigger
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -90,6 +93,22 @@ def test_the_best_k_stay(tmp_path, save_top_k, expected):
 def test_mode_says_which_is_better(tmp_path, mode, expected):
     hook = ModelCheckpoint(monitor="val/score", mode=mode)
     assert steps(fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)) == expected
+
+
+def test_the_best_checkpoints_are_known_with_their_scores(tmp_path):
+    hook = ModelCheckpoint(save_top_k=2, monitor="val/score", save_last=True)
+    assert hook.best_k_models == {}
+    trainer = fit(tmp_path, Scores(3.0, 1.0, math.nan, 2.0, 4.0), hook, max_epochs=5)
+    folder = trainer.run.checkpoints
+    best = {folder / "epoch=1-step=6": 1.0, folder / "epoch=3-step=12": 2.0}
+    assert list(hook.best_k_models.items()) == list(best.items())
+    assert hook.best_k_models[hook.best_model_path] == hook.best_model_score == 1.0
+    assert len(names(trainer)) == 3  # with the last one
+
+
+def test_without_a_metric_there_are_no_best_checkpoints(tmp_path):
+    fit(tmp_path, hook := ModelCheckpoint(save_top_k=2))
+    assert hook.best_k_models == {}
 
 
 def test_without_a_metric_the_newest_stays(tmp_path):
@@ -509,6 +528,107 @@ def test_in_a_resumed_bare_loop_it_knows_its_checkpoints(tmp_path):
 # -- failures -------------------------------------------------------------------------------------
 
 
+class Switches(hookline.Hook):
+    """Disables a hook after steps 3, 9, 15 …, and enables it again three steps later."""
+
+    def on_step_end(self, trainer, step):
+        if step % 6 == 3:
+            trainer.disable_hook("model_checkpoint")
+        elif step % 6 == 0:
+            trainer.enable_hook("model_checkpoint")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_hook_that_is_disabled_and_enabled_knows_what_it_has_written(tmp_path, background):
+    """It is disabled right after it has asked for a checkpoint, which is not saved yet."""
+    hook = ModelCheckpoint(save_top_k=2, every_n_steps=1)
+    options = {"max_epochs": 1, "checkpoints": {"background": background}}
+    trainer = trainer_of(tmp_path, hook, **options)
+    trainer.add_hook(Switches(), after="model_checkpoint")
+    trainer.fit(batches(30))
+    assert names(trainer) == ["epoch=0-step=26", "epoch=0-step=27"]
+    assert [one["step"] for one in saved(hook)] == [26, 27]
+
+
+def test_in_a_bare_loop_a_hook_that_is_disabled_and_enabled_knows_what_it_has_written(tmp_path):
+    model, optimizer = make()
+    hook = ModelCheckpoint(save_top_k=2, every_n_steps=1)
+    with hookline.attach(model, optimizer, hooks=[hook], runs=tmp_path) as session:
+        session.add_hook(Switches(), after="model_checkpoint")
+        train(model, optimizer, batches(30))
+    assert [p.name for p in complete_checkpoints(session.run.checkpoints)] == [
+        "epoch=0-step=26",
+        "epoch=0-step=27",
+    ]
+
+
+class Changes(hookline.Hook):
+    """Changes the hooks before some steps."""
+
+    def __init__(self, **changes):
+        self.changes = {int(step.removeprefix("before_")): c for step, c in changes.items()}
+
+    def on_train_batch_start(self, trainer, step):
+        if step + 1 in self.changes:
+            self.changes[step + 1](trainer)
+
+
+def test_a_hook_that_is_removed_and_added_again_knows_what_it_has_written(tmp_path):
+    hook = ModelCheckpoint(save_top_k=2, every_n_steps=1)
+    changes = Changes(
+        before_4=lambda trainer: trainer.remove_hook("model_checkpoint"),
+        before_7=lambda trainer: trainer.add_hook(hook),
+    )
+    trainer = fit(tmp_path, changes, hook, n=8, max_epochs=1, validate=False)
+    assert names(trainer) == ["epoch=0-step=7", "epoch=0-step=8"]
+
+
+def test_a_hook_that_replaces_another_one_goes_on_with_its_checkpoints(tmp_path):
+    options = {"save_top_k": 2, "every_n_steps": 1}
+    second = ModelCheckpoint(**options)
+    changes = Changes(
+        before_4=lambda trainer: trainer.add_hook(second, "model_checkpoint", replace=True)
+    )
+    options_of_run = {"max_epochs": 1, "checkpoints": {"background": False}}
+    first = ModelCheckpoint(**options)
+    trainer = fit(tmp_path, changes, first, n=5, validate=False, **options_of_run)
+    assert names(trainer) == ["epoch=0-step=4", "epoch=0-step=5"]
+
+
+def test_a_hook_that_replaces_one_with_another_metric_leaves_its_checkpoints(tmp_path):
+    second = ModelCheckpoint(monitor="train/loss", every_n_steps=1)
+    changes = Changes(
+        before_4=lambda trainer: trainer.add_hook(second, "model_checkpoint", replace=True)
+    )
+    options_of_run = {"max_epochs": 1, "checkpoints": {"background": False}}
+    first = ModelCheckpoint(every_n_steps=1)
+    trainer = fit(tmp_path, changes, first, n=5, validate=False, **options_of_run)
+    assert "epoch=0-step=3" in names(trainer)
+    assert len(saved(second)) == 1
+
+
+@pytest.mark.parametrize("make_hook", [lambda: ModelCheckpoint(save_top_k=2), CheckpointHook])
+def test_a_hook_that_is_enabled_after_the_start_saves_from_then_on(tmp_path, make_hook):
+    trainer = trainer_of(tmp_path, max_epochs=4)
+    name = trainer.add_hook(make_hook(), enabled=False)
+    trainer.add_hook(Changes(before_6=lambda trainer: trainer.enable_hook(name)))
+    trainer.fit(batches(3))
+    expected = {"model_checkpoint": ["epoch=2-step=9", "epoch=3-step=12"]}
+    assert names(trainer) == expected.get(name, [f"epoch_000{epoch}" for epoch in (1, 2, 3)])
+
+
+def test_a_hook_that_is_disabled_when_a_run_is_resumed_knows_its_checkpoints_later(tmp_path):
+    options = {"save_top_k": 2, "every_n_steps": 1}
+    first = fit(tmp_path, ModelCheckpoint(**options), n=5, max_epochs=1, validate=False)
+    trainer = trainer_of(tmp_path, max_epochs=2)
+    hook = ModelCheckpoint(**options)
+    trainer.add_hook(hook, enabled=False)
+    trainer.add_hook(Changes(before_8=lambda trainer: trainer.enable_hook("model_checkpoint")))
+    trainer.fit(batches(5), resume_from=first.run.path)
+    assert trainer.run.path == first.run.path
+    assert names(trainer) == ["epoch=1-step=9", "epoch=1-step=10"]
+
+
 class Blocks(hookline.Hook):
     """Puts a folder in the way of the file `best`."""
 
@@ -544,11 +664,11 @@ def test_a_failed_save_frees_the_name_and_the_end_of_training_saves_again(tmp_pa
         def on_train_start(self, trainer):
             save = trainer.save_checkpoint
 
-            def save_or_fail(path):
+            def save_or_fail(path, **options):
                 if trainer.step == 4 and trainer.status == "training":
                     hook.checkpoint_failed(str(path), OSError("full"))
                 else:
-                    save(path)
+                    save(path, **options)
 
             trainer.save_checkpoint = save_or_fail
 
@@ -755,3 +875,239 @@ def test_relative_folders_stay_where_they_were_when_training_started(tmp_path, m
     assert not any(any(folder.iterdir()) for folder in tmp_path.glob("elsewhere_*"))
     metrics = trainer.run.metrics_file.read_text().splitlines()
     assert max(json.loads(line)["step"] for line in metrics) == 6
+
+
+# -- weights only ---------------------------------------------------------------------------------
+
+
+def files_of(path: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in path.iterdir()}
+
+
+def has_weights(path: Path, model: torch.nn.Module) -> bool:
+    found, expected = load_checkpoint(path).model, model.state_dict()
+    return found.keys() == expected.keys() and same(
+        [found[n] for n in expected], [*expected.values()]
+    )
+
+
+def info_of(path: Path) -> dict:
+    return json.loads((path / "manifest.json").read_text())["info"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_with_weights_only_has_the_weights_and_little_else(tmp_path, background):
+    settings = {"background": background, "when_busy": "replace"}
+    hooks = [
+        ModelCheckpoint(save_weights_only=True, filename="weights", keep_last=3),
+        ModelCheckpoint(filename="full", keep_last=3),
+        hookline.EMA(0.9),
+    ]
+    trainer = fit(tmp_path, *hooks, max_epochs=2, checkpoints=settings)
+    folder = trainer.run.checkpoints
+    assert sorted(names(trainer)) == ["full", "full_2", "weights", "weights_2"], "none is replaced"
+    only, full = folder / "weights_2", folder / "full_2"
+    assert files_of(only).keys() == files_of(full).keys()
+    assert files_of(only)["model.safetensors"] == files_of(full)["model.safetensors"]
+    assert files_of(only)["state.safetensors"] < 100 < files_of(full)["state.safetensors"]
+    assert files_of(only)["state.json"] < files_of(full)["state.json"] / 2
+    assert info_of(only) == {**info_of(full), "weights_only": True}
+    loaded = load_checkpoint(only)
+    assert has_weights(only, trainer.model)
+    assert list(loaded.state) == ["hooks"]
+    assert sorted(loaded.state["hooks"]) == ["model_checkpoint", "model_checkpoint_2"]
+    assert (folder / "last").read_text() == "full_2\n"
+
+
+def test_weights_only_are_loaded_into_a_model_and_exported(tmp_path):
+    trainer = fit(tmp_path, ModelCheckpoint(save_weights_only=True), max_epochs=1)
+    (saved,) = hookline.open_run(trainer.run.path).checkpoints()
+    assert (saved.is_weights_only, saved.is_last) == (True, False)
+    assert same(weights(saved.load_into(make(seed=5)[0])), weights(trainer.model))
+    run = str(trainer.run.path)
+    for command in (["export", run, "-o", str(tmp_path / "model.safetensors")], ["show", run]):
+        done = CliRunner().invoke(app, ["checkpoints", *command])
+        assert done.exit_code == 0, done.output
+    listed = CliRunner().invoke(app, ["checkpoints", "list", run]).output
+    assert "weights-only" in listed
+
+
+def test_the_best_with_weights_only_stay(tmp_path):
+    hook = ModelCheckpoint(2, "val/score", save_weights_only=True)
+    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)
+    assert steps(trainer) == [6, 12]
+    assert hook.best_model_path.name == "epoch=1-step=6"
+    assert (trainer.run.checkpoints / "best").read_text() == "epoch=1-step=6\n"
+
+
+def test_a_run_is_resumed_from_the_newest_checkpoint_with_all_of_the_state(tmp_path):
+    def hooks():
+        best = ModelCheckpoint(2, "val/score", save_weights_only=True, filename="best-{step}")
+        return ScoresByEpoch(), best, ModelCheckpoint(filename="full-{step}", every_n_epochs=2)
+
+    whole = fit(tmp_path / "whole", *hooks(), max_epochs=3)
+    first = fit(tmp_path, *hooks(), max_epochs=3)
+    folder = first.run.checkpoints
+    assert names(first) == ["best-step=6", "full-step=6", "best-step=9"]
+    assert find_checkpoint(first.run.path).name == "full-step=6"
+    assert hookline.get_last_checkpoint(tmp_path / "runs").name == "full-step=6"
+    for path in ("best-step=6", "best-step=9"):  # the first is made again, the second trained again
+        remove_checkpoint(folder / path)
+    again = fit(tmp_path, *hooks(), max_epochs=3, resume_from=first.run.path)
+    assert again.run.path == first.run.path
+    assert sorted(names(again)) == sorted(names(whole))
+    made, saved = (files_of(one.run.checkpoints / "best-step=6") for one in (again, whole))
+    assert made["state.safetensors"] == saved["state.safetensors"]
+    assert info_of(folder / "best-step=6")["weights_only"] is True
+    assert same(weights(again.model), weights(whole.model))
+
+
+def test_weights_only_that_were_written_before_are_removed_after_resuming(tmp_path):
+    def hooks(*scores):
+        best = ModelCheckpoint(1, "val/score", save_weights_only=True, filename="best-{step}")
+        return Scores(*scores), best, ModelCheckpoint(filename="full-{step}")
+
+    first = fit(tmp_path, *hooks(4.0, 3.0), max_epochs=2)
+    assert sorted(names(first)) == ["best-step=6", "full-step=6"]
+    again = fit(tmp_path, *hooks(2.0, 1.0), resume_from=first.run.path)
+    assert sorted(names(again)) == ["best-step=12", "full-step=12"]
+
+
+@pytest.mark.parametrize("start", ["resume_from", "fork_from"])
+def test_a_checkpoint_with_weights_only_cannot_be_resumed_from(tmp_path, start):
+    hook = ModelCheckpoint(save_weights_only=True)
+    first = fit(tmp_path, hook, max_epochs=1)
+    trainer = trainer_of(tmp_path, ModelCheckpoint(save_weights_only=True))
+    before = weights(trainer.model)
+    with pytest.raises(CheckpointError, match=r"only the weights.*load_into.*export.*run's folder"):
+        trainer.fit(batches(3), **{start: hook.last_model_path})
+    with pytest.raises(CheckpointError, match="No complete checkpoint to resume from"):
+        trainer.fit(batches(3), **{start: first.run.path})
+    assert same(weights(trainer.model), before)
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "no run was started"
+
+
+def test_auto_says_that_a_run_has_no_checkpoint_to_resume_from(tmp_path, caplog):
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_epoch_start(self, epoch):
+            if epoch == 1:
+                raise ValueError
+
+    hooks = ModelCheckpoint(save_weights_only=True), Fails()
+    with pytest.raises(HookFailedError):
+        fit(tmp_path, *hooks, max_epochs=2)
+    caplog.set_level("INFO", logger="hookline")
+    with pytest.raises(HookFailedError):
+        fit(tmp_path, *hooks, max_epochs=2, resume_from="auto")
+    assert "no checkpoint to resume from. Starting a new run" in caplog.text
+
+
+def test_after_a_signal_everything_is_saved_beside_weights_only(tmp_path):
+    class Signals(hookline.Hook):
+        def on_step_end(self, step):
+            if step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    hook = ModelCheckpoint(save_weights_only=True, every_n_steps=2, filename="weights")
+    trainer = trainer_of(tmp_path, hook, Signals())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(batches(3))
+    assert names(trainer) == ["step_000002", "weights"]
+    assert find_checkpoint(trainer.run.path).name == "step_000002"
+
+
+def test_weights_only_work_in_a_bare_loop(tmp_path):
+    def attach():
+        model, optimizer = make(momentum=0.9)
+        best = ModelCheckpoint(every_n_steps=2, filename="weights-{step}", save_weights_only=True)
+        full = ModelCheckpoint(every_n_steps=4, filename="full-{step}")
+        return model, optimizer, hookline.attach(model, optimizer, [best, full], runs=tmp_path)
+
+    model, optimizer, session = attach()
+    with pytest.raises(KeyboardInterrupt), session:
+        train(model, optimizer, batches(7))
+        raise KeyboardInterrupt
+    folder = session.run.checkpoints
+    assert sorted(p.name for p in complete_checkpoints(folder)) == [
+        "full-step=4",
+        "weights-step=6",
+    ]
+    only, full = files_of(folder / "weights-step=6"), files_of(folder / "full-step=4")
+    assert only["model.safetensors"] == full["model.safetensors"]
+    assert only["state.safetensors"] < 100 < full["state.safetensors"]
+    model, optimizer, session = attach()
+    with pytest.raises(CheckpointError, match="only the weights"):
+        session.load_checkpoint(folder / "weights-step=6")
+    assert session.load_checkpoint().path.name == "full-step=4"
+    with session:
+        train(model, optimizer, batches(8)[4:])
+        path = session.save_checkpoint(tmp_path / "own", weights_only=True, wait=True)
+        with pytest.raises(hookline.LoopError, match="extra"):
+            session.save_checkpoint(weights_only=True, extra={"epoch": 1})
+    assert sorted(p.name for p in complete_checkpoints(folder)) == ["full-step=8", "weights-step=8"]
+    assert has_weights(path, model)
+    assert has_weights(folder / "weights-step=8", model)
+
+
+SHARDED = """
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import hookline
+from hookline import ModelCheckpoint, Trainer, TrainerConfig
+
+folder = Path(__file__).absolute().parent
+data = [(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(6)]
+
+
+def hooks():
+    options = {"every_n_steps": 2, "save_last": True, "filename": "{step}"}
+    only = ModelCheckpoint(save_weights_only=True, folder=folder / f"{kind}_only", **options)
+    return only, ModelCheckpoint(folder=folder / f"{kind}_full", **options)
+
+
+kind = "trainer"
+model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+config = TrainerConfig(
+    strategy="fsdp", fsdp={"wrap": ["Linear"]}, max_epochs=1, runs=None, progress="off"
+)
+optimizer = torch.optim.AdamW(model.parameters())
+loss_fn = torch.nn.functional.mse_loss
+Trainer(config, model, optimizer, hooks=hooks(), loss_fn=loss_fn).fit(data)
+
+kind = "loop"
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(8, 4))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+with hookline.attach(model, optimizer, hooks=hooks(), runs=None):
+    for x, y in data[:3]:
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts torchrun")
+def test_sharded_weights_are_saved_by_all_ranks_without_their_optimizers(tmp_path):
+    assert run_on_two_ranks(SHARDED, tmp_path).count("done") == 2
+    for kind in ("trainer", "loop"):
+        (only,), (full,) = (
+            complete_checkpoints(tmp_path / f"{kind}_{n}") for n in ("only", "full")
+        )
+        assert only.name == full.name == "step=3"
+        assert info_of(only) == {**info_of(full), "weights_only": True}
+        sizes, all_sizes = files_of(only), files_of(full)
+        assert sizes.keys() == all_sizes.keys() >= {"model-1.safetensors", "state-1.safetensors"}
+        assert sizes["state-1.safetensors"] < 100 < all_sizes["state-1.safetensors"]
+        found, expected = load_checkpoint(only).model, load_checkpoint(full).model
+        assert found.keys() == expected.keys()
+        assert same(list(found.values()), list(expected.values()))

@@ -30,6 +30,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answers = list(answers)
         self.requests = []
+        self.gets = []
         self.go_on = threading.Event()  # who hangs waits for it
 
     @property
@@ -51,7 +52,15 @@ class Handler(BaseHTTPRequestHandler):
         if answer == "hang":
             self.server.go_on.wait(30)
             return
-        self.send_response(answer)
+        code, location = answer if isinstance(answer, tuple) else (answer, None)
+        self.send_response(code)
+        if location is not None:
+            self.send_header("Location", location)
+        self.end_headers()
+
+    def do_GET(self):
+        self.server.gets.append(self.path)
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *args):
@@ -286,6 +295,52 @@ def test_what_the_server_refuses_is_not_sent_again(caplog):
     assert "A notification could not be sent: the server responded with 404." in caplog.text
 
 
+@pytest.mark.parametrize("code", [307, 308])
+def test_a_message_is_sent_again_to_where_the_server_redirects_it(code):
+    with webhook() as other, webhook((code, other.url), (code, "/elsewhere")) as server:
+        train(NotificationHook(server.url, notify_on=["training_start", "training_end"]))
+    assert other.texts == ["Training starts: Net."]
+    assert [path for path, _, _ in server.requests][-2:] == [f"/services/{SECRET}", "/elsewhere"]
+    assert server.texts[-1] == "Training completed at step 3."
+    assert other.requests[0][1]["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize("code", [301, 302, 303])
+def test_a_redirect_that_would_lose_the_message_is_logged_with_the_host(caplog, code):
+    """Followed as usual, it would become a GET without the message, which succeeds."""
+    with webhook() as other, webhook((code, f"http://u:pass-{SECRET}@x:1/{SECRET}")) as server:
+        train(NotificationHook(server.url))
+        with webhook((code, other.url)) as second:
+            train(NotificationHook(second.url))
+    assert other.requests == other.gets == []
+    assert len(server.requests) == 1
+    assert (
+        f"A notification could not be sent: the server responded with {code}, a redirect to "
+        "http://x:1, which was not followed. If that is the right server, configure its URL."
+    ) in caplog.text
+    assert f"a redirect to http://127.0.0.1:{other.server_port}, which" in caplog.text
+    assert SECRET not in caplog.text
+    assert "1 notification(s) could not be sent." in caplog.text
+
+
+@pytest.mark.parametrize(
+    "location", [None, "ftp://x/", "file:///etc/passwd", "http://[", "\x1b[31m"]
+)
+def test_a_redirect_to_no_server_is_logged(caplog, location):
+    with webhook(*[(307, location)] * 20) as server:
+        train(NotificationHook(server.url, retries=0))
+    assert "A notification could not be sent: " in caplog.text
+    assert "\x1b" not in caplog.text
+    assert server.gets == []
+
+
+def test_redirects_in_a_circle_end(caplog):
+    with webhook(*[(307, "/again")] * 50) as server:
+        train(NotificationHook(server.url))
+    assert len(server.requests) < 20
+    assert "A notification could not be sent: the server responded with 307" in caplog.text
+
+
 def test_training_goes_on_when_there_is_no_server(caplog):
     hook = NotificationHook(f"http://127.0.0.1:{free_port()}/{SECRET}", retries=0)
     trainer = train(hook)
@@ -316,7 +371,7 @@ def test_training_does_not_wait_for_a_server_that_hangs(caplog):
 def test_at_the_end_it_waits_no_longer_than_wished():
     """The message is still under way when training has ended."""
     with webhook("hang") as server:
-        train(NotificationHook(server.url, wait_at_end=0.1, timeout=4, retries=0))
+        train(NotificationHook(server.url, wait_at_end=0.1, retries=0))
         assert [t for t in threading.enumerate() if t.name == "hookline notification"]
 
 
@@ -369,6 +424,43 @@ def test_a_server_that_stays_down_is_logged_once(caplog):
     sender.close(30)
     assert caplog.text.count("A test could not be sent") == 1
     assert "5 test(s) could not be sent" in caplog.text
+
+
+def test_secrets_in_messages_are_masked(monkeypatch):
+    monkeypatch.setenv("DATABASE_PASSWORD", "correct-horse-battery")
+    message = (
+        "no access with correct-horse-battery to postgres://me:hunter2hunter2@db/x?sig=abcdef "
+        "(password=swordfish7)"
+    )
+
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_step_end(self):
+            raise ConnectionError(message)
+
+    with webhook() as server:
+        hook = NotificationHook(server.url, prefix=f"{server.url} ")
+        with pytest.raises(hookline.HookFailedError):
+            train(Fails(), hook)
+    (text,) = server.texts
+    assert "no access with *** to postgres://***@db/x?sig=*** (password=***)" in text
+    for secret in ("correct-horse", "hunter2", "abcdef", "swordfish7", SECRET):
+        assert secret not in text
+
+
+def test_a_secret_at_the_end_of_a_long_message_is_masked_before_the_message_is_cut(monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "correct-horse-battery")
+
+    class Fails(hookline.Hook):
+        critical = True
+
+        def on_step_end(self):
+            raise ConnectionError("x " * 950 + "correct-horse-battery" * 10)
+
+    with webhook() as server, pytest.raises(hookline.HookFailedError):
+        train(Fails(), NotificationHook(server.url))
+    assert "corr" not in server.texts[0]
 
 
 # -- the secret ------------------------------------------------------------------------------------

@@ -12,14 +12,18 @@ import argparse
 import contextlib
 import io
 import logging
+import math
 import random
 import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hosts import LOOPS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_values import ODD_VALUES, Call, Raw, calls, train, try_value
@@ -28,7 +32,11 @@ from typer.testing import CliRunner
 import hookline
 from hookline.cli.app import app
 from hookline.config_files import load_training
+from hookline.errors import TrainingError
 from hookline.files.limits import FileLimits
+from hookline.hooks.metric_lookup import metric_value
+from hookline.loop.processes import OneProcess
+from hookline.loop.step_records import StepRecords
 
 
 def try_quietly(call: Call, value: str) -> Raw | None:
@@ -234,3 +242,30 @@ def main() -> int:
 
 if __name__ == "__main__":
     raise SystemExit(bool(main()))
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_integer_above_the_largest_float_ends_no_loop(name, tmp_path):
+    class Large(hookline.Hook):
+        def on_step_end(self, trainer: Any) -> None:
+            trainer.log("large", 10**320)
+            trainer.log("own/large", -(10**320))
+
+    model, _ = LOOPS[name]([Large(), hookline.LoggingHook()], tmp_path)
+    plain, _ = LOOPS[name]([], tmp_path / "plain")
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    assert hookline.open_run(run).manifest["status"] == "completed"
+
+
+def test_a_hook_that_monitors_an_integer_above_the_largest_float_names_the_value():
+    with pytest.raises(TrainingError, match=r"'large', which is 1000.*, above the largest float"):
+        metric_value({"large": 10**320}, "large", "EarlyStopping")
+
+
+def test_values_of_several_processes_may_have_an_integer_above_the_largest_float():
+    records = StepRecords(OneProcess())
+    records.add(1, 0, "large", 10**320)
+    assert records.own_values() == [(1, 0, "large", math.inf)]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,9 +23,11 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
-from hookline.runs.jsonl_reader import read_jsonl_backwards
+from hookline.runs.jsonl_reader import JsonlReader, read_jsonl_backwards
 from hookline.runs.metric_summary import is_better_when_low
 from hookline.runs.run_lookup import find_run_of_checkpoint
+
+IMPORTED = time.monotonic()
 
 
 class Saves(hookline.Hook):
@@ -130,7 +133,7 @@ def test_it_tells_what_it_is(finished: hookline.Trainer) -> None:
     assert run.manifest == json.loads((run.path / "manifest.json").read_text())
     assert (run.id, run.status, run.damage) == (finished.run.id, "completed", [])
     assert run.seconds is not None
-    assert 0 < run.seconds < 60
+    assert 0 < run.seconds <= time.monotonic() - IMPORTED
 
 
 def test_rows_have_names_steps_and_numbers(finished: hookline.Trainer) -> None:
@@ -250,6 +253,79 @@ def test_results_are_those_of_the_rows_whatever_lines_are_between_them(tmp_path:
         "metrics.jsonl: records of version 7 were skipped; this hookline reads up to 1. Install a "
         "newer one: pip install -U hookline",
     ]
+
+
+def usual(step: int, name: str, value: str = "0.5", epoch: str = "0") -> bytes:
+    head = f'{{"v": 1, "step": {step}, "epoch": {epoch}, "time": 1.5, "name": "{name}", '
+    return f'{head}"kind": "scalar", "value": {value}}}'.encode()
+
+
+ODD_LINES = [
+    *(usual(1, "lr"), usual(2, "lr", "3"), usual(3, "lr", "-2e-05"), usual(4, "lr", "-0")),
+    *(usual(5, "lr", '"NaN"'), usual(6, "lr", '"-Infinity"', "null"), usual(7, "lr/a")),
+    *(usual(8, "val/loss"), usual(9, "größe"), usual(10, "l[r]"), usual(11, "x" * 2000)),
+    b'{"v": 1, "step": 12, "time": 1.5, "name": "l\\u0072", "kind": "scalar", "value": 1}',
+    b'{"name":"lr","v":1,"step":13,"kind":"scalar","value":2.5,"more":[{}]}',
+    b'{"v": 1, "step": 14, "name": "other", "kind": "scalar", "value": 1, "name" : "lr"}',
+    b'{"v": 1, "step": 15, "name": "note", "kind": "text", "value": "the \\"lr\\" and "lr"}',
+    b'{"v": 1, "step": 16, "name": "note", "kind": "text", "value": "lr"}',
+    b'{"v": 1, "step": 17, "name": "lr", "kind": "text", "value": "x", "was": "scalar"}',
+    b'{"v": 9, "step": 18, "name": "lr", "kind": "scalar", "value": 1}',
+    b'{"v": 1, "step": 19, "name": "val\\/loss", "kind": "scalar", "value": 1}',
+    b'{"v": 1, "step": 20, "name": "gr\\u00f6\\u00dfe", "kind": "scalar", "value": 1}',
+    *(b"", b'"lr"', b'{"name": "lr"', b"\xff" + usual(21, "lr"), usual(22, "lr") + b"\r"),
+    usual(23, "l?").replace(b"?", b"\xff"),
+]
+"""Lines as the metrics log writes them, as others may write them, and damaged ones."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *((), ("lr",), ("lr/a",), ("absent",), ("größe",), ("l?",), ("l*",), ("*r",)),
+        *(("eval/loss",), ("val/*",), ("l[[]r]",), ("lr", "note"), ("note",), ("x" * 2000,)),
+        *(('"',), ("\\",), ("",), ("lr", "[vx]*")),
+    ],
+)
+def test_some_series_have_the_rows_that_they_have_among_all(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    between = b"\n".join(usual(step, "lr") for step in range(2500))  # more than a block
+    separate = [line for odd in ODD_LINES for line in (odd, between)]
+    for lines in [ODD_LINES, separate] if names in [("lr",), ("l*",), ("note",)] else [ODD_LINES]:
+        (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n" + usual(99, "lr"))
+        expected = [
+            {name: record.get(name) for name in ("step", "epoch", "time", "name", "kind", "value")}
+            | ({"was": record["was"]} if "was" in record else {})
+            for record in JsonlReader(tmp_path / "metrics.jsonl", growing=True)
+            if not names
+            or any(fnmatchcase(record["name"], name.replace("eval/", "val/")) for name in names)
+        ]
+        for row in expected:
+            if row["kind"] == "scalar" and isinstance(row["value"], str):
+                row["value"] = float(row["value"])
+        found = OpenedRun(tmp_path).metrics(*names)
+        assert list(map(repr, found)) == list(map(repr, expected))  # NaN, and 1 is not 1.0
+        assert bool(found) is (names not in [("absent",), ('"',), ("\\",), ("",)])
+
+
+def test_reading_one_series_does_not_parse_the_lines_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lines of text have to be parsed as JSON, which takes long.
+    texts = [usual(i, "note", '"x"').replace(b"scalar", b"text") for i in range(99)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, usual(5, "lr")]) + b"\n")
+    parsed: list[bytes] = []
+    parse = JsonlReader.parse
+
+    def count(self: JsonlReader, line: bytes) -> Any:
+        parsed.append(line)
+        return parse(self, line)
+
+    monkeypatch.setattr(JsonlReader, "parse", count)
+    assert [row["step"] for row in OpenedRun(tmp_path).metrics("lr")] == [5]
+    assert parsed == []
+    assert len(OpenedRun(tmp_path).metrics("note")) == len(parsed) == 99
 
 
 def test_a_long_run_is_shown_without_keeping_its_values(tmp_path: Path) -> None:
@@ -516,6 +592,7 @@ trainer.fit(batches(10))
 
 def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Path) -> None:
     tests = Path(__file__).parent
+    started = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-c", ENDLESS, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -528,7 +605,7 @@ def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Pa
         (path,) = tmp_path.iterdir()
         assert open_run(path).status == "training"
         training.send_signal(signal.SIGKILL)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while open_run(path).status == "training":  # a zombie until somebody waits for it
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -538,7 +615,7 @@ def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Pa
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= 99
     assert run.seconds is not None
-    assert 0 < run.seconds < 60
+    assert 0 < run.seconds <= time.monotonic() - started
     (checkpoint,) = run.checkpoints()
     checkpoint.load_into(Net())
     assert run.manifest["status"] == "training"

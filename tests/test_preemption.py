@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from loops import batches, make_trainer, same, weights
+from loops import batches, make_trainer, run_on_two_ranks, same, weights
+from rank_checks import run_ranks
 from torch.utils.data import DataLoader
 
 import hookline
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.signals import SignalWatch
+from hookline.trainer.slurm import _unanswered
 
 DATA, VAL = batches(5), batches(3, seed=2)
 
@@ -219,6 +221,38 @@ def test_without_a_run_folder_training_ends_and_says_that_nothing_is_saved(caplo
     assert "nothing is saved" in caplog.text
 
 
+RANKS = """
+import faulthandler
+import os
+import signal
+
+import torch
+
+import hookline
+
+faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for ever
+
+
+class Signal(hookline.Hook):
+    def on_step_end(self, step):
+        if step == 2 and os.environ["RANK"] == "0":
+            signal.raise_signal(signal.SIGTERM)
+
+
+model = torch.nn.Linear(8, 4)
+config = hookline.TrainerConfig(max_epochs=1, runs=None, progress="off", strategy="ddp")
+loss_fn = torch.nn.functional.mse_loss
+optimizer = torch.optim.SGD(model.parameters())
+trainer = hookline.Trainer(config, model, optimizer, hooks=[Signal()], loss_fn=loss_fn)
+trainer.fit([(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(8)])
+print(trainer.status, trainer.step)
+"""
+
+
+def test_without_a_run_folder_a_signal_ends_all_processes(tmp_path):
+    assert run_on_two_ranks(RANKS, tmp_path).count("preempted 2") == 2
+
+
 def test_saving_that_takes_longer_than_the_grace_period_is_said_once(tmp_path, caplog):
     class SaveEveryStep(hookline.Hook):
         def on_step_end(self, trainer: Any) -> None:
@@ -371,3 +405,77 @@ def test_workers_that_the_signal_ends_too_do_not_stop_the_save(tmp_path):
     info = next(i for i in trainer.hooks.describe() if i.name == "end_worker")
     assert (trainer.status, trainer.step, info.failures) == ("preempted", 1, 0)
     assert (trainer.run.checkpoints / "step_000001").is_dir()
+
+
+class Stalled:
+    """A storage that never answers."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def upload(self, bundle: Any, under: str, is_stopped: Any) -> str:
+        self.answer.wait()
+        return "nowhere"
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_preempted_job_is_requeued_before_a_stalled_upload_ends(
+    tmp_path, monkeypatch, caplog, second
+):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    ends = "kill -TERM $PPID\n" if second else ""  # as Slurm ends a job that is requeued
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tools}/called\n{ends}')
+    (tools / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    seen: list[bool] = []
+
+    class AtEnd(hookline.Hook):
+        def on_train_end(self) -> None:
+            seen.append((tools / "called").exists())
+
+    upload, storage = hookline.UploadHook(tmp_path / "copies"), Stalled()
+    upload._destination = storage  # type: ignore[assignment]
+    saving = {"requeue": True, "grace_seconds": 1.0}
+    hooks = (SignalAt("on_step_end", 3), AtEnd(), upload)
+    trainer = make(tmp_path / "runs", *hooks, checkpoints=saving)
+    try:
+        trainer.fit(DATA, VAL)
+    finally:
+        storage.answer.set()
+        for thread in threading.enumerate():
+            if thread.name == "hookline-upload":
+                thread.join()
+    assert trainer.status == "preempted"
+    assert seen == [True]
+    assert (tools / "called").read_text() == "requeue 4711\n"
+    (run,) = (tmp_path / "runs").iterdir()
+    assert hookline.open_run(run).manifest["status"] == "preempted"
+    assert "1 checkpoints were not copied" in caplog.text
+    assert str(upload.failed[0]) in caplog.text
+
+
+def test_a_scheduler_that_does_not_answer_takes_only_a_part_of_the_grace_time(
+    tmp_path, monkeypatch, caplog
+):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    waits = f"until [ -e {tools}/answer ]; do sleep 0.1; done"
+    (tools / "scontrol").write_text(f"#!/bin/sh\n{waits}\ntouch {tools}/done\n")
+    (tools / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    saving = {"requeue": True, "grace_seconds": 1.0}
+    trainer = make(tmp_path / "runs", SignalAt("on_step_end", 3), checkpoints=saving)
+    trainer.fit(DATA, VAL)
+    assert trainer.status == "preempted"
+    assert "`scontrol requeue 4711` has not answered" in caplog.text
+    assert not (tools / "done").exists()
+    (tools / "answer").touch()  # the call was not ended with the wait for it
+    _unanswered.pop().communicate(timeout=60)
+    assert (tools / "done").exists()
+
+
+def test_a_signal_to_one_rank_limits_what_hooks_of_the_others_wait_for(tmp_path):
+    assert run_ranks("signalled_rank.py", tmp_path).count("fine") == 2

@@ -638,8 +638,29 @@ def test_messages_come_once_or_up_to_a_limit(caplog: pytest.LogCaptureFixture) -
         model(x_of())
     probe.detach()
     assert (len(probe.findings), probe.count) == (2, 5)
-    assert len(caplog.records) == 3
-    assert "only counted" in caplog.records[2].getMessage()
+    assert len(caplog.records) == 2
+    assert "only counted" in caplog.records[1].getMessage()
+
+
+def test_a_condition_that_lasts_is_logged_once_with_the_module_where_it_began(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = bad_model()
+    with Debug("layers.*", ["nonfinite", "dead"]).attach(model) as probe:
+        model(x_of())
+        model.layers[0].factor = math.nan  # it spreads
+        model(x_of())
+        model(x_of())
+        assert len(caplog.records) == 1
+        assert "the output of 'layers.1'" in caplog.text
+        assert len(probe.findings) == 3
+        for layer in model.layers:
+            layer.factor = 1.0
+        model(x_of())
+        model.layers[0].factor = math.nan
+        model(x_of())
+        assert len(caplog.records) == 2
+        assert "the output of 'layers.0'" in caplog.text
 
 
 # -- in training ----------------------------------------------------------------------------------
@@ -831,3 +852,25 @@ def test_in_a_compiled_model_outputs_are_checked_and_gradients_said_not_to_be(
     assert probe.findings[0].states[0].output.isnan().all()
     said = [r for r in caplog.records if "cannot see gradients" in r.getMessage()]
     assert len(said) == 1
+
+
+def test_what_is_found_in_training_is_an_event_of_the_run(tmp_path: Any) -> None:
+    _, optimizer = made = make()
+    model = made[0]
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    probe = Debug("**", gradients=True)
+    with hookline.attach(model, optimizer, hooks=[probe], runs=tmp_path) as session:
+        for x, y in batches(3):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    text = (session.run.path / "events.jsonl").read_text()
+    events = [json.loads(line) for line in text.splitlines()]
+    found = [event for event in events if event["kind"] == "debug_finding"]
+    assert [(event["where"], event["module"]) for event in found] == [
+        ("output", "first"),
+        ("gradient", "second"),
+    ]
+    for event, finding in zip(found, probe.findings, strict=False):
+        assert (event["step"], event["call"], event["probe"]) == (1, 0, "debug_probe")
+        assert (event["condition"], event["message"]) == ("nonfinite", str(finding))

@@ -222,6 +222,52 @@ def test_cleanup_interval_is_the_captures_between_two_clean_ups():
     assert kept == [1, 2, 3, 3, 4, 5, 6, 3, 4]
 
 
+def test_states_beyond_the_default_number_are_reported_with_their_count(caplog):
+    layer = nn.Identity()
+    with HookManager() as manager:
+        manager.register_capture_hook(layer, "a", capture_input=False)
+        for i in range(1003):
+            layer(torch.tensor(i))
+        assert len(manager.get_captured_states("a")) == 1000
+    assert "dropped 3 of 1003 captured states" in caplog.text
+    assert "because of max_captured_states=1000." in caplog.text
+
+
+REGISTERED = {
+    "capture": lambda manager, module: manager.register_capture_hook(module, "a", gradient=True),
+    "monitoring": lambda manager, module: manager.register_monitoring_hook(
+        module, "a", metrics=["mean", "dead", "forward_time_ms", "backward_time_ms"]
+    ),
+    "debug": lambda manager, module: manager.register_debug_hook(module, "a", gradients=True),
+    "edit": lambda manager, module: manager.register_edit_hook(module, "a", "scale", 2.0),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_nothing_keeps_a_module_alive_after_its_hook_is_removed(kind):
+    manager, module = Probes(enable_intervention=True), nn.Linear(2, 2)
+    alive = weakref.ref(module)
+    REGISTERED[kind](manager, module)
+    module(torch.ones(1, 2)).sum().backward()
+    manager.remove_hook("a")
+    del module
+    gc.collect()
+    assert alive() is None
+    manager.close()
+
+
+def test_sets_of_names_work_like_lists():
+    layer = nn.Linear(2, 2)
+    with HookManager() as manager:
+        manager.register_monitoring_hook(layer, "monitored", metrics={"std", "mean"})
+        manager.register_debug_hook(layer, "checked", {"nonfinite", "dead"}, action="record")
+        with torch.no_grad():
+            layer.weight.zero_(), layer.bias.zero_()
+        layer(torch.ones(1, 2))
+        assert list(manager.get_metrics("monitored")) == ["mean", "std"]  # in any process
+        assert [finding.condition for finding in manager.get_findings("checked")] == ["dead"]
+
+
 def test_memory_limit_mb_is_over_all_hooks():
     layer, other = nn.Linear(256, 256), nn.Linear(256, 256)
     with HookManager(memory_limit_mb=1) as manager:

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from loops import batches, make
 from torch.nn import functional as F
 
 import hookline
+from hookline.hooks.monitoring import runtime_profile
 from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
 from hookline.hooks.monitoring.torch_profiler import TorchProfiler
 from hookline.runs.jsonl_reader import read_records
+from hookline.tensors import timing
 from hookline.tensors.timing import mark, timed_device
 
 PHASES = ("data", "forward", "backward", "optimizer")
@@ -40,10 +43,16 @@ def recorded(trainer: Any) -> dict[tuple[int, str], float]:
     }
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    return FakeClock(monkeypatch, runtime_profile, timing)
+
+
 class Slow:
     """Batches that each take a while to come."""
 
-    def __init__(self, seconds: float, number: int = 4) -> None:
+    def __init__(self, clock: FakeClock, seconds: float, number: int = 4) -> None:
+        self.clock = clock
         self.seconds = seconds
         self.number = number
 
@@ -52,7 +61,7 @@ class Slow:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in batches(self.number):
-            time.sleep(self.seconds)
+            self.clock.wait(self.seconds)
             yield batch
 
 
@@ -75,10 +84,10 @@ def test_log_frequency_counts_optimizer_steps(tmp_path: Path) -> None:
     assert {step for step, _ in values} == {3}
 
 
-def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path) -> None:
+def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path, clock: FakeClock) -> None:
     class InOptimizer(hookline.Hook):
         def on_gradients_ready(self) -> None:
-            time.sleep(0.04)
+            clock.wait(0.04)
 
     class InBackward(torch.autograd.Function):
         @staticmethod
@@ -87,73 +96,74 @@ def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path) -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            time.sleep(0.03)
+            clock.wait(0.03)
             return grad
 
     def loss_fn(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
+        clock.wait(0.02)
         return F.mse_loss(InBackward.apply(outputs), targets)
 
+    data = Slow(clock, 0.05)
     values = recorded(
-        trained(tmp_path, RuntimeProfile(4), InOptimizer(), data=Slow(0.05), loss_fn=loss_fn)
+        trained(tmp_path, RuntimeProfile(4), InOptimizer(), data=data, loss_fn=loss_fn)
     )
     found = {phase: values[4, f"profile/train/dl_train/time_{phase}_ms"] for phase in PHASES}
-    # At least the time slept; of the others' sleep there is nothing in the least of them.
-    assert found["data"] >= 50
-    assert found["forward"] >= 20
-    assert found["backward"] >= 30
-    assert found["optimizer"] >= 40
-    assert values[4, "profile/train/samples_per_second"] <= 4 / 0.14
+    expected = {"data": 50, "forward": 20, "backward": 30, "optimizer": 40}
+    assert found == pytest.approx(expected)
+    samples = len(batches(1)[0][0])
+    assert values[4, "profile/train/samples_per_second"] == pytest.approx(samples / 0.14)
 
 
-def test_only_batches_that_complete_a_step_have_an_optimizer_phase(tmp_path: Path) -> None:
+def test_only_batches_that_complete_a_step_have_an_optimizer_phase(
+    tmp_path: Path, clock: FakeClock
+) -> None:
     class InOptimizer(hookline.Hook):
         def on_before_optimizer_step(self) -> None:
-            time.sleep(0.02)
+            clock.wait(0.02)
 
     profile = RuntimeProfile(1)
     values = recorded(trained(tmp_path, profile, InOptimizer(), data=batches(3), accumulate=3))
     # A mean over all three batches would be a third of it.
-    assert values[1, "profile/train/dl_train/time_optimizer_ms"] >= 20
+    assert values[1, "profile/train/dl_train/time_optimizer_ms"] == pytest.approx(20)
 
 
 class Sleep(hookline.Hook):
-    """Sleeps at the end of the second step, and may save then."""
+    """Takes time at the end of the second step, and may save then."""
 
-    def __init__(self, *, saves: bool) -> None:
+    def __init__(self, clock: FakeClock, *, saves: bool) -> None:
+        self.clock = clock
         self.saves = saves
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         if step == 2:
-            time.sleep(0.4)
+            self.clock.wait(0.4)
             if self.saves:
                 trainer.save_checkpoint()
 
     def on_checkpoint_save(self) -> None:
-        time.sleep(0.4)
+        self.clock.wait(0.4)
 
 
-@pytest.mark.parametrize(
-    ("saves", "options"),
-    [(False, {}), (True, {}), (False, {"val_loaders": Slow(0.2, 2), "validate_every_steps": 2})],
-)
+@pytest.mark.parametrize(("saves", "validates"), [(False, False), (True, False), (False, True)])
 def test_hooks_checkpoints_and_validation_are_no_waiting_for_data(
-    tmp_path: Path, saves: bool, options: dict[str, Any]
+    tmp_path: Path, clock: FakeClock, saves: bool, validates: bool
 ) -> None:
-    trainer = trained(tmp_path, RuntimeProfile(4), Sleep(saves=saves), data=batches(4), **options)
-    assert recorded(trainer)[4, "profile/train/dl_train/time_data_ms"] < 400 / 4
+    validation = {"val_loaders": Slow(clock, 0.2, 2), "validate_every_steps": 2}
+    hooks = RuntimeProfile(4), Sleep(clock, saves=saves)
+    data = Slow(clock, 0.01)
+    trainer = trained(tmp_path, *hooks, data=data, **(validation if validates else {}))
+    assert recorded(trainer)[4, "profile/train/dl_train/time_data_ms"] == pytest.approx(10)
 
 
-def test_each_report_is_of_the_time_since_the_last(tmp_path: Path) -> None:
+def test_each_report_is_of_the_time_since_the_last(tmp_path: Path, clock: FakeClock) -> None:
     class SlowFirst:
         def __iter__(self) -> Iterator[Any]:
-            yield from Slow(0.1, 2)
-            yield from batches(2)
+            yield from Slow(clock, 0.1, 2)
+            yield from Slow(clock, 0.01, 2)
 
     values = recorded(trained(tmp_path, RuntimeProfile(2), data=SlowFirst()))
     name = "profile/train/dl_train/time_data_ms"
-    assert values[2, name] >= 100
-    assert values[4, name] < 200 / 4  # what it would be over all four
+    assert [values[step, name] for step in (2, 4)] == pytest.approx([100, 10])
 
 
 def test_samples_and_tokens_per_second_are_in_proportion(tmp_path: Path) -> None:
@@ -213,26 +223,39 @@ def test_steps_that_a_schedule_leaves_out_do_not_count(tmp_path: Path, accumulat
             assert rates[0] / rates[1] == pytest.approx(1000 / len(batches(1)[0][0]))
 
 
-def test_an_unchanged_bare_loop_is_profiled(tmp_path: Path) -> None:
+def test_an_unchanged_bare_loop_is_profiled(tmp_path: Path, clock: FakeClock) -> None:
     model, optimizer = make()
     session = hookline.attach(model, optimizer, hooks=[RuntimeProfile(2)], runs=tmp_path)
     with session:
         for x, y in batches(4):
-            time.sleep(0.02)
+            clock.wait(0.02)
             with torch.no_grad():
                 model(x)  # an evaluation, which is not a batch
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
-            time.sleep(0.01)
+            clock.wait(0.01)
             loss.backward()
             optimizer.step()
     assert session.hooks.summary().failures == {}
     (path,) = tmp_path.glob("*/metrics.jsonl")
     values = {one["name"]: one["value"] for one in read_records(path) if one["step"] == 4}
     times = {phase: values[f"profile/train/dl_train/time_{phase}_ms"] for phase in PHASES}
-    assert times["data"] > 19
-    assert times["forward"] < 10 < times["backward"]
-    assert times["optimizer"] < 10
+    assert times == pytest.approx({"data": 20, "forward": 0, "backward": 10, "optimizer": 0})
+
+
+def test_steps_of_an_unchanged_bare_loop_that_were_not_measured_are_no_waiting_for_data(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, runs=tmp_path) as session:
+        session.hooks.add_hook(RuntimeProfile(1), every=3)
+        for x, y in batches(6):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    found = {(r["step"], r["name"].rpartition("/")[2]) for r in read_records(path)}
+    assert {(3, "time_forward_ms"), (6, "time_forward_ms")} <= found
+    assert not {(3, "time_data_ms"), (6, "time_data_ms")} & found  # since when is not known
 
 
 def test_a_bare_loop_that_tells_its_batches_is_profiled(tmp_path: Path) -> None:

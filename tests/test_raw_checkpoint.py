@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,83 @@ def test_a_run_whose_learning_rate_the_loop_sets_is_found_again_and_again(tmp_pa
             session.save_checkpoint(wait=True)
             raise KeyboardInterrupt
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+def test_a_run_is_found_again_if_the_loop_changes_lr_and_config_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    for expected in (None, 1, 2):
+        model, optimizer = make()
+        config = {"width": 4, "start": 0, "api_key": "s3cr3t-value"}
+        session = hookline.attach(model, optimizer, runs=tmp_path, config=config)
+        start = session.load_checkpoint()
+        assert (None if start is None else start.step) == expected
+        optimizer.param_groups[0]["lr"] = 0.1 / (session.step + 2)  # as loops without schedulers do
+        config["start"] = session.step
+        train(model, optimizer, batches(1))  # the session starts in the first step
+        session.save_checkpoint(wait=True)
+        interrupt_session(session)
+    assert session.run is not None
+    described = session.run.manifest
+    assert described["training"]["optimizers"][0]["groups"][0]["lr"] == 0.1
+    assert described["config"]["start"] == 0
+
+
+def interrupt_session(session: hookline.Session) -> None:
+    with pytest.raises(KeyboardInterrupt), session:
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_was_described_when_it_started_is_still_found(tmp_path: Path) -> None:
+    """So did earlier versions."""
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer, runs=tmp_path)
+    train(model, optimizer, batches(1))
+    session.save_checkpoint(wait=True)
+    interrupt_session(session)
+    manifest_file = session.run.path / "manifest.json"  # type: ignore[union-attr]
+    manifest = json.loads(manifest_file.read_text())
+    manifest["training"]["optimizers"][0]["groups"][0]["lr"] = 0.05
+    manifest_file.write_text(json.dumps(manifest))
+
+    model, optimizer = make()
+    session = hookline.attach(model, optimizer, runs=tmp_path)
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert session.load_checkpoint() is not None
+    session.detach()
+
+
+def test_without_a_run_to_continue_the_nearest_one_and_what_differs_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(**options: Any) -> str:
+        model, optimizer = make(momentum=options.pop("momentum", 0.0))
+        session = hookline.attach(model, optimizer, runs=tmp_path, **options)
+        with suppress(KeyboardInterrupt), session:
+            train(model, optimizer, batches(1))
+            session.save_checkpoint(wait=True)
+            run = session.run.id  # type: ignore[union-attr]
+            if not options.get("name"):
+                raise KeyboardInterrupt
+        return run
+
+    far = interrupt(momentum=0.9, config={"width": 3}, hooks=[Every()])
+    near = interrupt(momentum=0.5, config={"width": 4, "password": "hunter22"}, hooks=[Every()])
+    interrupt(name="completed", config={"width": 4})
+    caplog.set_level("INFO", "hookline")
+    model, optimizer = make()
+    hookline.attach(
+        model, optimizer, runs=tmp_path, config={"width": 4, "password": "another1"}
+    ).load_checkpoint()
+    said = caplog.text
+    assert "there is no unfinished run of this configuration. Starting a new run." in said
+    assert f"The nearest unfinished run is {near} (interrupted), which differs:" in said
+    assert "the hook 'every' is only there" in said
+    assert "optimizers.0.groups.0.momentum is 0 here, 0.5 there" in said
+    assert str(tmp_path / near) in said
+    assert far not in said
+    assert "hunter22" not in said
+    assert "another1" not in said
 
 
 def test_auto_is_loaded_before_training_starts(tmp_path: Path) -> None:

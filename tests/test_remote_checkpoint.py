@@ -92,9 +92,12 @@ def test_the_newest_is_the_one_with_the_highest_number_whatever_the_clock_said(t
     assert fetch_checkpoint("memory://bucket/run", tmp_path / "into").name == "b"
 
 
-def test_an_emergency_checkpoint_is_fetched_only_by_its_own_url(tmp_path, memory):
+@pytest.mark.parametrize("kind", ["emergency", "weights_only"])
+def test_a_checkpoint_that_no_run_resumes_from_is_fetched_only_by_its_own_url(
+    tmp_path, memory, kind
+):
     put(memory, tmp_path, "a", 1.0, number=1)
-    put(memory, tmp_path, "b", 2.0, number=2, emergency=True)
+    put(memory, tmp_path, "b", 2.0, number=2, **{kind: True})
     assert fetch_checkpoint("memory://bucket/run", tmp_path / "into").name == "a"
     url = "memory://bucket/run/checkpoints/b"
     assert value_of(fetch_checkpoint(url, tmp_path / "into")) == 2.0

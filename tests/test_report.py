@@ -24,6 +24,7 @@ HOSTILE = (
     "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='h'\">"
 )
 SPIKE = 11
+ROOT = Path(__file__).parent.parent
 
 
 class Incidents(hookline.Hook):
@@ -178,12 +179,45 @@ def test_the_command_writes_a_file_and_prints_facts(run: Path, tmp_path: Path) -
 # -- in a browser ---------------------------------------------------------------------------------
 
 
+def find_programs() -> tuple[str, str]:
+    """Return the paths of Chromium and of its driver, or skip the test.
+
+    CI sets HOOKLINE_TEST_BROWSER=1 and fails without them: tests that are skipped everywhere show
+    nothing.
+    """
+    names = ("chromium", "chromium-browser", "google-chrome")
+    chromium = next(filter(None, map(shutil.which, names)), None)
+    driver = shutil.which("chromedriver")
+    if chromium is not None and driver is not None:
+        return chromium, driver
+    missing = [] if chromium else ["chromium"]
+    missing += [] if driver else ["chromedriver"]
+    reason = f"{' and '.join(missing)} not installed, which show the report in a browser"
+    if os.environ.get("HOOKLINE_TEST_BROWSER") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def test_without_a_browser_its_tests_are_skipped_and_ci_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("HOOKLINE_TEST_BROWSER", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="chromium and chromedriver not installed"):
+        find_programs()
+    assert "export HOOKLINE_TEST_BROWSER=1" in (ROOT / ".ci" / "run").read_text()
+    monkeypatch.setenv("HOOKLINE_TEST_BROWSER", "1")
+    with pytest.raises(pytest.fail.Exception, match="chromium and chromedriver not installed"):
+        find_programs()
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from selenium import webdriver
 
+    chromium, driver = find_programs()
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or "chromium"
+    options.binary_location = chromium
     for argument in (
         *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
         *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -191,7 +225,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = shutil.which("chromedriver") or "chromedriver"
     service = webdriver.ChromeService(driver, env={**os.environ})
     opened = webdriver.Chrome(options=options, service=service)
     yield opened

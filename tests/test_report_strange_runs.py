@@ -68,6 +68,14 @@ LOSSES = [scalar(i, "train/loss", float(i)) for i in range(10)]
 STRANGE: dict[str, tuple[list[Record], list[Record]]] = {
     "no steps": ([], [event("start", step=0), event("end", step=0, status="completed")]),
     "one step": ([scalar(1, "train/loss", 1.5)], []),
+    "findings of other types": (
+        LOSSES,
+        [
+            event("debug_finding"),
+            event("debug_finding", step=HUGE, probe=[], module={}, where=5, message=[1]),
+            event("debug_finding", step="x", module="", condition=None, message=None),
+        ],
+    ),
     "only NaN": ([scalar(i, n, "NaN") for i in range(3) for n in ("train/loss", "val/loss")], []),
     "infinite gradients": (
         [scalar(i, f"gradients/{n}/norm", "Infinity") for i in range(3) for n in "ab"],
@@ -132,6 +140,156 @@ def test_a_report_of_a_strange_run_is_made(name: str, tmp_path: Path) -> None:
     assert facts["status"] == "completed"
     assert not any("nan" in line or "None" in line for line in describe_facts(facts))
     assert len(shown_data(report)["runs"]) == 1
+
+
+def describe(folder: Path) -> tuple[Any, str]:
+    """Return the badge of a run in its report, and what the report says about it."""
+    (run,) = shown_data(make_report(folder))["runs"]
+    return run["badge"], "\n".join(run["sentences"])
+
+
+def not_finite_from(start: int, *names: str, steps: int = 8) -> list[Record]:
+    return [scalar(i, n, "NaN" if i >= start else 1.0) for i in range(1, steps + 1) for n in names]
+
+
+NORMS = tuple(f"gradients/{layer}/norm" for layer in ("wte.weight", "h.1.weight", "head.weight"))
+
+
+@pytest.mark.parametrize(
+    ("status", "tone"),
+    [
+        ("completed", "good"),
+        *(("stopped", ""), ("training", ""), ("interrupted", "warn"), ("preempted", "warn")),
+        *(("error", "bad"), ("lost", "bad"), ("something else", "bad")),
+    ],
+)
+def test_only_a_completed_run_is_green(status: str, tone: str, tmp_path: Path) -> None:
+    assert describe(write_run(tmp_path / "run", LOSSES, status=status))[0] == [tone, status]
+    (folder,) = tmp_path.iterdir()
+    (tone, _), _ = describe(write_run(folder, not_finite_from(5, "train/loss"), status=status))
+    assert tone == "bad"
+
+
+def test_a_loss_that_was_not_finite_once_is_not_green(tmp_path: Path) -> None:
+    metrics = [*not_finite_from(3, "train/loss", steps=3), scalar(4, "train/loss", 1.0)]
+    badge, text = describe(write_run(tmp_path / "run", metrics))
+    assert badge == ["warn", "completed, with values that were not finite"]
+    assert "it was not finite once" in text
+
+
+def test_no_layer_is_blamed_for_a_nan_in_all_gradients(tmp_path: Path) -> None:
+    metrics = not_finite_from(5, "train/loss", *NORMS)
+    (tone, _), text = describe(write_run(tmp_path / "unknown", metrics))
+    assert tone == "bad"
+    assert "The gradients of all 3 layers are not finite, first at step 5" in text
+    assert "in all layers at once" in text
+    assert "came from is unknown" in text
+    assert "wte" not in text
+    assert "explode" not in text
+    found = {"probe": "debug", "module": "h.1.mlp.c_fc", "condition": "nonfinite"}
+    found |= {"where": "output", "message": "16 of 512 values are NaN."}
+    events = [event("debug_finding", step=5, **found | {"probe": name}) for name in ("a", "b")]
+    _, text = describe(write_run(tmp_path / "found", metrics, events))
+    assert "Debug found values that are not finite in the output of h.1.mlp.c_fc at step 5." in text
+    assert "unknown" not in text
+
+
+def test_layers_whose_gradients_were_the_first_that_are_not_finite_are_named(
+    tmp_path: Path,
+) -> None:
+    metrics = [
+        *not_finite_from(5, "gradients/head.weight/norm"),
+        *not_finite_from(6, "gradients/wte.weight/norm"),
+        *not_finite_from(99, "gradients/h.1.weight/norm"),
+    ]
+    _, text = describe(write_run(tmp_path / "run", metrics))
+    assert (
+        "of 2 of 3 layers are not finite, first at step 5 (of the recorded steps), in head" in text
+    )
+
+
+def test_gradients_are_called_good_only_if_they_were_watched_and_finite(tmp_path: Path) -> None:
+    good = "no gradient of the 3 layers vanishes or explodes"
+    watched = not_finite_from(99, *NORMS)
+    loss_is_nan = not_finite_from(5, "train/loss")
+    assert good in describe(write_run(tmp_path / "a", [*LOSSES, *watched]))[1]
+    assert "gradient of" not in describe(write_run(tmp_path / "b", LOSSES))[1]
+    assert "vanish" not in describe(write_run(tmp_path / "c", [*loss_is_nan, *watched]))[1]
+    assert "vanish" not in describe(write_run(tmp_path / "d", not_finite_from(5, *NORMS)))[1]
+
+
+def test_layers_are_in_the_models_order_if_it_is_known(tmp_path: Path) -> None:
+    names = ["h.1.weight", "head.weight", "wte.weight"]
+    recorded = [f"gradients/{name}/norm" for name in names]
+    recorded += [f"activations/{n}/std" for n in ("2", "relu", "0")]
+    metrics = not_finite_from(99, *recorded)
+    model = ["wte.weight", "h.1.weight", "h.1.bias", "head.weight"]
+
+    def drawn(**fields: Any) -> tuple[list[str], str, list[str]]:
+        (run,) = shown_data(make_report(write_run(tmp_path / "run", metrics, **fields)))["runs"]
+        norms, stds = run["layers"]["gradients"]["norm"], run["layers"]["activations"]["std"]
+        return [n for n, _ in norms["series"]], norms["order"], [n for n, _ in stds["series"]]
+
+    as_recorded = ["2", "relu", "0"]
+    assert drawn() == (names, "record", as_recorded)
+    assert drawn(parameter_names=model) == (
+        *(["wte.weight", "h.1.weight", "head.weight"], "model"),
+        as_recorded,
+    )
+    assert drawn(parameter_names=model[1:]) == (names, "record", as_recorded)  # not all are known
+
+
+def test_a_run_has_the_models_order_for_its_gradients(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    weights, biases = ([p for p in model.parameters() if p.dim() == n] for n in (2, 1))
+    optimizer = torch.optim.SGD([{"params": biases[::-1]}, {"params": weights[::-1]}], 0.1)
+    hooks = [hookline.GradientMonitor(1)]
+    with hookline.attach(model, optimizer, hooks=hooks, runs=tmp_path) as session:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    (run,) = shown_data(make_report(session.run.path))["runs"]
+    norms = run["layers"]["gradients"]["norm"]
+    assert norms["order"] == "model"
+    assert [name for name, _ in norms["series"]] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_what_is_not_known_of_a_run_is_not_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", git={"commit": None, "problem": "git is not installed"})
+    assert "an unknown number of steps" in describe(run)[1]
+    assert "loss spike" not in describe(run)[1]  # no hook looked for any
+    (data,) = shown_data(make_report(run))["runs"]
+    assert ["Commit", "Unknown: git is not installed"] in data["manifest"]
+    git = {"commit": "ab", "dirty": False, "untracked": 3}
+    hooks = [{"name": "spikes", "class": "hookline.LossSpikeDetector"}]
+    run = write_run(tmp_path / "b", [], [event("end", step=7)], git=git, hooks=hooks)
+    assert "7 steps" in describe(run)[1]
+    assert "No loss spike, skipped step" in describe(run)[1]
+    (data,) = shown_data(make_report(run))["runs"]
+    tree = "Tracked files were as in the commit. 3 files or folders were not tracked."
+    assert ["Working tree", tree] in data["manifest"]
+
+
+def test_the_end_of_an_earlier_part_is_not_that_of_the_run(tmp_path: Path) -> None:
+    part = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
+    hooks = {"hooks": [{"name": "slow", "share": 0.5, "seconds": 1.0}]}
+    events = [event("start", step=0), event("end", step=5, reason="an hour is over", hooks=hooks)]
+    events.append(event("start", step=5))
+    metrics = [scalar(i, "train/loss", 1.0) for i in range(10)]
+    run = write_run(tmp_path / "run", metrics, events, parts=[part, part], status="lost")
+    text = describe(run)[1]
+    assert "an hour is over" not in text
+    assert "Hooks took about 50.00% of the last part of the run that ended" in text
+
+
+def test_steps_before_a_checkpoint_that_was_loaded_are_not_counted_as_trained(
+    tmp_path: Path,
+) -> None:
+    part = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
+    events = [event("start", step=0), event("resumed", step=1000), event("end", step=1010)]
+    metrics = [scalar(i, "train/loss", 1.0) for i in range(1001, 1011)]
+    run = write_run(tmp_path / "run", metrics, events, parts=[part])
+    assert make_report(run).facts["runs"][0]["steps_per_second"] is None
 
 
 def test_facts_are_right_for_runs_that_are_not_usual(tmp_path: Path) -> None:

@@ -342,6 +342,55 @@ def test_resuming_automatically_continues_the_same_training_or_starts(tmp_path):
     assert after.run.path != first.run.path
 
 
+def test_a_training_whose_learning_rate_a_hook_sets_is_resumed_automatically_again_and_again(
+    tmp_path,
+):
+    class SetRate(hookline.Hook):
+        intervenes = True
+
+        def on_step_end(self, trainer, step):
+            trainer.optimizer.param_groups[0]["lr"] = 0.1 / (step + 2)
+            self.steps = getattr(self, "steps", 0) + 1
+            if self.steps == 1:
+                trainer.save_checkpoint()
+
+        def on_train_batch_start(self):
+            if getattr(self, "steps", 0) == 2:
+                raise KeyboardInterrupt
+
+    paths = set()
+    for steps in (2, 3, 4):
+        trainer = Trainer(settings(tmp_path), *make(), hooks=[SetRate()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(batches(8), resume_from="auto")
+        assert trainer.step == steps
+        paths.add(trainer.run.path)
+    assert len(paths) == 1
+
+
+def test_the_nearest_run_is_named_if_there_is_none_to_resume(tmp_path, capsys):
+    class Interrupt(hookline.Hook):
+        def on_train_batch_start(self, batch_idx):
+            if batch_idx == 4:
+                raise KeyboardInterrupt
+
+    first = Trainer(settings(tmp_path), *make(), hooks=[SaveAt(3), Interrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(batches(6))
+    model, optimizer = make()
+    optimizer.param_groups[0]["lr"] = 0.2
+    other = Trainer(
+        settings(tmp_path, accumulate=2, progress="plain"), model, optimizer, hooks=[SaveAt(3)]
+    )
+    other.fit(batches(6), resume_from="auto")
+    said = capsys.readouterr().out
+    assert f"The nearest unfinished run is {first.run.id} (interrupted), which differs:" in said
+    assert "the hook 'interrupt' is only there" in said
+    assert "accumulate is 2 here, 1 there" in said
+    assert "optimizers.0.groups.0.lr is 0.2 here, 0.1 there" in said
+    assert "progress" not in said.partition("which differs")[2].partition("To continue")[0]
+
+
 def test_what_was_recorded_before_a_checkpoint_is_there_when_it_is(tmp_path):
     class Looks(hookline.Hook):
         recorded = 0

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,7 +150,8 @@ def test_a_git_that_hangs_fails_or_talks_nonsense_stops_nothing(
     (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(module, "_SECONDS", 0.3)
+    if "sleep" in script:
+        monkeypatch.setattr(module, "_SECONDS", 0.3)
     run = Run.create(tmp_path / "runs", config={}, seed=0, hooks=[])
     assert problem in run.manifest["git"]["problem"]
     run.close()
@@ -268,6 +270,24 @@ def test_versions_packages_platform_devices_and_process_are_told(tmp_path: Path)
     assert part["pid"] == os.getpid()
     assert part["git"] == found["git"]
     assert "packages" not in part
+
+
+def test_packages_have_the_versions_that_importlib_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "odd_one-1.5.dist-info"
+    installed.mkdir()
+    text = "Metadata-Version: 2.4\r\nVersion: 1.5\r\nName: Odd_One\r\n\r\nName: no\nVersion: 2\n"
+    (installed / "METADATA").write_bytes(text.encode())
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    expected: dict[str, str] = {}
+    for each in metadata.distributions():
+        if each.metadata["Name"]:
+            expected.setdefault(each.metadata["Name"].lower(), each.version)
+    found = installed_packages.__wrapped__()
+    assert found == expected
+    assert found["odd_one"] == "1.5"
 
 
 def test_a_manifest_tells_the_seed_that_torch_was_given(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import signal
 import struct
 import subprocess
@@ -16,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hosts import LOOPS
 from leftovers import leave_unfinished_folder
 
+import hookline
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
 from hookline.runs.jsonl_file import JsonlFile
@@ -476,6 +480,40 @@ def test_a_full_disk_does_not_stop_training_and_is_counted(tmp_path: Path) -> No
     assert json.loads((path / "manifest.json").read_text())["lost_records"] == 201 - kept
 
 
+FULL_EVENTS = """
+import resource, sys
+from hookline.runs import Run
+run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])
+run.event("first")
+size = (run.path / "events.jsonl").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, resource.RLIM_INFINITY))
+run.event("cut off")
+"""
+
+
+def test_an_event_that_a_full_disk_has_cut_off_is_no_damage_of_the_resumed_run(tmp_path):
+    subprocess.run([sys.executable, "-c", FULL_EVENTS, str(tmp_path)], check=True)
+    (path,) = tmp_path.iterdir()
+    assert not (path / "events.jsonl").read_text().endswith("\n")
+    run = Run.open(path, resume=True)
+    run.event("second")
+    run.close()
+    lines = (path / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["first", "second"]
+
+
+def test_a_last_event_that_lacks_only_its_line_feed_is_kept(run):
+    run.event("first")
+    run.close()
+    file = run.path / "events.jsonl"
+    file.write_text(file.read_text().rstrip("\n"))
+    resumed = Run.open(run.path, resume=True)
+    resumed.event("second")
+    resumed.close()
+    kinds = [json.loads(line)["kind"] for line in file.read_text().splitlines()]
+    assert kinds == ["first", "second"]
+
+
 def test_a_manifest_that_cannot_be_written_is_logged_once(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -515,3 +553,36 @@ def test_records_are_read_around_damage(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b'{"a": 1}\n{"a": \n\xff\xfe\n[1]\n\n{"a": 2}\n{"a": 3}')
     assert list(read_records(file)) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("name", ["trainer", "bare loop"])
+def test_training_goes_on_when_a_network_file_system_loses_the_handle_of_the_metrics(
+    tmp_path, monkeypatch, caplog, name
+):
+    real, broken = os.fstat, False
+
+    def fstat(handle: int) -> os.stat_result:
+        found, files = real(handle), tmp_path.glob("runs/*/metrics.jsonl")
+        if broken and any(file.stat().st_ino == found.st_ino for file in files):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    class Break(hookline.Hook):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            nonlocal broken
+            trainer.run.flush()
+            broken = step in (3, 4)
+            trainer.log("a/step", step)
+            trainer.run.flush()
+            if step == 3:
+                trainer.save_checkpoint()
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    LOOPS[name]([Break()], tmp_path)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "manifest.json").read_text())["status"] == "completed"
+    assert json.loads((run / "manifest.json").read_text())["lost_records"] > 0
+    assert (run / "checkpoints" / "step_000003" / "manifest.json").is_file()
+    assert caplog.text.count("Training continues without it") == 1
+    logged = [r["value"] for r in read_records(run / "metrics.jsonl") if r["name"] == "a/step"]
+    assert logged == [1, 2, 5, 6]

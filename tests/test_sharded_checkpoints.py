@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_valid_ones_and_the_job_re
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    started = time.monotonic()
     process = start(tmp_path, "be_stopped")
     pid = int(wait_for(process, "pid").split()[-1])
     os.kill(pid, signal.SIGSTOP)
@@ -171,4 +173,4 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     (run,) = (path for path in (tmp_path / "be_stopped").iterdir() if path.is_dir())
     events = hookline.open_run(run).events("rank_behind")
     assert (events[0]["rank"], events[0]["missing"]) == (1, True)
-    assert 2 <= events[0]["seconds"] < 30
+    assert 2 <= events[0]["seconds"] <= time.monotonic() - started

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
+import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from leftovers import leave_unfinished_folder
 
-from hookline.checkpoint import atomic_files
+from hookline.checkpoint import CheckpointSaver, atomic_files
 from hookline.checkpoint.atomic_files import remove_leftovers, temporary_folder, write_atomic
 from hookline.runs import Run
 
@@ -67,3 +70,43 @@ def test_a_resumed_run_starts_without_the_unfinished_checkpoint_of_its_last_proc
     leave_unfinished_folder(run.checkpoints, "step_000002")
     Run.open(run.path, resume=True).close()
     assert list(run.checkpoints.iterdir()) == []
+
+
+class CtrlC:
+    """Sends SIGINT to this process at the n-th line that runs in the file of temporary folders."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_code.co_filename == atomic_files.__file__:
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def test_ctrl_c_at_any_line_of_a_save_leaves_nothing_behind_after_the_next_one(tmp_path):
+    raised: list[BaseException] = []  # kept, as a notebook does, with all that their frames hold
+    for number in count(1):
+        folder = tmp_path / str(number)
+        traced = sys.gettrace()
+        sys.settrace(CtrlC(number))
+        try:
+            save(folder / "step_1")
+        except KeyboardInterrupt as error:
+            raised.append(error)
+        else:
+            break
+        finally:
+            sys.settrace(traced)
+        save(folder / "step_2")
+        assert (folder / "step_2").is_dir()
+        assert not list(folder.glob(".tmp*")), number
+    assert len(raised) > 50
+
+
+def save(folder: Path) -> None:
+    saver = CheckpointSaver(background=False)
+    saver.save([folder], model={}, state={}, info={"step": 1})

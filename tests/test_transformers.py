@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,26 @@ def test_what_a_hook_logs_reaches_the_loggers_at_the_trainers_step(tmp_path):
     assert not any("mine/step" in entry for entry in trainer.state.log_history)
 
 
+@pytest.mark.parametrize("how", [{"logging_steps": 3}, {"logging_strategy": "no"}])
+def test_what_hooks_log_waits_for_the_trainers_logging_steps(tmp_path, how):
+    class Log(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("mine/step", step)
+
+    plain, logged = Logged(), Logged()
+    make_trainer(tmp_path / "plain", callbacks=[plain], **how).train()
+    trainer = make_trainer(tmp_path / "out", callbacks=[logged], **how)
+    session = hookline.attach(trainer, hooks=[Log()], runs=tmp_path / "runs")
+    trainer.train()
+    assert [step for step, _ in logged.values] == [step for step, _ in plain.values]
+    assert [values["mine/step"] for _, values in logged.values] == (
+        [3, 6, 8] if "logging_steps" in how else [8]  # the last one is that of `train` itself
+    )
+    assert records(session, "mine/step") == [(step, step) for step in range(1, 9)]
+    assert records(session, "train_loss")  # the trainer's own values are recorded, once
+    assert len(records(session, "loss")) == (2 if "logging_steps" in how else 0)
+
+
 def test_a_callback_is_the_same_as_attach(tmp_path, plain):
     watch = Watch()
     callback = HooklineCallback([watch], runs=None)
@@ -311,6 +333,32 @@ def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):
     assert session.run.path == first.run.path
     assert records(session, "train/loss") == records(whole_session, "train/loss")
     assert same(weights_of(resumed), weights_of(whole))
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_training_that_continues_after_an_epochs_last_step_ends_this_epoch(tmp_path, step):
+    class Epochs(hookline.Hook):
+        def __init__(self):
+            self.seen = []
+
+        def on_epoch_start(self, epoch):
+            self.seen.append(f"epoch {epoch}")
+
+        def on_epoch_end(self, epoch, metrics):
+            self.seen.append((epoch, metrics["train/loss"]))
+
+    def train(**options):
+        trainer = make_trainer(tmp_path / "out", save_strategy="steps", save_steps=4)
+        hook = Epochs()
+        session = hookline.attach(trainer, hooks=[hook], runs=tmp_path / "runs")
+        trainer.train(**options)
+        return hook.seen, records(session, "train/loss_epoch")
+
+    whole, means = train()
+    assert [each[0] for each in whole[1::2]] == [0, 1]
+    resumed, continued = train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
+    assert resumed == (whole if step == 4 else whole[2:])
+    assert continued == means
 
 
 def test_only_complete_checkpoints_are_found(tmp_path, caplog):
@@ -601,6 +649,50 @@ def test_a_second_training_needs_another_session(tmp_path):
     trainer.train()
     with pytest.raises(LoopError, match="Attach again"):
         trainer.train()
+
+
+class CopiesItsTrainer(TrainerCallback):
+    """Copies the trainer within `train`."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.copied: Any = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and self.copied is None:
+            self.copied = copy.deepcopy(self.trainer)
+
+
+def test_a_trainer_with_hooks_is_copied_without_them_at_any_time(tmp_path, plain, caplog):
+    watch, copies = Watch(), CopiesItsTrainer()
+    trainer = make_trainer(tmp_path, eval_strategy="epoch", callbacks=[copies])
+    hookline.attach(trainer, hooks=[watch], runs=None)
+    before = copy.deepcopy(trainer)
+    assert caplog.text.count("has no hooks") == 1
+    copies.trainer = trainer
+    trainer.train()
+    copies.trainer = None
+    during = copies.copied
+    copies.copied = None
+    assert caplog.text.count("has no hooks") == 2
+    after = copy.deepcopy(trainer)
+    assert caplog.text.count("has no hooks") == 2  # there is nothing to miss
+    seen = list(watch.events)
+    for copied in (before, during, after):
+        assert copied.model is not trainer.model
+        assert not any(isinstance(c, HooklineCallback) for c in copied.callback_handler.callbacks)
+        assert not copied.model._forward_hooks
+        assert copied.train.__self__ is copied
+    before.train()
+    assert before.state.global_step == 8
+    assert same(weights_of(trainer), weights_of(plain))
+    assert watch.events == seen
+
+
+def test_a_callback_with_hooks_is_pickled_without_them(caplog):
+    callback = HooklineCallback([Watch()], runs=None)
+    assert type(pickle.loads(pickle.dumps(callback))).__mro__[1] is TrainerCallback
+    assert "has no hooks" in caplog.text
 
 
 def test_every_event_is_given_or_named_as_missing():

@@ -114,6 +114,13 @@ def test_every_checkpoint_is_in_the_folder_when_training_ends(tmp_path, kind):
     assert trainer.hooks.list_hooks() == ["checkpoint", "upload", "identity"]
 
 
+def test_a_checkpoint_that_is_saved_after_training_is_copied_before_the_call_returns(tmp_path):
+    hook = UploadHook(tmp_path / "copies")
+    trainer = fit(tmp_path, hook, max_epochs=1)
+    path = trainer.save_checkpoint()
+    assert names(tmp_path / "copies" / trainer.run.id) == ["epoch_0000", path.name]
+
+
 def test_training_can_be_resumed_from_a_copy(tmp_path):
     first = fit(tmp_path, UploadHook(tmp_path / "copies"), max_epochs=1)
     shutil.rmtree(tmp_path / "runs")

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, cast
 
 from hookline.errors import ArgumentError, listed, nearest
@@ -35,6 +36,7 @@ __all__ = [
     "read_attribute",
     "read_items",
     "show_value",
+    "user_path",
 ]
 
 _FLOAT_LIMIT = sys.float_info.max
@@ -157,7 +159,7 @@ def check_name(what: str, value: Any) -> None:
 
 
 def check_path(what: str, value: Any, expected: str = "a path") -> str:
-    """Return a path as a string; raise unless it is a path that a file may have."""
+    """Return a path as a string, without `~`; raise unless it is a path that a file may have."""
     try:
         text = os.fspath(value)
         if not isinstance(text, str):
@@ -168,7 +170,12 @@ def check_path(what: str, value: Any, expected: str = "a path") -> str:
         raise _wrong(what, value, f"{expected}: a string or a Path") from None
     if not text or "\0" in text:
         raise _wrong(what, value, f"{expected}, which is neither empty nor has a NUL")
-    return text
+    return os.path.expanduser(text)  # noqa: PTH111 - that of Path raises without a home folder
+
+
+def user_path(given: str | os.PathLike[str]) -> Path:
+    """Return a path as a user gave it, with the home folder for `~`."""
+    return Path(os.path.expanduser(given))  # noqa: PTH111 - that of Path raises without one
 
 
 def check_mapping(what: str, value: Any) -> dict[str, Any]:

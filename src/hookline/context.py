@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
     _Float = object
 
-__all__ = ["LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
+__all__ = ["NO_LOSS", "LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
 
 _MAX_SHOWN = 2000  # characters of a value in a mapping's `repr`
 
@@ -57,7 +57,7 @@ class LazyFloat(_Float):
         value: Any = self._value
         if type(value) is not float:
             number: Any = value() if callable(value) else value
-            value = self._value = float(number)  # waits for the device and releases the tensor
+            value = self._value = to_float(number)  # waits for the device and releases the tensor
         return cast(float, value)
 
     def item(self) -> float:
@@ -107,6 +107,14 @@ def _delegate_to_float() -> None:
 _delegate_to_float()
 
 
+def to_float(value: Any) -> float:
+    """Return a number as a float; an integer above the range of floats is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def read_lazy(value: Any) -> Any:
     """Return a `LazyFloat` or a tensor of one element as a Python number, others unchanged."""
     kind = type(value)
@@ -120,6 +128,10 @@ def read_lazy(value: Any) -> Any:
 def _is_scalar_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     return torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+NO_LOSS = LazyFloat(math.nan)
+"""The loss of a batch or step in which no backward has run."""
 
 
 class LazyDict(dict[str, Any]):

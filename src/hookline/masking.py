@@ -260,7 +260,7 @@ _OWN_WORDS = split_words(  # of records: without them, a run could not be read
     "resumed_from save_every_n_epochs schedule scheduler scheduler_every schedulers settings "
     "shard_loaders skipped_steps slow_rank_seconds step_skipped strategy tokens_fn tokens_seen "
     "torch_seed trainable training "
-    "other_ranks loss_spike optimizer_idx traceback trackers untracked validation "
+    "debug_finding other_ranks loss_spike optimizer_idx traceback trackers untracked validation "
     "validate_every_epochs validate_every_steps versions when_busy"
 )
 _remembered: set[str] = set()

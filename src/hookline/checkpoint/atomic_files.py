@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from hookline.files.regular_files import open_handle
+from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -122,11 +123,13 @@ def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
         parent: Where to create it.
         name: What is written in it; part of the folder's name.
     """
-    folder, lock = create_locked_folder(parent, name)
-    try:
-        yield folder
-    finally:
-        remove_locked_folder(folder, lock)
+    with HeldInterrupts():
+        folder, lock = create_locked_folder(parent, name)
+        try:
+            with AllowedInterrupts():
+                yield folder
+        finally:
+            remove_locked_folder(folder, lock)
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.arguments import user_path
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
 from hookline.checkpoint.checkpoint_manifest import part_names
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter
@@ -83,7 +84,7 @@ def save_checkpoint(
     encoded = encode_state(model, state)
     files = SnapshotBuffers().copy(encoded)
     writer = CheckpointWriter(files, encode_info(info), begin, tree=encoded.tree)
-    result = writer.write(Path(folder), move_last=False)
+    result = writer.write(user_path(folder), move_last=False)
     if result.error is not None:
         raise result.error
     assert result.path is not None
@@ -158,7 +159,7 @@ def load_checkpoint(
         CheckpointError: The checkpoint is damaged, or written by a newer version. The message names
             the file.
     """
-    path = Path(path)
+    path = user_path(path)
     manifest = read_manifest(path, verify_files=True, share=(share.rank, share.size))
     name = "model.safetensors"
     try:

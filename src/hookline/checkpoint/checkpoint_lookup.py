@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.checkpoint.checkpoint_manifest import (
     FORMAT,
@@ -40,6 +41,7 @@ __all__ = [
     "hash_manifest",
     "is_checkpoint",
     "is_emergency",
+    "is_weights_only",
     "path_exists",
     "read_manifest",
     "read_pointers",
@@ -118,6 +120,11 @@ def verify_checkpoint(path: Path, on_progress: Callable[[int], object] | None = 
 def is_emergency(manifest: Manifest) -> bool:
     """Return whether a checkpoint was saved after a crash. It is never chosen automatically."""
     return bool(manifest["info"].get("emergency"))
+
+
+def is_weights_only(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has only the model's weights, so that no run resumes from it."""
+    return bool(manifest["info"].get("weights_only"))
 
 
 def damage_error(path: Path, name: str, problem: str) -> CheckpointError:
@@ -221,7 +228,9 @@ def read_pointers(folder: Path) -> dict[str, str]:
     return names
 
 
-def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Path:
+def find_checkpoint(
+    path: str | os.PathLike[str], *, verify: bool = False, weights_suffice: bool = False
+) -> Path:
     """Return a checkpoint's folder.
 
     Args:
@@ -230,12 +239,14 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
             that were saved after a crash are found only by their own folder.
         verify: Also compare the hashes of all files. In a folder with several checkpoints, a
             damaged one is skipped with a warning that names the file.
+        weights_suffice: In a folder with several checkpoints, one that has only the model's weights
+            may be the newest. Otherwise it is one that a run can resume from.
 
     Raises:
         CheckpointError: There is none, or the checkpoint that was named is damaged. The message
             says what was found.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path_exists(path):
         raise CheckpointError(f"{path} does not exist. {_ADVICE}")
     if path.is_symlink() and path.parent.name != _FOLDER:
@@ -251,16 +262,19 @@ def find_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Pa
             f"{folder} is a symbolic link, which is not followed. To use the checkpoints there, "
             f"give {folder.resolve()}."
         )
-    found = find_newest_checkpoint(folder, verify=verify)
+    found = find_newest_checkpoint(folder, verify=verify, weights_suffice=weights_suffice)
     if found is not None:
         return found
     complete = scan_checkpoints(folder).complete.items()
     emergency = [path.name for path, manifest in complete if is_emergency(manifest)]
+    weights = [path.name for path, manifest in complete if is_weights_only(manifest)]
     advice = _ADVICE
     if emergency:
         advice = f"To use one that was saved after a crash, give its folder: {listed(emergency)}."
+    elif weights:
+        advice = f"These have only the weights, and no run resumes from them: {listed(weights)}."
     raise CheckpointError(
-        f"No complete checkpoint in {folder}. Found there: "
+        f"No complete checkpoint{' to resume from' if weights else ''} in {folder}. Found there: "
         f"{listed(sorted(p.name for p in folder.iterdir())[:10])}. {advice}"
     )
 
@@ -273,7 +287,9 @@ def path_exists(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}). {_ADVICE}") from error
 
 
-def find_newest_checkpoint(folder: Path, *, verify: bool = False) -> Path | None:
+def find_newest_checkpoint(
+    folder: Path, *, verify: bool = False, weights_suffice: bool = False
+) -> Path | None:
     """Return the newest complete checkpoint in a folder of checkpoints, or None.
 
     Checkpoints that were saved after a crash are not considered. A warning names the damaged ones.
@@ -281,6 +297,7 @@ def find_newest_checkpoint(folder: Path, *, verify: bool = False) -> Path | None
     Args:
         folder: The folder `checkpoints/` of a run, or another folder of checkpoints.
         verify: Also compare the hashes of all files, beginning with the newest checkpoint.
+        weights_suffice: Whether one that has only the model's weights is considered.
     """
     scan = scan_checkpoints(folder)
     damage = [f"{folder / name}{os.sep}{problem}" for name, problem in scan.damage.items()]
@@ -289,7 +306,7 @@ def find_newest_checkpoint(folder: Path, *, verify: bool = False) -> Path | None
         damage.append(f"{folder / 'last'} names '{name}', which is missing")
     newest: Path | None = None
     for path, manifest in reversed(scan.complete.items()):
-        if is_emergency(manifest):
+        if is_emergency(manifest) or (is_weights_only(manifest) and not weights_suffice):
             continue
         problem = verify_checkpoint(path) if verify else None
         if problem is None:

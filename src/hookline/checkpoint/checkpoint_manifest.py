@@ -189,6 +189,7 @@ def _describe_fields(manifest: Manifest) -> str | None:
         "metrics": metrics is None
         or (isinstance(metrics, dict) and all(map(_is_metric, metrics.values()))),
         "emergency": info.get("emergency") in (None, True, False),
+        "weights_only": info.get("weights_only") in (None, True, False),
     }
     return next((f"has no valid '{name}' in 'info'" for name, ok in valid.items() if not ok), None)
 

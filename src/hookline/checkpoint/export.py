@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import replace_file, write_atomic
 from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import is_checkpoint
@@ -73,7 +74,7 @@ def export_weights(
     Raises:
         CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
-    checkpoint, file = Path(checkpoint), Path(file)
+    checkpoint, file = user_path(checkpoint), user_path(file)
     sums = file.with_name(f"{file.name}.sha256")
     if is_checkpoint(file.parent):
         raise CheckpointError(f"{file.parent} is a checkpoint, which is not changed. Give another.")

@@ -23,6 +23,8 @@ class _Saved(Protocol):
     def is_best(self) -> bool: ...
     @property
     def is_emergency(self) -> bool: ...
+    @property
+    def is_weights_only(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ def choose_kept(
 ) -> list[list[str]]:
     """Return, for each checkpoint, why it is kept; an empty list means that it is not needed.
 
-    The newest checkpoint, those that `last` and `best` name, and those that were saved after a
-    crash are always kept. The latter do not count among the newest or the best, and those without
-    a finite value of the metric not among the best.
+    The newest checkpoint, the newest that a run can resume from, those that `last` and `best` name,
+    and those that were saved after a crash are always kept. The last of these do not count among
+    the newest or the best, and those without a finite value of the metric not among the best.
 
     Args:
         checkpoints: All complete checkpoints of a folder, the oldest first.
@@ -53,8 +55,9 @@ def choose_kept(
         for index, one in enumerate(checkpoints)
         if not one.is_emergency
     ]
+    full = [i for i, one in enumerate(regular) if not checkpoints[one.index].is_weights_only]
     kept = {
-        "newest": rules.newest(regular) | {len(regular) - 1},
+        "newest": rules.newest(regular) | {len(regular) - 1, *full[-1:]},
         f"best {metric}": {i for i in rules.best_ranked(regular) if regular[i].score is not None},
         f"every {rules.every} steps": rules.first_of_intervals(regular),
     }

@@ -72,8 +72,8 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
 
     Args:
         url: The URL of a checkpoint; or of a run's folder or a folder of checkpoints, which stand
-            for the newest complete checkpoint in them. Those that were saved after a crash are
-            fetched only by their own URL.
+            for the newest complete checkpoint in them. Those that were saved after a crash, and
+            those that have only the weights, are fetched only by their own URL.
         into: The folder in which the checkpoint's folder is created.
 
     Raises:
@@ -108,7 +108,8 @@ def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
         except CheckpointError as error:
             damage.append(str(error))
         else:
-            if checkpoint is not None and not checkpoint.manifest["info"].get("emergency"):
+            info = {} if checkpoint is None else checkpoint.manifest["info"]
+            if checkpoint is not None and not (info.get("emergency") or info.get("weights_only")):
                 found.append(checkpoint)
     for checkpoint in sorted(found, key=_RemoteCheckpoint.age, reverse=True):
         try:

@@ -90,6 +90,7 @@ class Retention:
         mode: Which score is better.
         keep_last: How many of the newest checkpoints are kept; -1 for all.
         keep_every: Of every so many steps, the first checkpoint is kept for ever.
+        weights_only: Whether the writer's checkpoints have only the model's weights.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Retention:
         mode: Mode = "min",
         keep_last: int = 0,
         keep_every: int | None = None,
+        weights_only: bool = False,
     ) -> None:
+        self._weights_only = weights_only
         self._rules = KeepRules(last=keep_last, best=keep_best, mode=mode, every=keep_every)
         self._folder: Path | None = None
         self._best_name: str | None = None
@@ -128,10 +131,14 @@ class Retention:
     @property
     def best(self) -> RetainedCheckpoint | None:
         """The best durable checkpoint; None if nothing is ranked, or no score is finite."""
-        if not self._rules.best:
-            return None
-        first = rank_checkpoints(self._saved, self._rules.mode)[:1]
-        return first[0] if first and first[0].has_finite_score else None
+        return next(iter(self.best_ranked), None)
+
+    @property
+    def best_ranked(self) -> list[RetainedCheckpoint]:
+        """The durable checkpoints that are kept for their finite scores, the best first."""
+        ranked = rank_checkpoints(self._saved, self._rules.mode)
+        kept = ranked if self._rules.best == -1 else ranked[: self._rules.best]
+        return [checkpoint for checkpoint in kept if checkpoint.has_finite_score]
 
     @property
     def newest(self) -> RetainedCheckpoint | None:
@@ -192,13 +199,20 @@ class Retention:
         checkpoint = self._find_pending(path)
         if checkpoint is None:
             return False
-        self._take_pending(checkpoint)
-        created = _read_created(path) or ""
-        self._saved.append(replace(checkpoint, name=path.name, created=created))
+        self._register(checkpoint, path)
+        for earlier in list(self._pending.values()):  # reported while the writer was not registered
+            folder = self.folder / earlier.name
+            if earlier.number < checkpoint.number and _read_created(folder) is not None:
+                self._register(earlier, folder)
         self._resumed_from = None
         self._forget_missing()
         self._apply_rules()
         return True
+
+    def _register(self, checkpoint: RetainedCheckpoint, path: Path) -> None:
+        self._take_pending(checkpoint)
+        created = _read_created(path) or ""
+        self._saved.append(replace(checkpoint, name=path.name, created=created))
 
     def discard(self, path: Path) -> RetainedCheckpoint | None:
         """Free a reserved name whose checkpoint could not be saved; return what was reserved."""
@@ -307,14 +321,34 @@ class Retention:
             CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
         try:
-            self._complete_save(path, run_id)
+            self._complete_save(path, writer, run_id)
         finally:
-            self._find_saved(path, writer, run_id)
+            self._find_saved(path, writer, run_id, {})
 
-    def _find_saved(self, path: Path, writer: str, run_id: str | None) -> None:
+    def find_saved(
+        self, writer: str, run_id: str | None, ranking: Mapping[str, Any] | None = None
+    ) -> None:
+        """Find the checkpoints of a writer that starts in the middle of a run.
+
+        It was disabled at the start, or replaces another one of the same name.
+
+        Args:
+            writer: The name of the writer's state among the states of hooks.
+            run_id: The id of the run; None if there is none.
+            ranking: What the writer's saved state has to have: other scores cannot be compared.
+
+        Raises:
+            CheckpointError: The pointer `best` could not be moved. Everything else is done.
+        """
+        self._find_saved(None, writer, run_id, ranking or {})
+
+    def _find_saved(
+        self, path: Path | None, writer: str, run_id: str | None, ranking: Mapping[str, Any]
+    ) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
-            own = _find_own(found, writer, is_resumed_from=found.resolve() == path.resolve())
+            is_resumed_from = path is not None and found.resolve() == path.resolve()
+            own = _find_own(found, writer, ranking, is_resumed_from=is_resumed_from)
             info = manifest["info"]
             if own is None or (info.get("run_id"), info.get("step")) != (run_id, own.step):
                 continue
@@ -329,33 +363,46 @@ class Retention:
         if restored:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
-        self._resumed_from = path.name
+        self._resumed_from = None if path is None else path.name
         self._apply_rules()
 
-    def _complete_save(self, path: Path, run_id: str | None) -> None:
+    def _complete_save(self, path: Path, writer: str, run_id: str | None) -> None:
         """Make the checkpoints that were requested at the same boundary and are not there.
 
-        Several requests at one boundary are one save into several folders. The process may have
-        died between two of them.
+        Several requests at one boundary are one save into several folders, or two if some are for
+        weights only. The process may have died between two of them.
         """
-        from hookline.checkpoint.checkpoint_folder import duplicate_checkpoint  # imports torch
+        from hookline.checkpoint import checkpoint_folder  # here, because it imports torch
 
         info = read_manifest(path)["info"]
         if run_id is None or info.get("run_id") != run_id:
             return
         for checkpoint in self._latest:
             folder = self.folder / checkpoint.name
-            if checkpoint.step == info.get("step") and not os.path.lexists(folder):
-                duplicate_checkpoint(path, folder)
+            if checkpoint.step != info.get("step") or os.path.lexists(folder):
+                continue
+            if not self._weights_only:
+                checkpoint_folder.duplicate_checkpoint(path, folder)
+                continue
+            full = checkpoint_folder.load_checkpoint(path)
+            state = {"hooks": {writer: full.state["hooks"][writer]}}
+            checkpoint_folder.save_checkpoint(
+                folder, model=full.model, state=state, info={**full.info, "weights_only": True}
+            )
 
 
-def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedCheckpoint | None:
+def _find_own(
+    path: Path, writer: str, ranking: Mapping[str, Any], *, is_resumed_from: bool
+) -> RetainedCheckpoint | None:
     """Return the entry of a checkpoint in the writer's state that was saved with it."""
     from hookline.checkpoint.state_tree import decode  # here, because it imports torch
 
     try:
         tree = read_json(path / "state.json", file_limits.state_bytes)
-        entries = _read_entries(decode(tree["state"]["hooks"][writer]["checkpoints"]["latest"], {}))
+        saved = tree["state"]["hooks"][writer]
+        if any(saved[name] != value for name, value in ranking.items()):
+            return None
+        entries = _read_entries(decode(saved["checkpoints"]["latest"], {}))
     except Exception:  # saved by another writer, or not a state at all
         return None
     for entry in entries:
@@ -363,7 +410,7 @@ def _find_own(path: Path, writer: str, *, is_resumed_from: bool) -> RetainedChec
             return entry
         if is_resumed_from and _is_variant(path, entry.name):
             other = path.with_name(entry.name)  # another process had taken the name, or it is ours
-            return None if _find_own(other, writer, is_resumed_from=False) else entry
+            return None if _find_own(other, writer, ranking, is_resumed_from=False) else entry
     return None
 
 

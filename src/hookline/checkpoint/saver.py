@@ -87,7 +87,8 @@ class CheckpointSaver:
 
         The first folder that can be written gets the bytes; the others get hard links to them where
         the file system supports these. `finished` returns a result for each folder. In each
-        folder's parent, `last` names the checkpoint afterwards, unless `info["emergency"]` is true.
+        folder's parent, `last` names the checkpoint afterwards, unless `info["emergency"]` or
+        `info["weights_only"]` is true.
 
         Args:
             folders: Such as `checkpoints/step_000120`. An existing folder is never changed: the
@@ -123,7 +124,7 @@ class CheckpointSaver:
         if isinstance(writer, PartWriter):
             writer.requested = folders[0]
             self._parts.append(writer)
-        move_last = not info.get("emergency")
+        move_last = not (info.get("emergency") or info.get("weights_only"))
         self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:
             self._write.start()

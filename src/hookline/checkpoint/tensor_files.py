@@ -118,6 +118,7 @@ class TensorBuffer:
         self._size = len(header) + sum(entry.bytes for entry in written)
         accelerator = _accelerator()
         is_pinned = accelerator in devices and accelerator != "mps"
+        is_pinned = is_pinned if devices else self._is_pinned  # nothing to copy needs no other
         if self._memory.numel() < self._size or self._is_pinned != is_pinned:
             self._views = []
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the new allocation

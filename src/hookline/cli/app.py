@@ -25,6 +25,7 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
     new_group,
+    path,
     whole_number,
 )
 from hookline.cli.hooks_command import events, hooks_app
@@ -147,9 +148,12 @@ def demo(
     steps: Annotated[
         int, typer.Option(help="Number of training steps, 1 or more.", **whole_number(1))
     ] = 400,
-    out: Annotated[Path, typer.Option(help="The folder to create the run's folder in.")] = Path(
-        "runs"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The folder to create the run's folder in.", metavar="FOLDER", parser=path
+        ),
+    ] = Path("runs"),
     seed: Annotated[
         int,
         typer.Option(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hookline.arguments import user_path
 from hookline.cli.command_base import check_runs_folder
 from hookline.errors import CheckpointError, listed, nearest
 
@@ -53,7 +54,7 @@ class CheckpointFolder:
         from hookline.checkpoint.checkpoint_lookup import find_checkpoint, is_checkpoint
 
         if given is None:
-            return self.named or find_checkpoint(self.path)
+            return self.named or find_checkpoint(self.path, weights_suffice=True)
         if given in ("last", "best"):
             if (self.path / given).is_file():
                 return find_checkpoint(self.path / given)
@@ -62,8 +63,9 @@ class CheckpointFolder:
             return self.path / given
         complete = self.read()[0]
         found = [one for one in complete if str(one.step) == given]
-        if found:  # the newest; one that was saved after a crash only if there is no other
-            return max(reversed(found), key=lambda one: not one.is_emergency).path
+        if found:  # the newest; others than those with all of the state only if there is none
+            order = {one.path: (not one.is_emergency, not one.is_weights_only) for one in found}
+            return max(reversed(order), key=lambda path: order[path])
         names = [one.path.name for one in complete]
         raise CheckpointError(
             f"There is no checkpoint '{given}' in {self.path}.{nearest(given, names)} Give a "
@@ -83,7 +85,7 @@ def find_folder(run: str, runs: Path | None) -> CheckpointFolder:
     from hookline.runs.run_lookup import find_run
 
     check_runs_folder(runs)
-    path = Path(run)
+    path = user_path(run)
     if path.is_dir() and is_checkpoint(path):
         return CheckpointFolder(path.parent, path)
     if path.is_dir() and any(scan_checkpoints(path)):

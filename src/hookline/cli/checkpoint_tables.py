@@ -78,6 +78,7 @@ def format_contents(path: Path, contents: CheckpointContents) -> str:
         "epoch": info.get("epoch"),
         "metrics": _format_metrics(decode_metrics(info)),
         "emergency": "saved after a crash" if info.get("emergency") else None,
+        "weights only": "no run resumes from it" if info.get("weights_only") else None,
         "created": f"{format_time(manifest['created'])} UTC",
         "number": manifest.get("number"),
         "size": format_size(sum(sizes.values())),
@@ -131,6 +132,7 @@ def _format_age(created: str) -> str:
 
 def _format_marks(one: SavedCheckpoint) -> str:
     marks = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+    marks["weights-only"] = one.is_weights_only
     return " ".join(mark for mark, applies in marks.items() if applies)
 
 

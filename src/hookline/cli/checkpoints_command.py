@@ -17,6 +17,7 @@ from hookline.cli.command_base import (
     delay_interrupts,
     new_group,
     one_of,
+    path,
 )
 from hookline.cli.prune_command import prune
 from hookline.cli.text_output import print_json, show
@@ -56,7 +57,8 @@ def list_checkpoints(
 
     A checkpoint is complete if its manifest is valid and all files have their sizes;
     **hookline checkpoints verify** also compares the hashes. An **emergency** checkpoint was saved
-    after a crash, and is never resumed from automatically.
+    after a crash, and is never resumed from automatically. No run can be resumed from one that is
+    **weights-only**.
 
     Example: **hookline checkpoints list 20261115-210655-3f9c7b**
     """
@@ -157,6 +159,7 @@ def export(
             help="The file to write, or an existing folder; by default the checkpoint's name with "
             ".safetensors or .pt.",
             metavar="FILE",
+            parser=path,
         ),
     ] = None,
     file_format: Annotated[

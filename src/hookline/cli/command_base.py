@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from hookline.arguments import user_path
 from hookline.cli.text_output import is_main_process, print_text
 
 __all__ = [
@@ -26,13 +27,25 @@ __all__ = [
     "exit_on_interrupt",
     "new_group",
     "one_of",
+    "path",
     "whole_number",
 ]
+
+
+def path(given: str) -> Path:
+    """Return the path that an option gives: a shell leaves the `~` of `--out=~/runs`."""
+    return user_path(given)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunsFolder = Annotated[
     Path | None,
-    typer.Option("--runs", help="The folder of all runs; by default runs.", metavar="FOLDER"),
+    typer.Option(
+        "--runs",
+        help="The folder of all runs; by default runs.",
+        metavar="FOLDER",
+        parser=path,
+    ),
 ]
 
 

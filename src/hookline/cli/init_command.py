@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from hookline.cli.command_base import path
 from hookline.printable import printable
 
 __all__ = ["init"]
@@ -24,7 +25,8 @@ _SLURM = {"job.sh": "a Slurm job that resumes after preemption"}
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(help="The folder, which is created if needed.", metavar="DIR")
+        Path,
+        typer.Argument(help="The folder, which is created if needed.", metavar="DIR", parser=path),
     ] = Path(),
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Add a Slurm job that resumes after preemption.")

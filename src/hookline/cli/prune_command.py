@@ -127,7 +127,9 @@ def _check_newest(complete: Sequence[SavedCheckpoint]) -> None:
     """Raise if the newest checkpoint, which remains, is damaged: an older one may be needed."""
     from hookline.cli.checkpoint_verification import verify_all
 
-    newest = [one.path for one in complete if not one.is_emergency][-1]
+    regular = [one for one in complete if not one.is_emergency]
+    full = [one for one in regular if not one.is_weights_only]
+    newest = (full or regular)[-1].path  # the one that a run would resume from
     problem = verify_all([newest])[newest]
     if problem is not None:
         raise CheckpointError(

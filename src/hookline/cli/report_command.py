@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, exit_on_interrupt
+from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, exit_on_interrupt, path
 from hookline.cli.text_output import print_json, show
 from hookline.printable import printable
 
@@ -29,6 +29,7 @@ def report(
             "-o",
             help="The file to write; report.html if neither this nor --json is given.",
             metavar="FILE",
+            parser=path,
         ),
     ] = None,
     folder: RunsFolder = None,

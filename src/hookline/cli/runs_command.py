@@ -30,8 +30,9 @@ _MAX_RUNS = 2000  # of the list
 _MAX_DAMAGED = 20  # runs whose problem is shown
 _STYLES = {
     r"\A.*": "bold",
-    r"  (completed|stopped)(?=  )": "green",
-    r"  training(?=  )": "cyan",
+    r"  completed(?=  )(?!.*  -?(nan|inf)\b)": "green",
+    r"  completed(?=  .*  -?(nan|inf)\b)": "red",  # its last loss
+    r"  (training|stopped)(?=  )": "cyan",
     r"  (interrupted|preempted)(?=  )": "yellow",
     r"  (error|lost|unknown)(?=  )": "red",
 }
@@ -165,7 +166,9 @@ def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
 
 def _commit(git: dict[str, Any]) -> str:
     commit = git.get("commit")
-    return f"{str(commit)[:8]}{'+' if git.get('dirty') else ''}" if commit else "none"
+    if not commit:
+        return "none" if git else "?"  # nothing is known without a manifest
+    return f"{str(commit)[:8]}{'+' if git.get('dirty') else ''}"
 
 
 def _as_dict(run: OpenedRun) -> dict[str, Any]:

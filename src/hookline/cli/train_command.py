@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hookline.arguments import user_path
 from hookline.cli.command_base import (
     Command,
     Json,
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
+    path,
 )
 from hookline.cli.text_output import is_main_process, print_json, print_text, show
 from hookline.masking import mask_text
@@ -85,7 +87,7 @@ def _is_run(following: list[str]) -> bool:
         return False
     text = following[0]
     is_config = text.endswith(_FILES) or ".py:" in text
-    return Path(text).is_dir() or not (is_config or "=" in text)
+    return user_path(text).is_dir() or not (is_config or "=" in text)
 
 
 def train(
@@ -244,7 +246,8 @@ def check(
 
 def schema(
     out: Annotated[
-        Path | None, typer.Option(help="Write the schema to this file.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the schema to this file.", metavar="FILE", parser=path),
     ] = None,
 ) -> None:
     """Print the JSON schema of config files, for completion and validation in editors.

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     PositiveFloat,
@@ -20,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.arguments import check_mapping, show_value
+from hookline.arguments import check_mapping, show_value, user_path
 from hookline.config.config_model import Config
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, listed, nearest
@@ -343,7 +344,7 @@ class TrainerConfig(Config):
         lt=2**63,
         description="seeds Python, torch and numpy (if imported) when training starts",
     )
-    runs: Path | None = Field(
+    runs: Annotated[Path, AfterValidator(user_path)] | None = Field(
         default=Path("runs"), description="the folder for run folders; None writes no run"
     )
     report: bool = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import ConfigTree, FileError, Key, describe_result
+from hookline.config_files.config_tree import (
+    ConfigTree,
+    FileError,
+    Key,
+    describe_result,
+    format_key,
+    format_value,
+)
 from hookline.config_files.config_validation import ResolvedObjects
 from hookline.config_files.file_model import (
     LoaderConfig,
@@ -56,13 +64,18 @@ def run_config(config: TrainerConfig, training: Mapping[str, Any], seed: int | N
     return RunConfig(**given)
 
 
-def build_trainer(config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects) -> Trainer:
-    """Create everything that the configuration names; return the trainer with its data.
+def build_trainer(
+    config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects
+) -> tuple[Trainer, dict[str, Key]]:
+    """Create everything that the configuration names.
+
+    Return the trainer with its data, and the key of each hook by the hook's name.
 
     Raises:
         FileError: something could not be created.
     """
-    return _Builder(config, tree, resolved).trainer()
+    builder = _Builder(config, tree, resolved)
+    return builder.trainer(), builder.hook_keys
 
 
 def _run_labels(config: TrainingConfig) -> dict[str, Any]:
@@ -74,6 +87,7 @@ def _run_labels(config: TrainingConfig) -> dict[str, Any]:
 class _Builder:
     def __init__(self, config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects) -> None:
         self._config, self._tree, self._resolved = config, tree, resolved
+        self.hook_keys: dict[str, Key] = {}
 
     def trainer(self) -> Trainer:
         config = self._config
@@ -113,7 +127,7 @@ class _Builder:
                 item = self._resolved.hooks.get(key)
                 if item is None:  # its options contain objects
                     item = HookItem.read(self._create_within(hook.item(), key), kind)
-                trainer.hooks.add_item(item)
+                self.hook_keys[trainer.hooks.add_item(item)] = key
         with self._creating(("data",)):
             trainer.set_data(train, val)
         return trainer
@@ -184,7 +198,7 @@ class _Builder:
         is_dataset = section.loader is not None and not isinstance(data, type)
         if is_dataset or isinstance(data, torch.utils.data.Dataset):
             options = self._create_within(section.loader or {}, (*key, "loader"))
-            with self._creating((*key, "loader") if section.loader is not None else key):
+            with self._creating((*key, "loader") if section.loader is not None else key, options):
                 return torch.utils.data.DataLoader(cast("Any", data), **options)
         if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
@@ -198,7 +212,7 @@ class _Builder:
 
     def _create(self, key: Key, section: ObjectConfig, *positional: Any) -> Any:
         args = self._create_within(section.init_args, (*key, "init_args"))
-        with self._creating(key):
+        with self._creating(key, args, (*key, "init_args")):
             return self._resolved.targets[section.class_path](*positional, **args)
 
     def _create_value(self, value: Any, key: Key) -> Any:
@@ -212,7 +226,7 @@ class _Builder:
             if value.get("call", True) is False:
                 return target
             args = self._create_within(value.get("init_args") or {}, (*key, "init_args"))
-            with self._creating(key):
+            with self._creating(key, args, (*key, "init_args")):
                 return target(**args)
         return self._create_within(value, key)
 
@@ -220,8 +234,13 @@ class _Builder:
         return {name: self._create_value(inner, (*key, name)) for name, inner in values.items()}
 
     @contextmanager
-    def _creating(self, key: Key) -> Generator[None]:
-        """Turn any error while something is created into a `FileError` with its place."""
+    def _creating(
+        self, key: Key, args: Mapping[str, Any] | None = None, args_key: Key | None = None
+    ) -> Generator[None]:
+        """Turn any error while something is created into a `FileError` with its place.
+
+        If the message of the error is about one of the arguments, it is that one's place.
+        """
         try:
             yield
         except FileError:
@@ -231,11 +250,32 @@ class _Builder:
         except (Exception, SystemExit) as error:
             reason = str(error) or "without a message"
             kind = type(error).__name__
-            text = f"It could not be created: {kind}: {reason}{format_origin(error)}"
-            raise FileError([self._tree.problem(key, text)]) from error
+            place = _find_named_argument(reason, args or {}, key if args_key is None else args_key)
+            what = "It" if place is None else format_key(key)
+            text = f"{what} could not be created: {kind}: {reason}{format_origin(error)}"
+            if place is not None:
+                text = f"It is {format_value((args or {})[str(place[-1])], place)}. {text}"
+            raise FileError([self._tree.problem(place or key, text)]) from error
 
     def _fail(self, key: Key, text: str) -> NoReturn:
         raise FileError([self._tree.problem(key, text)])
+
+
+def _find_named_argument(message: str, args: Mapping[str, Any], key: Key) -> Key | None:
+    """Return the key of the only argument that the message of an error is about.
+
+    That is the one whose name it has, or else the one whose negative number it has.
+    """
+    named = [name for name in args if re.search(rf"\b{re.escape(name)}\b", message)]
+    negative = [
+        name
+        for name, value in args.items()
+        if type(value) in (int, float) and value < 0 and str(value) in message
+    ]
+    for found in (named, negative):
+        if len(found) == 1:
+            return (*key, found[0])
+    return None
 
 
 def format_origin(error: BaseException) -> str:

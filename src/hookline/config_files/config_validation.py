@@ -6,7 +6,8 @@ imports what class paths name, and compares arguments with signatures; nothing i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -112,7 +113,10 @@ def _expectation(error: dict[str, Any]) -> str:
         is_union = context["class_name"] == HooksByKind.__name__
         is_dashed = is_union and str(error["input"]).startswith("-")
         hint = ", whose items have a space after the dash" if is_dashed else ""
-        return "Expected a mapping" + (f" or a list{hint}" if is_union else "")
+        hint = f" or a list{hint}" if is_union else ""
+        return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
+    if error["type"] == "dict_type":
+        return f"Expected a mapping{_colon_hint(error['input'])}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == TRACKER_NAME:
         return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
@@ -120,6 +124,17 @@ def _expectation(error: dict[str, Any]) -> str:
     if error["type"] == "value_error":  # raised by a validator of the models
         return str(context["error"])
     return str(error["msg"])
+
+
+def _colon_hint(value: Any) -> str:
+    """Return that a colon or its space is missing, if a value looks like a key and its value."""
+    words = value.split() if isinstance(value, str) else []
+    name, colon, rest = words[0].partition(":") if words else ("", "", "")
+    if name.isidentifier() and colon and rest:
+        return f". A space is missing after the colon: `{format_name(name)}: {format_name(rest)}`"
+    if len(words) < 2 or not words[0].isidentifier():
+        return ""
+    return f". A colon is missing: `{format_name(words[0])}: {format_name(words[1])}`"
 
 
 def _fields_at(path: Key) -> dict[str, str]:
@@ -240,11 +255,21 @@ class _ObjectChecker:
             text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
             self._add_problem(("trainer", "seed"), text)
         optimizers = len(list(iterate_section(config, "optimizer")))
+        for key, optimizer in iterate_section(config, "optimizer"):
+            self._check_rate((*key, "init_args"), optimizer.init_args)
+            for i, group in enumerate(optimizer.groups):
+                self._check_rate((*key, "groups", i), group.model_extra or {})
         for key, scheduler in iterate_section(config, "scheduler"):
             if scheduler.optimizer >= optimizers:
                 count = f"there are {optimizers} optimizers, counted from 0"
                 text = f"It is {scheduler.optimizer}, but {count}."
                 self._add_problem((*key, "optimizer"), text)
+
+    def _check_rate(self, key: Key, options: Mapping[str, Any]) -> None:
+        lr: Any = options.get("lr")
+        if type(lr) in (int, float) and not 0 <= lr < math.inf:
+            text = f"It is {format_value(lr)}. Expected a learning rate of 0 or more."
+            self._add_problem((*key, "lr"), text)
 
 
 def _path_key(spec: ObjectSpec) -> Key:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 from hookline.config_files.building import format_origin
-from hookline.config_files.config_tree import shorten
+from hookline.config_files.config_tree import FileError, Key, shorten
 from hookline.config_files.loading import Training
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
@@ -16,7 +16,7 @@ from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
 from hookline.printable import message_lines
 from hookline.tensors.nested import describe_structure
-from hookline.trainer.checks import check_metrics, users_add_metrics
+from hookline.trainer.checks import MissingMetricError, check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer
 
 __all__ = ["dry_run"]
@@ -39,9 +39,10 @@ def dry_run(training: Training) -> dict[str, Any]:
             trainer.set_data(training.loaders, training.val_loaders)
         train = _train_batch(trainer)
         val = _val_batch(trainer) if trainer.validates else None
-        check_metrics(trainer)
+        _check_validation(training)
         train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
-        _check_monitors(trainer, train_names, val_names)
+        _check_monitors(training, train_names, val_names)
+        _check_length(training)
     return {**_describe(training), "train": train, "val": val}
 
 
@@ -78,11 +79,59 @@ def _first_batch(stream: Any, key: str) -> Any:
         raise TrainingError("It has no batches.")
 
 
-def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
+def _check_length(training: Training) -> None:
+    """Raise if the settings say that nothing is trained."""
+    config = training.trainer.config
+    for name in ("max_steps", "max_epochs"):
+        if getattr(config, name) == 0:
+            text = "It is 0, so nothing would be trained. Expected 1 or more, or null for no limit."
+            raise _error_at(training, ("trainer", name), f"trainer.{name}", text)
+
+
+def _error_at(training: Training, key: Key | None, subject: str, text: str) -> HooklineError:
+    """Return the error for a key of the config file; without a file, for its subject."""
+    if training.tree is None or key is None:
+        return TrainingError(f"With {subject}: {text}")
+    return FileError([training.tree.problem(key, text)])
+
+
+def _option_key(training: Training, hook: str, metric: str) -> Key | None:
+    """Return the key of the option of a hook that names a metric; that of the hook by default."""
+    key = training.hook_keys.get(hook)
+    if training.tree is None or key is None:
+        return None
+    item: Any = training.tree.values
+    for part in key:
+        item = item[part]
+    options = {(*key, name): value for name, value in item.items()} if _is_dict(item) else {}
+    inner = options.pop((*key, "init_args"), None)
+    if _is_dict(inner):
+        options |= {(*key, "init_args", name): value for name, value in inner.items()}
+    naming = [one for one, value in options.items() if metric in str(value)]
+    return min(naming, key=lambda one: options[one] != metric, default=key)
+
+
+def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _check_validation(training: Training) -> None:
+    """Raise if something needs a metric of the validation, and there is none."""
+    try:
+        check_metrics(training.trainer)
+    except MissingMetricError as error:
+        key = _option_key(training, error.hook, error.metric)
+        if key is None:
+            raise
+        raise _error_at(training, key, "", str(error)) from error
+
+
+def _check_monitors(training: Training, train: list[str], val: list[str]) -> None:
     """Raise if a hook monitors a metric that the batches did not produce.
 
     Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
     """
+    trainer = training.trainer
     streams = [one for one in (trainer.train_data, trainer.val_data) if one is not None]
     if any(len(one.names) > 1 for one in streams) or users_add_metrics(trainer.hooks):
         return
@@ -91,11 +140,14 @@ def _check_monitors(trainer: Trainer, train: list[str], val: list[str]) -> None:
         if not active or not isinstance(hook, RequiresMetrics):
             continue
         event, monitored = hook.required_metrics(trainer)
-        with _errors_name(f"the hook '{name}'"):
-            for metric in monitored if metrics[event] else ():  # empty: the event does not occur
-                if trainer.step_fn is not None and not nearest(metric, metrics[event]):
-                    continue  # the step function may return it for other batches
+        for metric in monitored if metrics[event] else ():  # empty: the event does not occur
+            if trainer.step_fn is not None and not nearest(metric, metrics[event]):
+                continue  # the step function may return it for other batches
+            try:
                 require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
+            except HooklineError as error:
+                key = _option_key(training, name, metric)
+                raise _error_at(training, key, f"the hook '{name}'", str(error)) from error
 
 
 @contextmanager

@@ -194,9 +194,16 @@ def _parse_yaml(text: str, max_values: int = MAX_VALUES) -> ParsedFile:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = None if mark is None else mark.line + 1
-        reason = _explain_yaml(error, text.split("\n"))
+        mark, lines = error.problem_mark or error.context_mark, text.split("\n")
+        line = _line_without_colon(error, lines)
+        if line is not None:
+            found = lines[line - 1].split("#")[0].strip()
+            key = found.removeprefix("-").split()[0]
+            expected = f"`{key}: …`" if found != f"- {key}" else f"`- name: {key}`"
+            reason = f"There is no colon in {format_value(found)}; expected {expected}."
+        else:
+            line = None if mark is None else mark.line + 1
+            reason = _explain_yaml(error, lines)
         raise _ParseError(f"Not valid YAML: {reason}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -204,6 +211,24 @@ def _parse_yaml(text: str, max_values: int = MAX_VALUES) -> ParsedFile:
         raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
         raise _ParseError(_TOO_DEEP) from None
+
+
+def _line_without_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> int | None:
+    """Return the line of a key that lacks its colon; None if something else is wrong."""
+    problem, mark = error.problem or "", error.problem_mark
+    if mark is None or mark.line >= len(lines) or "flow" in (error.context or ""):
+        return None
+    if "could not find expected ':'" in problem and error.context_mark is not None:
+        found = error.context_mark.line
+    elif "mapping values are not allowed" in problem or "<document start>" in problem:
+        # The line is taken for the continuation of the one before, which is no key.
+        above = [i for i in range(mark.line) if lines[i].split("#")[0].strip()]
+        found = above[-1] if above else mark.line
+    else:
+        return None
+    text = lines[found].split("#")[0].strip()
+    is_key = re.match(r"(?:- *)?[\w.-]+(?: |$)", text) is not None and ":" not in text
+    return found + 1 if is_key and not text.endswith((",", "[", "{")) else None
 
 
 def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
@@ -242,6 +267,8 @@ def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
             return "A value that contains ': ' needs quotes."
     elif "<block end>" not in problem:
         return in_words
+    elif "found '-'" in problem and mark.column == start.column:
+        return "The item of a list is among the keys of a mapping. Remove the dash, or indent it."
     return (
         f"The line is indented by {indent} spaces, which does not match the lines above it "
         f"({last_indent} in line {last + 1}). Keys of one mapping need the same indentation."
@@ -278,7 +305,10 @@ class _YamlConstructor:
     def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
         for name, (name_node, value) in self._merged_pairs(node).items():
-            self.lines[*key, name] = name_node.start_mark.line + 1
+            line = name_node.start_mark.line
+            if isinstance(value, yaml.ScalarNode):
+                line = max(line, value.start_mark.line)  # of an alias, it is that of the anchor
+            self.lines[*key, name] = line + 1
             mapping[name] = self.construct(value, (*key, name))
         return mapping
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hookline.arguments import check_instance, check_path, listed_strings
+from hookline.arguments import check_instance, check_path, listed_strings, user_path
 from hookline.config_files.config_tree import (
     COMMAND_LINE,
+    ConfigTree,
     FileError,
+    Key,
     Problem,
     describe_result,
     format_key,
@@ -45,6 +47,8 @@ class Training:
         loaders: the training data, if the trainer does not have it yet.
         val_loaders: the validation data, likewise.
         trust: the packages that the caller trusts.
+        tree: the configuration with its places, if it comes from a config file.
+        hook_keys: the key of each of its hooks there, by the hook's name.
     """
 
     trainer: Trainer
@@ -53,6 +57,8 @@ class Training:
     loaders: Any = None
     val_loaders: Any = None
     trust: tuple[str, ...] = ()
+    tree: ConfigTree | None = None
+    hook_keys: Mapping[str, Key] = field(default_factory=dict[str, Key])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -107,8 +113,8 @@ def load_training(
     folder = find_import_folder(path, root)
     with importable(folder):
         resolved = check_objects(config, tree, Trust(root, packages, folder, path.resolve().parent))
-        trainer = build_trainer(config, tree, resolved)
-    return Training(trainer, str(path), folder, trust=trust)
+        trainer, hook_keys = build_trainer(config, tree, resolved)
+    return Training(trainer, str(path), folder, trust=trust, tree=tree, hook_keys=hook_keys)
 
 
 # -- a Python function ----------------------------------------------------------------------------
@@ -117,7 +123,7 @@ def load_training(
 def is_python_function(target: str) -> bool:
     """Return whether a target names a function, `train.py:make_trainer`, rather than a file."""
     place, colon, name = target.rpartition(":")
-    return bool(colon and place and name.isidentifier()) and not Path(target).exists()
+    return bool(colon and place and name.isidentifier()) and not user_path(target).exists()
 
 
 def load_python(target: str, *overrides: str) -> Training:
@@ -169,7 +175,7 @@ def _find_module(place: str) -> tuple[Path, str]:
     """Return the folder to import from, and the module's name."""
     if not place.endswith(".py"):
         return Path.cwd(), place
-    file = Path(place)
+    file = user_path(place)
     if not file.is_file():
         files = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"There is no file '{place}'.{nearest(file.name, files)}")

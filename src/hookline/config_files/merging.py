@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import user_path
 from hookline.config_files.config_tree import (
     COMMAND_LINE,
     ConfigTree,
@@ -134,7 +135,8 @@ def _merge_includes(
     merged = ConfigTree(name, {}, {})
     problems = ProblemList()
     for key, include in _pop_includes(own, includes.environment, problems):
-        file, included_name = path.parent / include, str(Path(name).parent / include)
+        given = user_path(include)  # an absolute one replaces the folder
+        file, included_name = path.parent / given, str(Path(name).parent / given)
         try:
             _merge_tree(merged, _merge_includes(file, included_name, includes, (*including, place)))
         except FileError as error:

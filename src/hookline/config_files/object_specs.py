@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from hookline.config.hook_items import SECTIONS
@@ -221,8 +222,7 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
             value = load_object(value["class_path"])
             if not isinstance(value, type):
                 return None
-        called: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
-        hint = get_type_hints(called, include_extras=True).get(parameter.name)
+        hint = _read_hint(target, parameter.name)
         if hint is None:
             return None
         option = Option(parameter.name, "", parameter.default, "", hint)
@@ -237,6 +237,17 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
     elif isinstance(value, str) and _is_path(value) and "instance of" in problem:
         hint = f" To create it, write {{class_path: {value}}}."
     return f"It is {format_value(value, (parameter.name,))}. {problem}.{hint}"
+
+
+def _read_hint(target: Any, name: str) -> Any:
+    """Return the type of one parameter; those of others may be known to type checkers only."""
+    called: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
+    function = inspect.unwrap(called)
+    annotations = getattr(function, "__annotations__", {})
+    if name not in annotations:
+        return None
+    one = SimpleNamespace(__annotations__={name: annotations[name]})
+    return get_type_hints(one, getattr(function, "__globals__", {}), include_extras=True)[name]
 
 
 def contains_object(value: Any) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from hookline.arguments import user_path
 from hookline.checkpoint import find_checkpoint
 from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError, listed
@@ -15,7 +15,7 @@ from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint
-from hookline.runs.unfinished_runs import comparable_config, find_unfinished_run
+from hookline.runs.unfinished_runs import find_unfinished_run
 from hookline.trainer.forking import describe_parent
 
 __all__ = ["NEWEST", "describe_resume_command", "find_fork", "find_resume"]
@@ -43,7 +43,7 @@ def find_resume(
     """
     runs = training.trainer.config.runs
     if given != NEWEST:
-        path = Path(given)
+        path = user_path(given)
         path = path if path.exists() else find_run(given, runs or Path("runs"))
         checkpoint = find_checkpoint(path, verify=True)
         folder = find_run_of_checkpoint(checkpoint)
@@ -52,15 +52,8 @@ def find_resume(
         return checkpoint, f"Resuming from {checkpoint}."
     if runs is None:
         return None, "There is nothing to resume, because `runs` is null. Starting a new run."
-    configuration = comparable_config(training.config)
-    parent = None if fork_from is None else describe_parent(fork_from)
-
-    def is_same(manifest: Mapping[str, Any]) -> bool:
-        config = manifest.get("config")
-        fits = isinstance(config, dict) and comparable_config(config) == configuration
-        return fits and (parent is None or manifest.get("parent") == parent)
-
-    return find_unfinished_run(runs, is_same)
+    parent = {} if fork_from is None else {"parent": describe_parent(fork_from)}
+    return find_unfinished_run(runs, {"config": training.config, **parent})
 
 
 def find_fork(training: Training, given: str) -> Path:
@@ -75,7 +68,7 @@ def find_fork(training: Training, given: str) -> Path:
         CheckpointError: the run has no checkpoint of this step. The message lists its steps.
     """
     name, at, step = given.rpartition("@")
-    if not at or not step.isdecimal() or Path(given).exists():
+    if not at or not step.isdecimal() or user_path(given).exists():
         name, step = given, ""
     path = Path(name)
     path = path if path.exists() else find_run(name, training.trainer.config.runs or Path("runs"))
@@ -84,7 +77,8 @@ def find_fork(training: Training, given: str) -> Path:
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     saved, _ = read_checkpoints(folder)
     matching = [one for one in saved if one.step == int(step)]
-    matching.sort(key=lambda one: not one.is_emergency)  # those saved after a crash come first
+    # The last is used: one with all of the state, not saved after a crash, if there is one.
+    matching.sort(key=lambda one: (not one.is_weights_only, not one.is_emergency))
     if not matching:
         steps = sorted({one.step for one in saved if one.step is not None})
         known = f"It has {listed(map(str, steps))}." if steps else "It has no complete checkpoint."

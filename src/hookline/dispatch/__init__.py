@@ -7,7 +7,6 @@ measures their cost, `entry` is a registered hook, and `manager` brings these to
 
 from hookline.dispatch.accounting import HookInfo, HookStatus, Summary
 from hookline.dispatch.hook_states import StateReport
-from hookline.dispatch.hooks_mixin import HooksMixin
 from hookline.dispatch.manager import HookManager
 from hookline.dispatch.runner import HookRunner
 from hookline.dispatch.settings import HookSettings, Schedule
@@ -18,7 +17,6 @@ __all__ = [
     "HookRunner",
     "HookSettings",
     "HookStatus",
-    "HooksMixin",
     "Schedule",
     "StateReport",
     "Summary",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from time import perf_counter
@@ -36,6 +36,12 @@ log = logging.getLogger("hookline")
 SLOW_NS = 20_000  # above this, timing every call (about 80 ns) costs less than half a percent
 QUICK_NS = 2_000  # below this, it would cost more than four percent
 WINDOW = 512
+
+# Hooks are compared with their budget after so many steps, not counting the first ones. The step is
+# not asked for in the first second: only hooks ask for arguments in a run that is shorter.
+WARM_UP_SECONDS = 1.0
+WARM_UP_STEPS = 5
+BUDGET_STEPS = 100
 
 HookStatus = Literal["enabled", "disabled", "failed", "removed"]
 """`failed`: disabled after repeated failures, or because the loop does not provide an argument."""
@@ -182,10 +188,12 @@ class Summary:
         summary = {"seconds": self.seconds, "hooks": hooks}
         if self.other_ranks:
             ranks = enumerate(self.other_ranks, 1)
-            summary["other_ranks"] = [{"rank": n, "hooks": one._costs()} for n, one in ranks]
+            summary["other_ranks"] = [
+                {"rank": n, "hooks": one.describe_costs()} for n, one in ranks
+            ]
         return summary
 
-    def _costs(self) -> list[dict[str, Any]]:
+    def describe_costs(self) -> list[dict[str, Any]]:
         """Return what differs between the ranks, of the hooks that were called."""
         names = ("name", "status", "calls", "seconds", "share", "failures", "last_error")
         called = [hook for hook in self.hooks if hook.calls or hook.failures]
@@ -233,14 +241,17 @@ class RunClock:
         self._ended: float | None = None
         self._earlier = 0.0  # seconds of the runs before, whose calls are counted too
         self._next_check = math.inf
+        self._first_step: int | None = None
+        self._after_warm_up: tuple[int, Summary] | None = None
 
     def start(self) -> None:
         """Start the clock, or continue it in another run."""
         if self._ended is not None:
             self._earlier = self.elapsed()
         self._started, self._ended = perf_counter(), None
+        self._first_step = self._after_warm_up = None
         if self._settings.budget is not None:
-            self._next_check = self._started + self._settings.budget_after
+            self._next_check = self._started + WARM_UP_SECONDS
 
     def start_unless_running(self) -> None:
         """Start the clock, unless it was started before."""
@@ -260,23 +271,49 @@ class RunClock:
         return self._earlier + ended - self._started
 
     def is_budget_check_due(self) -> bool:
-        """Return whether it is time to check the budget: once a second after `budget_after`."""
+        """Return whether the budget is looked at now: after a second, and then once a second."""
         return perf_counter() >= self._next_check
 
-    def check_budget(self, summary: Summary) -> None:
-        """Warn once, naming the costliest hook, if hooks exceed their budget."""
+    def is_step_measured(self, step: int) -> bool:
+        """Return whether `check_budget` has something to do in this step.
+
+        It has after the first steps, and again when `budget_after` seconds and enough steps have
+        passed since.
+        """
+        if self._first_step is None:
+            self._first_step = step
+        if self._after_warm_up is None:
+            return step - self._first_step >= WARM_UP_STEPS
+        return step - self._after_warm_up[0] >= BUDGET_STEPS
+
+    def check_budget(self, step: int, summary: Summary) -> None:
+        """Warn once, naming the costliest hook, if hooks exceed their budget.
+
+        The first steps are left out: compilation, imports and allocation are not representative.
+        """
+        if self._after_warm_up is None:
+            self._after_warm_up = step, summary
+            self._next_check = perf_counter() + self._settings.budget_after
+            return
         self._next_check = perf_counter() + 1.0
-        budget = self._settings.budget
-        if budget is None or summary.share <= budget:
+        before, budget = self._after_warm_up[1], self._settings.budget
+        spent = defaultdict[tuple[str, str], float](float)
+        for hook in summary.hooks:
+            spent[hook.name, hook.cls] += hook.seconds
+        for hook in before.hooks:
+            spent[hook.name, hook.cls] -= hook.seconds
+        seconds = summary.seconds - before.seconds
+        total = sum(spent.values())
+        if budget is None or total <= budget * seconds:
             return
         self._next_check = math.inf
-        costliest = max(summary.hooks, key=lambda hook: hook.seconds)
+        ((name, cls), most) = max(spent.items(), key=lambda item: item[1])
         log.warning(
             "Hooks take %.1f%% of the run, over the budget of %.1f%%. The costliest is '%s' (%s) "
             "with %.1f%%: call it less often (every=…), or make it cheaper.",
-            100 * summary.share,
+            100 * total / seconds,
             100 * budget,
-            costliest.name,
-            costliest.cls,
-            100 * costliest.share,
+            name,
+            cls,
+            100 * most / seconds,
         )

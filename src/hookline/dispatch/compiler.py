@@ -10,11 +10,12 @@ to that:
         if remaining <= 0: return timed(context)
         try: a_step = context.step             # each argument once, only those that hooks require
         except NotSupplied as error: until_timed += 1; return skip_and_retry(context, error)
+        except Exception as error: until_timed += 1; return fail_and_retry(context, error)
         try:
             hook0(a_step)
             hook1(a_step)
         except Exception as error:             # the line number identifies the hook
-            index = error.__traceback__.tb_lineno - 8
+            index = error.__traceback__.tb_lineno - 9
             fatal = handle_failure(index, error)
         else: return
         resume(context, index + 1, fatal, a_step)  # the remaining hooks are still called
@@ -45,6 +46,7 @@ __all__ = [
     "DISPATCHER_FILE",
     "CallSignature",
     "Source",
+    "always_loaded",
     "make_signature",
     "make_source",
     "register_source",
@@ -148,7 +150,7 @@ class SourceWriter:
 
     def __init__(self, signatures: tuple[CallSignature, ...]) -> None:
         self.signatures = signatures
-        self.always_loaded = _sort_values(call for call in signatures if not call.scheduled)
+        self.always_loaded = always_loaded(signatures)
         self.loaded_when_due = [
             value for value in _sort_values(signatures) if value not in self.always_loaded
         ]
@@ -183,7 +185,7 @@ class SourceWriter:
         counters = [f"calls{i}" for i, call in enumerate(self.signatures) if call.scheduled]
         lines = [f"def {name}(context):", "    global " + ", ".join(["until_timed", *counters])]
         if timed:  # added after the call instead of set: other threads may have counted meanwhile
-            lines += ["    gap = next_gap()", "    until_timed += gap"]
+            lines += ["    gap = next_gap(context)", "    until_timed += gap"]
         else:
             lines += self._count_event()[1:]
         lines += [*self._load_arguments(), "    fatal = None"]
@@ -212,9 +214,10 @@ class SourceWriter:
             loads.append("epoch = context.epoch")
         lines: list[str] = []
         if loads:
-            retry = "until_timed += 1; return skip_and_retry(context, error)"
+            retry = "until_timed += 1; return {}_and_retry(context, error)"
             lines.append(f"    try: {'; '.join(loads)}")
-            lines.append(f"    except NotSupplied as error: {retry}")
+            lines.append(f"    except NotSupplied as error: {retry.format('skip')}")
+            lines.append(f"    except Exception as error: {retry.format('fail')}")
         if self.has_optional:  # shared, so that each argument is computed once per event
             loaded = ", ".join(f"{value.key!r}: {value.variable}" for value in self.always_loaded)
             lines.append(f"    values = {{{loaded}}}")
@@ -237,6 +240,8 @@ class SourceWriter:
             "        except NotSupplied as error:",
             f"            calls{i} -= 1",
             f"            fatal = first_error(fatal, handle_missing_args({i}, context, error))",
+            "        except Exception as error:",
+            f"            fatal = first_error(fatal, handle_failure({i}, error))",
             "        else:",
             *self._guarded_call(i, "            ", clocked=clocked),
         ]
@@ -265,6 +270,11 @@ class SourceWriter:
         if signature.has_optional:
             arguments.append(f"**load_optional(context, optional{i}, values)")
         return f"hook{i}({', '.join(arguments)})"
+
+
+def always_loaded(signatures: Iterable[CallSignature]) -> list[WantedValue]:
+    """Return the values that are loaded each time: those of hooks without a schedule."""
+    return _sort_values(call for call in signatures if not call.scheduled)
 
 
 def _sort_values(calls: Iterable[CallSignature]) -> list[WantedValue]:

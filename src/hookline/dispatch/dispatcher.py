@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from hookline.dispatch.compiler import make_signature, make_source, register_source
+from hookline.dispatch.compiler import (
+    CallSignature,
+    always_loaded,
+    make_signature,
+    make_source,
+    register_source,
+)
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.value_forms import CONVERSIONS, WantedValue
 from hookline.errors import NotSuppliedError
@@ -64,6 +70,13 @@ class DispatcherTable:
             stub = partial(self._compile_and_fire, event) if self.manager.listening(event) else None
             setattr(self.dispatchers, event, stub)
 
+    def silence(self, lock: threading.RLock) -> None:
+        """Call no hook for any event, and use another lock from now on."""
+        self._lock = lock
+        self._compiled.clear()
+        for event in Dispatchers.__slots__:
+            setattr(self.dispatchers, event, None)
+
     def deactivate(self, entry: Entry) -> None:
         """Stop calling a hook at once, also in events that are being fired."""
         for event in entry.bindings:
@@ -89,27 +102,52 @@ class DispatcherTable:
                 entries = self.manager.listening(event)
                 if not entries:
                     return  # another thread removed the last one after the stub was looked up
-                dispatcher = Dispatcher(self, event, entries, self._fired[event])
+                dispatcher = self.make(event, entries, self._fired[event])
                 self._compiled[event] = dispatcher
-                self._in_use[event].add(dispatcher)
                 setattr(self.dispatchers, event, dispatcher.function)
             self._on_first_fire()
             function = self._compiled[event].function
         function(context)
 
+    def make(
+        self,
+        event: str,
+        entries: Sequence[Entry],
+        fired: int,
+        errors: Mapping[str, Exception] | None = None,
+    ) -> Dispatcher:
+        """Return a dispatcher whose calls are counted, and in which hooks can be deactivated."""
+        dispatcher = Dispatcher(self, event, entries, fired, errors)
+        self._in_use[event].add(dispatcher)
+        return dispatcher
+
 
 class Dispatcher:
-    """Calls hooks for one event; `function(context)` fires it."""
+    """Calls hooks for one event; `function(context)` fires it.
+
+    Args:
+        table: has the dispatchers of all events.
+        event: the event.
+        entries: the hooks, in calling order.
+        fired: how often the event was fired before.
+        errors: arguments that could not be computed: hooks that ask for one fail with its error.
+    """
 
     def __init__(
-        self, table: DispatcherTable, event: str, entries: Sequence[Entry], fired: int
+        self,
+        table: DispatcherTable,
+        event: str,
+        entries: Sequence[Entry],
+        fired: int,
+        errors: Mapping[str, Exception] | None = None,
     ) -> None:
         self.table = table
         self.event = event
         self.entries = tuple(entries)
         self.fired_before = fired
         self._counted = [0] * len(self.entries)
-        self._scheduled: list[bool] = []
+        self._errors = errors
+        self._signatures: list[CallSignature] = []
         self._globals: dict[str, Any] = {
             "until_timed": 0,  # events until the next timed one
             "next_gap": self._next_gap,
@@ -120,6 +158,7 @@ class Dispatcher:
             "UNSET": object(),
             "NotSupplied": NotSuppliedError,
             "skip_and_retry": self._skip_and_retry,
+            "fail_and_retry": self._fail_and_retry,
             "handle_missing_args": self._handle_missing_args,
             "first_error": _first_error,
             **{f"to_{form}": convert for form, convert in CONVERSIONS.items()},
@@ -129,14 +168,13 @@ class Dispatcher:
         self.function: FunctionType = self._compile()
 
     def _compile(self) -> Any:
-        signatures = []
         for i, entry in enumerate(self.entries):
             binding, schedule = entry.bindings[self.event], entry.schedule
             signature = make_signature(binding, schedule, clocked=entry.is_clocked(self.event))
-            signatures.append(signature)
-            self._scheduled.append(signature.scheduled)
+            self._signatures.append(signature)
+            error = _find_error(signature, self._errors or {})
             self._globals |= {
-                f"hook{i}": entry.method(self.event),
+                f"hook{i}": entry.method(self.event) if error is None else partial(_raise, error),
                 f"optional{i}": binding.optional,
                 f"calls{i}": 0,
                 f"every{i}": schedule.every,
@@ -144,7 +182,7 @@ class Dispatcher:
                 f"samples{i}": partial(schedule.samples, entry.name),
             }
         labels = [f"{entry.name!r} ({entry.bindings[self.event].label})" for entry in self.entries]
-        source = make_source(tuple(signatures))
+        source = make_source(tuple(self._signatures))
         exec(register_source(source, self.event, labels, owner=self), self._globals)
         return self._globals["dispatch"]
 
@@ -166,17 +204,19 @@ class Dispatcher:
         self._globals[f"hook{self.entries.index(entry)}"] = skip
 
     def __del__(self) -> None:
-        self.update_counts()  # an event may have been in progress at the last update
+        if hasattr(self, "function"):  # else it was not completed
+            self.update_counts()  # an event may have been in progress at the last update
 
     def update_counts(self) -> None:
         """Add the calls since the last update to the hooks' stats."""
         for i, entry in enumerate(self.entries):
-            calls = int(self._globals[f"calls{i}"]) if self._scheduled[i] else self.fired
+            calls = int(self._globals[f"calls{i}"]) if self._signatures[i].scheduled else self.fired
             entry.call_stats[self.event].calls += calls - self._counted[i]
             self._counted[i] = calls
 
-    def _next_gap(self) -> int:
+    def _next_gap(self, context: object = None) -> int:
         """Return after how many events the next one is timed; called by the timed ones."""
+        self.table.manager.check_budget(partial(_step_of, context))
         gap = self.table.manager.next_timing_gap(self.fired_before + self._next_timed)
         self._next_timed += gap
         return gap
@@ -196,6 +236,30 @@ class Dispatcher:
         if fatal is not None:
             raise fatal
 
+    def _fail_and_retry(self, context: object, error: Exception) -> None:
+        """Fail the hooks that ask for what cannot be computed, call the others: none was yet."""
+        if self._errors is not None:
+            raise error  # this is the retry, and it is not an argument of a hook
+        values: dict[str, Any] = {}
+        errors: dict[str, Exception] = {}
+        for argument, form in always_loaded(self._signatures):
+            try:
+                if argument not in values:
+                    values[argument] = getattr(context, argument)
+                if form:
+                    CONVERSIONS[form](values[argument])  # a lazy number keeps what was read
+            except NotSuppliedError as missing:
+                self._skip_and_retry(context, missing)
+                return
+            except Exception as failure:
+                failure.add_note(f"The argument '{argument}' could not be computed.")
+                failure.__suppress_context__ = True  # it would be shown twice
+                values[argument], errors[argument] = None, failure
+        entries = self.table.manager.listening(self.event)
+        fired = self.fired_before + self.fired
+        dispatcher = self.table.make(self.event, entries, fired, errors)
+        dispatcher.function(_LoadedArguments(context, values))
+
     def _handle_missing_args(
         self, i: int, context: object, error: NotSuppliedError
     ) -> Exception | None:
@@ -205,6 +269,36 @@ class Dispatcher:
     def _add_time(self, i: int, ns: int) -> None:
         if self.entries[i].call_stats[self.event].add(ns):
             self.table.invalidate(self.event)  # compile it again, with or without a clock
+
+
+class _LoadedArguments:
+    """An event context of which some arguments have been computed already."""
+
+    def __init__(self, context: object, values: Mapping[str, Any]) -> None:
+        self._context = context
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def _find_error(signature: CallSignature, errors: Mapping[str, Exception]) -> Exception | None:
+    """Return the error of the first argument of a call that could not be computed."""
+    return next(
+        (errors[value.argument] for value in signature.required if value.argument in errors), None
+    )
+
+
+def _raise(error: Exception, *args: Any, **kwargs: Any) -> None:
+    raise error
+
+
+def _step_of(context: Any) -> int | None:
+    """Return the step that a loop has reached, or None if its context does not provide it."""
+    try:
+        return int(context.step)
+    except (AttributeError, NotSuppliedError, TypeError, ValueError):
+        return None
 
 
 def _load_optional(

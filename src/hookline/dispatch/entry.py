@@ -10,7 +10,6 @@ from typing import Any, cast, get_args
 from hookline.arguments import check_choice, check_flag, check_name, show_value
 from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus, costs_by_event
 from hookline.dispatch.binding import Binding
-from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.settings import Schedule
 from hookline.errors import (
     ArgumentError,
@@ -92,7 +91,7 @@ class Entry:
 
     def method(self, event: str) -> Callable[..., Any]:
         """Return what is called for an event."""
-        return mark_calls(self.bindings[event].method, self.name, self.ranks)
+        return self.bindings[event].method
 
     @property
     def critical(self) -> bool:
@@ -149,6 +148,9 @@ class Entry:
     def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
         """Return what to keep after removal; `previous` is an earlier removed hook of this name."""
         last = self.info(0.0)
+        # Options may be modules and other large objects, which must not stay alive.
+        options = {name: _plain(value) for name, value in last.options.items()}
+        last = replace(last, options=options, unmasked_options={})
         nothing = replace(last, calls=0, seconds=0.0, costs={}, failures=0, last_error=None)
         earlier = nothing if previous is None else previous.info(0.0)
         return RemovedEntry(last, self.call_stats, earlier)
@@ -177,6 +179,14 @@ class RemovedEntry:
             failures=last.failures + earlier.failures,
             last_error=last.last_error or earlier.last_error,
         )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that refers to no other objects: text, a number, or a list of these."""
+    kinds = str | int | float | None
+    if isinstance(value, list | tuple) and all(isinstance(item, kinds) for item in value):
+        return list(value)
+    return value if isinstance(value, kinds) else show_value(value)
 
 
 def check_registration(names: Mapping[str, Any], flags: Mapping[str, Any]) -> None:

@@ -156,6 +156,8 @@ def _find_missing_args(
             except NotSuppliedError as error:
                 errors[entry] = error
                 break
+            except Exception:  # it cannot be computed: a failure of the hook, when it is called
+                continue
     return errors
 
 

@@ -7,7 +7,6 @@ from time import perf_counter_ns
 from typing import Any
 
 from hookline.dispatch.accounting import CallStats
-from hookline.dispatch.current_hook import mark_calls
 from hookline.dispatch.entry import Entry
 
 __all__ = ["guard_calls"]
@@ -33,7 +32,7 @@ def guard_calls(entry: Entry, handle_failure: HandleFailure) -> Callable[..., An
         stats.calls += 1
         started = perf_counter_ns()
         try:
-            return mark_calls(function, entry.name, entry.ranks)(*args)
+            return function(*args)
         except Exception as error:
             fatal = handle_failure(entry, method, stats.calls, error)
             if fatal is not None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from hookline.arguments import check_instance, read_items
@@ -177,13 +178,25 @@ class HookManager:
             if changed:
                 self._apply(self._entries, changed)
 
+    def silence(self) -> None:
+        """Call no hook any more, whatever is added or enabled: this process was forked.
+
+        It takes no lock, since another thread of the parent may have held it.
+        """
+        self._lock = threading.RLock()
+        self._table.silence(self._lock)
+        self._roles = set()
+        for entry in self._entries:
+            entry.is_here = False
+            self._table.deactivate(entry)
+
     def register_hooks(self, hooks: Iterable[Hook] | HookManager) -> list[str]:
         """Register several hooks in this order and return their names.
 
         Those of another manager keep their names, schedules, order and status.
         """
         if isinstance(hooks, HookManager):
-            entries = registration_order(hooks._entries)
+            entries = registration_order(hooks._entries)  # noqa: SLF001 - of its class
             return [self.add_hook(e.hook, e.name, **e.registration()) for e in entries]
         if isinstance(hooks, Hook):
             message = f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
@@ -241,6 +254,12 @@ class HookManager:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.list_hooks()})"
 
+    def __reduce__(self) -> Any:
+        """Copy or pickle the hooks with their names and schedules, for a loop that is to come."""
+        entries = registration_order(self._entries)
+        hooks = [(entry.hook, entry.name, entry.registration()) for entry in entries]
+        return _make_manager, (hooks, self.settings)
+
     def _entry(self, name: str) -> Entry:
         for entry in self._entries:
             if isinstance(name, str) and entry.name == name:
@@ -268,9 +287,9 @@ class HookManager:
         before, entry.status = entry.status, status
         try:
             self._apply_status(entry)
-        except Exception:
+        except BaseException:
             entry.status = before
-            self._invalidate([entry])
+            self._undo_change(self._entries, [entry])
             raise
 
     def _apply_status(self, entry: Entry) -> None:
@@ -284,9 +303,8 @@ class HookManager:
         if self.on_change is not None:
             try:
                 self.on_change()
-            except Exception:  # undo the change
-                self._entries = before
-                self._invalidate(changed)
+            except BaseException:
+                self._undo_change(before, changed)
                 raise
         for entry in changed:
             if entry not in self._entries and entry in before:
@@ -295,6 +313,14 @@ class HookManager:
         for entry in self._entries:  # drop references to hooks that were removed
             entry.before = entry.before if entry.before in names else None
             entry.after = entry.after if entry.after in names else None
+
+    def _undo_change(self, before: list[Entry], changed: list[Entry]) -> None:
+        """Set the entries as they were, also for who was told of some of the change."""
+        self._entries = before
+        self._invalidate(changed)
+        if self.on_change is not None:
+            with suppress(Exception):  # the first error matters more, and is raised
+                self.on_change()
 
     def _invalidate(self, changed: list[Entry]) -> None:
         for event in {event for entry in changed for event in entry.bindings}:
@@ -410,10 +436,16 @@ class HookManager:
         self._clock.stop()
 
     def next_timing_gap(self, fired: int) -> int:
-        """Return after how many events the next one is timed; check the budget when due."""
-        if self._clock.is_budget_check_due():
-            self._clock.check_budget(self.summary())
+        """Return after how many events the next one is timed."""
         return self._next_gap(fired)
+
+    def check_budget(self, read_step: Callable[[], int | None]) -> None:
+        """Warn once if hooks exceed their budget, when enough of the run was measured."""
+        if not self._clock.is_budget_check_due():
+            return
+        step = read_step()
+        if step is not None and self._clock.is_step_measured(step):
+            self._clock.check_budget(step, self.summary())
 
     def describe(self) -> list[HookInfo]:
         """Return a `HookInfo` for each hook, in calling order."""
@@ -446,3 +478,13 @@ class HookManager:
 # Methods instead of __getattr__, which would slow down every attribute access of the class.
 for _name in NAMES:
     setattr(HookManager, _name, make_event_method(_name))
+
+
+def _make_manager(
+    hooks: list[tuple[Hook, str, dict[str, Any]]], settings: HookSettings
+) -> HookManager:
+    """Return the copy of a manager."""
+    manager = HookManager(settings=settings)
+    for hook, name, registration in hooks:
+        manager.add_hook(hook, name, **registration)
+    return manager

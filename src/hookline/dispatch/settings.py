@@ -23,14 +23,15 @@ class HookSettings:
         max_failures: disable a hook after this many failures in a row.
         budget: share of the run that hooks may take before a warning names the costliest one,
             once; None disables the warning.
-        budget_after: seconds of training before the budget is checked.
+        budget_after: seconds of training before the budget is checked, and at least 100 steps. The
+            first five steps do not count.
         log_errors: log each failure with its traceback; the summary counts them in any case.
     """
 
     isolate: bool = True
     max_failures: Annotated[int, Gt(0)] = 3
     budget: Annotated[float, Gt(0)] | None = 0.05
-    budget_after: Annotated[float, Ge(0)] = 5.0
+    budget_after: Annotated[float, Ge(0)] = 60.0
     log_errors: bool = True
 
     def __post_init__(self) -> None:

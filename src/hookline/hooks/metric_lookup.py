@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hookline.arguments import show_value
+from hookline.context import to_float
 from hookline.errors import TrainingError, listed, nearest
 from hookline.printable import printable, printable_message
 from hookline.text_tables import join_some
@@ -37,9 +38,11 @@ def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any 
     value = metrics[name]
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError) as error:
+        large = isinstance(error, OverflowError)
+        wrong = "above the largest float" if large else "not a number"
         raise TrainingError(
-            f"{hook} monitors the metric '{name}', which is {show_value(value)}, not a number."
+            f"{hook} monitors the metric '{name}', which is {show_value(value)}, {wrong}."
         ) from None
 
 
@@ -73,7 +76,7 @@ def log_or_print(text: str) -> None:
 def number_text(value: Any) -> str:
     """Return a number with few digits; a value on a device is read, other values use `str`."""
     try:
-        number = float(value)
+        number = to_float(value)
     except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor with many elements
         return printable(value)
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,8 +16,8 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import ArgumentError, listed
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.attach import attach_to_loop
-from hookline.integrations.bare_loop.attached_loop import DefaultRuns
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session import DefaultRuns, Session
+from hookline.interrupts import HeldInterrupts
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
@@ -142,20 +143,30 @@ def attach(
         given = _loop_model(target, model, is_accelerator=host == "accelerate")
         if host == "accelerate":
             of_parts["scaler"] = scaler or target.scaler
-        session = attach_to_loop(given, optimizer, hooks, **of_parts, **of_loop, **common)
-        if host == "accelerate":
-            session.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
-        return session
-    _refuse(of_loop, {"on_stop": "warn", "stop_grace": 10}, f"a trainer of {host}")
-    parts = {"model": model, "optimizer": optimizer, "evaluator": evaluator, **of_parts}
-    if host != "ignite":  # whose engine knows none of them
-        defaults = {**dict.fromkeys(parts), "schedulers": ()}
-        _refuse(parts, defaults, f"a trainer of {host}")
-        parts = {}
-    integration = import_module(f"hookline.integrations.{host}")
-    common["allow_missing"] = allow_missing
-    attached: Session = integration.attach_to_trainer(target, hooks, **parts, **common)
-    return attached
+        attach_hooks = partial(
+            attach_to_loop, given, optimizer, hooks, **of_parts, **of_loop, **common
+        )
+    else:
+        _refuse(of_loop, {"on_stop": "warn", "stop_grace": 10}, f"a trainer of {host}")
+        parts = {"model": model, "optimizer": optimizer, "evaluator": evaluator, **of_parts}
+        if host != "ignite":  # whose engine knows none of them
+            defaults = {**dict.fromkeys(parts), "schedulers": ()}
+            _refuse(parts, defaults, f"a trainer of {host}")
+            parts = {}
+        integration = import_module(f"hookline.integrations.{host}")
+        common["allow_missing"] = allow_missing
+        attach_hooks = partial(integration.attach_to_trainer, target, hooks, **parts, **common)
+    session: Session | None = None
+    try:
+        with HeldInterrupts():
+            session = attached = attach_hooks()
+            if host == "accelerate":
+                attached.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
+            return attached
+    except BaseException as error:
+        if session is not None:
+            session.abandon(error)
+        raise
 
 
 def _find_host(target: Any) -> str | None:

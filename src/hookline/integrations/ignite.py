@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,16 @@ from ignite.handlers.checkpoint import Checkpoint, CheckpointEvents
 
 from hookline.arguments import describe_value
 from hookline.checkpoint.atomic_files import sync
+from hookline.context import to_float
 from hookline.errors import ArgumentError
 from hookline.integrations.bare_loop.attach import loop_parts, session_options
 from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import of_phase
 from hookline.integrations.hosts.host_session import HostSession
+from hookline.integrations.hosts.wrapped_methods import WrappedMethods
 from hookline.loop.signals import SignalWatch
 
-__all__ = ["HOST", "EngineSession", "attach_to_trainer"]
+__all__ = ["HOST", "EngineDriver", "attach_to_trainer"]
 
 log = logging.getLogger("hookline")
 
@@ -80,14 +82,17 @@ _VALIDATION = (
 )
 
 
-class EngineSession(HostSession):
-    """The session of an Ignite engine.
+class EngineDriver:
+    """Tells a session what happens in an Ignite engine.
 
     Args:
         engine: the engine that trains.
         evaluator: the engine that validates.
         parts: `model`, `optimizers`, `schedulers` and `scaler`.
         options: as for `HostSession`.
+
+    Attributes:
+        session: the session, as `hookline.attach(engine, …)` returns it.
     """
 
     def __init__(
@@ -97,56 +102,64 @@ class EngineSession(HostSession):
         if evaluator is None:
             missing = dict.fromkeys(_VALIDATION, HOST.calls["validation"])
             host = replace(HOST, missing=missing, supplied=HOST.supplied - {"validation"})
-        super().__init__(host, **options)
+        self.session = HostSession(
+            host,
+            on_log=self._log_to_engine,
+            before_state=self._catch_up,
+            find_loaded_path=_find_loaded_path,
+            **options,
+        )
         self._engine, self._evaluator, self._parts = engine, evaluator, parts
         self._handles: list[RemovableEventHandle] = []
         self._own_names: set[str] = set()  # of what was put into the engine's metrics
         self._epoch_is_open = self._is_interrupted = False
         self._validation_batches = 0
         self._handled_exception: BaseException | None = None
-        self._wrapped_run = functools.partial(self._run, engine.run)
-        vars(engine)["run"] = self._wrapped_run
+        self.session.replace_equal(_attached_sessions(engine))
+        self._wrapped = WrappedMethods()
+        self.session.add_undo(self._leave_engines)
+        self._wrapped.wrap(engine, "run", self._run, on_copy=self.session.warn_about_copy)
 
     # -- start and end ----------------------------------------------------------------------------
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do what `Engine.run` does, with hooks."""
+        if self.session.has_ended:  # and another session has wrapped it since
+            return run(*args, **kwargs)
         if not self._handles:
             self._listen(self._engine, Events.STARTED, self._started)
         self._is_interrupted = False
-        try:
-            with SignalWatch(self._requests, ("SIGTERM", "SIGUSR1")):
+        with SignalWatch(
+            self.session.loop.requests, ("SIGTERM", "SIGUSR1")
+        ):  # until the run is closed
+            try:
                 result = run(*args, **kwargs)
-        except BaseException as error:
-            if self._is_connected:  # else it has failed before training started
-                self._leave(error)
-            raise
-        if not self._is_interrupted:  # else the next `run` continues
+            except BaseException as error:
+                if self.session.is_connected:  # else it has failed before training started
+                    self._leave(error)
+                raise
+            if self._is_interrupted:  # the next `run` continues
+                return result
             self._leave(self._handled_exception)
-            if self.received_signal == "SIGINT":
-                raise KeyboardInterrupt
+        if self.session.received_signal == "SIGINT":
+            raise KeyboardInterrupt
         return result
 
     def _leave(self, error: BaseException | None) -> None:
         try:
-            self.__exit__(None if error is None else type(error), error, None)
+            self.session.leave(error)
         finally:
-            self.detach()
+            self.session.detach()
 
-    def detach(self) -> None:
-        """End training (`on_train_end`), and remove all handlers from the engines."""
-        engine = self._engine
-        try:
-            super().detach()
-        finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            if vars(engine).get("run") is self._wrapped_run:
-                del vars(engine)["run"]
+    def _leave_engines(self) -> None:
+        """Remove all handlers from the engines, and put `run` back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._wrapped.restore()
 
-    def _listen(self, engine: Engine, event: Any, handler: Callable[[], None]) -> None:
-        self._handles.append(engine.add_event_handler(event, handler))
+    def _listen(self, engine: Engine, event: Any, handler: Callable[..., None]) -> None:
+        self._handles.append(engine.add_event_handler(event, _Handler(handler)))
 
     def _started(self) -> None:
         """Begin training, and listen to everything else, after the user's own handlers."""
@@ -159,8 +172,7 @@ class EngineSession(HostSession):
         self._listen(engine, Events.INTERRUPT, self._interrupted)
         any_handler: Any = _Any()
         if engine.has_event_handler(any_handler, Events.EXCEPTION_RAISED):
-            handle = engine.add_event_handler(Events.EXCEPTION_RAISED, self._exception_raised)
-            self._handles.append(handle)
+            self._listen(engine, Events.EXCEPTION_RAISED, self._exception_raised)
         self._listen_to_checkpoints(engine)
         if (evaluator := self._evaluator) is not None:
             self._listen(evaluator, Events.STARTED, self._start_evaluation)
@@ -168,16 +180,16 @@ class EngineSession(HostSession):
             self._listen(evaluator, Events.ITERATION_COMPLETED, self._end_evaluation_batch)
             self._listen(evaluator, Events.COMPLETED, self._end_evaluation)
             self._listen_to_checkpoints(evaluator)
-        self.connect(**self._parts, signals=None)
-        self._restore_loaded()
-        if self._loaded is None and engine.state.iteration:
+        session = self.session
+        session.connect(**self._parts, signals=None)
+        if not session.restore_loaded() and engine.state.iteration:
             log.warning(
                 "The engine continues at iteration %d, but the state of its hooks was not loaded: "
                 "they start anew, at step 0. %s",
                 engine.state.iteration,
                 HOST.calls["resumed"],
             )
-        self.begin()
+        session.begin()
         self._request_stop()
 
     def _listen_to_checkpoints(self, engine: Engine) -> None:
@@ -186,8 +198,8 @@ class EngineSession(HostSession):
         self._listen(engine, CheckpointEvents.SAVED_CHECKPOINT, self._checkpoint_saved)
 
     def _terminated(self) -> None:
-        if not self._stop.is_active:
-            self.stop("the engine was terminated")
+        if not self.session.is_stopping:
+            self.session.stop("the engine was terminated")
 
     def _interrupted(self) -> None:
         self._is_interrupted = True
@@ -197,24 +209,24 @@ class EngineSession(HostSession):
         self._handled_exception = error
 
     def _request_stop(self) -> None:
-        if self.take_stop():
+        if self.session.take_stop():
             self._engine.terminate()
 
     # -- epochs and batches -----------------------------------------------------------------------
 
     def _start_engine_epoch(self) -> None:
         self._close_epoch()  # `terminate_epoch` may leave out EPOCH_COMPLETED
-        self.start_epoch(self._engine.state.epoch - 1)
+        self.session.start_epoch(self._engine.state.epoch - 1)
         self._epoch_is_open = True
 
     def _start_iteration(self) -> None:
-        if self._validation is not None:  # it has failed, and the user's code has gone on
-            self.leave_validation()
-        self.start_batch(self._engine.state.batch)
+        if self.session.is_validating:  # it has failed, and the user's code has gone on
+            self.session.leave_validation()
+        self.session.start_batch(self._engine.state.batch)
 
     def _end_iteration(self) -> None:
-        self.end_batch()
-        if self._requests.pending or self._stop.reason is not None:
+        self.session.end_batch()
+        if self.session.loop.requests.pending:
             self._request_stop()
 
     def _complete_epoch(self) -> None:
@@ -231,83 +243,73 @@ class EngineSession(HostSession):
             for name, value in self._engine.state.metrics.items()
             if name not in self._own_names
         }
-        self.record_host_values(own)
+        self.session.record_host_values(own)
         metrics = of_phase(own, "train")
-        if "train/loss" in self._context.means.means():
+        if "train/loss" in self.session.loop.context.means.means():
             metrics.pop("train/loss", None)  # that of backward has precedence
-        self.end_epoch(metrics)
+        self.session.end_epoch(metrics)
 
     def _catch_up(self) -> None:
-        """Fire what the engines have reached: another handler of the same event is called first."""
+        """Fire what the engines have reached: another handler of the same event is called first.
+
+        Within a handler of EPOCH_COMPLETED, `on_epoch_end` is fired before the state is saved, so
+        that a resumed training run continues with the next epoch.
+        """
         evaluator, last = self._evaluator, self._engine.last_event_name
-        if evaluator is not None and self._validation is not None:
+        if evaluator is not None and self.session.is_validating:
             if evaluator.last_event_name != Events.COMPLETED:
                 return
             self._end_evaluation()
         if last in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
-            self.end_batch()
+            self.session.end_batch()
         if last == Events.EPOCH_COMPLETED:
             self._close_epoch()
 
     # -- metrics ----------------------------------------------------------------------------------
 
-    def log(self, name: str, value: Any, kind: Any = "scalar") -> None:
-        """Give hooks, the run and `engine.state.metrics` a number; see `Session.log`."""
-        super().log(name, value, kind)
+    def _log_to_engine(self, name: str, value: Any) -> None:
+        """Give `engine.state.metrics` a number that was logged, unless it has one of this name."""
         metrics = self._engine.state.metrics
-        if kind == "scalar" and (name in self._own_names or name not in metrics):
+        if name in self._own_names or name not in metrics:
             is_tensor = isinstance(value, torch.Tensor)
-            metrics[name] = value.detach().clone() if is_tensor else float(value)
+            metrics[name] = value.detach().clone() if is_tensor else to_float(value)
             self._own_names.add(name)
 
     # -- validation -------------------------------------------------------------------------------
 
     def _start_evaluation(self) -> None:
-        if self._validation is not None:
-            self.leave_validation()
+        if self.session.is_validating:
+            self.session.leave_validation()
         if self._engine.last_event_name in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED):
-            self.end_batch()
+            self.session.end_batch()
         self._validation_batches = 0
-        self.start_validation()
+        self.session.start_validation()
 
     def _start_evaluation_batch(self) -> None:
         assert self._evaluator is not None
-        self.start_validation_batch(self._evaluator.state.batch, self._validation_batches)
+        self.session.start_validation_batch(self._evaluator.state.batch, self._validation_batches)
         self._validation_batches += 1
 
     def _end_evaluation_batch(self) -> None:
         assert self._evaluator is not None
         output = self._evaluator.state.output
-        self.end_validation_batch(output.get("loss") if isinstance(output, Mapping) else output)
+        self.session.end_validation_batch(
+            output.get("loss") if isinstance(output, Mapping) else output
+        )
 
     def _end_evaluation(self) -> None:
-        if self._validation is None:  # ended when a checkpoint was saved
+        if not self.session.is_validating:  # ended when a checkpoint was saved
             return
         assert self._evaluator is not None
-        self.end_validation(of_phase(self._evaluator.state.metrics, "val"))
+        self.session.end_validation(of_phase(self._evaluator.state.metrics, "val"))
         self._request_stop()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of hooks, updates and counters, for Ignite's `Checkpoint`.
-
-        Within a handler of EPOCH_COMPLETED, `on_epoch_end` is fired before, so that a resumed
-        training continues with the next epoch.
-        """
-        if self.is_training:
-            self._catch_up()
-        return super().state_dict()
-
-    def _find_loaded_path(self) -> Path:
-        frame = _find_frame(Checkpoint.load_objects)
-        given = None if frame is None else frame.f_locals.get("checkpoint")
-        return Path(given) if isinstance(given, str | Path) else super()._find_loaded_path()
-
     def _checkpoint_saved(self) -> None:
         """Tell hooks about a file that Ignite's `Checkpoint` has written, once it is durable."""
         frame = _find_frame(Checkpoint.__call__)
-        if frame is None or not self.is_training:
+        if frame is None or not self.session.is_training:
             return
         handler, name = frame.f_locals["self"], frame.f_locals["filename"]
         folder = getattr(handler.save_handler, "dirname", None)
@@ -315,7 +317,25 @@ class EngineSession(HostSession):
         with suppress(OSError):  # on another rank, or another machine
             sync(path)
             sync(path.parent)
-        self.notify_checkpoint_saved(str(path))
+        self.session.notify_checkpoint_saved(str(path))
+
+
+class _Handler(functools.partial[None]):
+    """A handler that does nothing in a copy or pickle of the engine."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _do_nothing
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _get_do_nothing, ()
+
+
+def _do_nothing(*args: Any) -> None:
+    """Handle an event of the copy of an engine."""
+
+
+def _get_do_nothing() -> Callable[..., None]:
+    return _do_nothing
 
 
 class _Any:
@@ -325,6 +345,21 @@ class _Any:
         return True
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _attached_sessions(engine: Engine) -> Iterator[HostSession]:
+    """Yield the sessions that have wrapped `engine.run`, the latest first."""
+    run: Any = vars(engine).get("run")
+    while isinstance(driver := getattr(getattr(run, "func", None), "__self__", None), EngineDriver):
+        run = run.args[0]
+        yield driver.session
+
+
+def _find_loaded_path() -> Path | None:
+    """Return the path that `Checkpoint.load_objects` reads, if it is running."""
+    frame = _find_frame(Checkpoint.load_objects)
+    given = None if frame is None else frame.f_locals.get("checkpoint")
+    return Path(given) if isinstance(given, str | Path) else None
 
 
 def _find_frame(function: Any) -> FrameType | None:
@@ -347,7 +382,7 @@ def attach_to_trainer(
     allow_missing: bool = False,
     watch_generation: bool = False,
     **options: Any,
-) -> EngineSession:
+) -> HostSession:
     """Attach hooks to an Ignite engine; see `hookline.attach`."""
     if model is None or optimizer is None:
         raise ArgumentError(
@@ -359,7 +394,7 @@ def attach_to_trainer(
         raise ArgumentError(
             f"attach(…, evaluator=…) takes the Ignite engine that validates, not {what}."
         )
-    return EngineSession(
+    driver = EngineDriver(
         engine,
         evaluator,
         loop_parts(model, optimizer, schedulers, scaler),
@@ -367,3 +402,4 @@ def attach_to_trainer(
         watch_generation=watch_generation,
         **session_options(hooks, **options),
     )
+    return driver.session

@@ -11,6 +11,7 @@ strategy.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.attach import unwrap_optimizer
-from hookline.integrations.bare_loop.loop_agreement import is_sharded_loop, trains_together
 from hookline.integrations.bare_loop.state_dicts import unpack_state
 from hookline.integrations.hosts import host_state
 from hookline.integrations.hosts.callback_session import make_callback_session
@@ -36,6 +36,7 @@ from hookline.integrations.lightning_package import (
     find_package,
 )
 from hookline.loop.model_watch import CalledModules
+from hookline.loop.rank_sync import is_sharded_loop, trains_together
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -110,14 +111,8 @@ class HooklineCallback(_Callback):
         super().__init__()
         if key is not None:
             check_name("HooklineCallback(…, key=…)", key)
-        self._key = key
-        self.session = make_callback_session(
-            HOST,
-            hooks,
-            log_to_host=self._log_to_trainer,
-            batch_metrics=self._batch_metrics,
-            **options,
-        )
+        self._key, self._options = key, options
+        self._make_session(hooks)
         self._trainer: Trainer | None = None
         self._saved: SavedCheckpoints | None = None
         self._loaded: Any = None  # the state in the checkpoint that `fit` has loaded
@@ -127,13 +122,23 @@ class HooklineCallback(_Callback):
         self._host_step = 0  # under which the trainer logs what this batch gives
         self._metrics = LoggedMetrics()
 
+    def _make_session(self, hooks: Iterable[Hook] | HookManager) -> None:
+        self.session = make_callback_session(
+            HOST, hooks, batch_metrics=self._batch_metrics, **self._options
+        )
+        self._process = os.getpid()
+
     def __deepcopy__(self, memo: Any) -> _Callback:
         """Return a callback that does nothing: hooks belong to one training."""
-        log.warning(
-            "The copy of this trainer has no hooks: they belong to one training. Attach others to "
-            "it, `hookline.attach(copy, …)`."
-        )
+        self.session.warn_about_copy()
         return _NoHooks()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle hooks that have not trained, for strategies that spawn processes; else nothing."""
+        if self.session.started or self.session.has_ended:
+            self.session.warn_about_copy()
+            return _NoHooks, ()
+        return _make_callback, (self.session.hooks, self._key, self._options)
 
     @property
     def state_key(self) -> str:
@@ -144,6 +149,8 @@ class HooklineCallback(_Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if self._process != os.getpid() and not self.session.started:
+            self._make_session(self.session.hooks)  # a strategy has forked this process
         if self.session.started or self.session.has_ended:
             raise LoopError(
                 "This trainer fits a second time, and a session belongs to one training. Before "
@@ -151,25 +158,31 @@ class HooklineCallback(_Callback):
                 "Trainer with another HooklineCallback."
             )
         self._trainer, self._loaded = trainer, None
+        self.session.add_undo(self._leave)
         self._saved = SavedCheckpoints(trainer, self._position)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self.session
         optimizers = [unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
+        outer = trainer.model
+        problems: list[str] = []
         if not any(optimizer.param_groups for optimizer in optimizers):
-            raise LoopError(
+            problems.append(
                 "This LightningModule has no optimizer, so no step can be seen. Return one from "
                 "`configure_optimizers`, or train without hooks."
             )
-        outer = trainer.model
         if trainer.world_size > 1 and not trains_together(outer or pl_module, optimizers):
-            raise LoopError(
+            problems.append(
                 f"{trainer.world_size} processes train, and each has a model of its own: this "
                 "LightningModule is neither in DDP nor sharded over several of them. In "
                 "`configure_model`, shard it over a mesh of several processes: "
                 "`ModelParallelStrategy(data_parallel_size=…, tensor_parallel_size=…)` says how "
                 "many; by default, all of a node are in the mesh 'tensor_parallel'."
             )
+        if problems:
+            error = LoopError(*problems)
+            session.abandon(error)
+            raise error
         if pl_module.hparams:
             session.use_config(pl_module.hparams)
         session.connect(
@@ -201,11 +214,12 @@ class HooklineCallback(_Callback):
             return
         if self._saved is not None:
             self._notify_saved(self._saved.finish())
+        session.end_resumed_epoch()  # if no epoch was left
         if trainer.should_stop and not session.should_stop:
             session.stop("trainer.should_stop was set")
         self._keep_state(in_all_ranks=True)
         session.detach()
-        session.end_step()
+        self._log_to_trainer(of_steps=self._logs_steps(trainer))  # what has waited
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -218,20 +232,35 @@ class HooklineCallback(_Callback):
             self._keep_state(in_all_ranks=is_signal)  # of which Lightning tells all of them
             if is_signal:
                 session.preempt("SIGTERM")
-        session.__exit__(type(exception), exception, exception.__traceback__)
+        session.leave(exception)
         self._release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            # Else this was no training, as `Tuner.lr_find`.
-            if self.session.started or trainer.fit_loop.skip:
+            if self.session.started:
                 self.session.detach()
             self._release()
+            if trainer.fit_loop.skip:  # else this was no training, as `Tuner.lr_find`
+                self.session.detach()
+
+    def join(self, trainer: Trainer, key: str | None) -> None:
+        """Prepare for a trainer that this callback is added to, with a key as for `__init__`."""
+        self._trainer, self._key = trainer, key
+        self.session.add_undo(self._leave)
+
+    def _leave(self) -> None:
+        """Leave the trainer as it was, if training has not started with these hooks."""
+        trainer: Any = self._trainer
+        has_trained = self.session.started and not self.session.has_failed_to_start
+        if trainer is not None and not has_trained:
+            self._release()
+            # Another list: the trainer may be calling its callbacks now.
+            trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
     def _release(self) -> None:
         if self._saved is not None:
             self._saved.detach()
-            self._saved = None
+        self._saved = self._trainer = None
 
     # -- epochs, batches, steps -------------------------------------------------------------------
 
@@ -275,6 +304,10 @@ class HooklineCallback(_Callback):
             return
         if all(p.grad is None for group in own.param_groups for p in group["params"]):
             session.skip_optimizer_step(session.optimizers.index(own), "there are no gradients")
+        elif pl_module.automatic_optimization and session.scaler is None:
+            fire = session.hooks.dispatchers
+            if fire.on_gradients_ready is not None or fire.update is not None:
+                session.updates(own)  # from here, the module may change gradients by hand
 
     def on_train_batch_end(
         self,
@@ -289,7 +322,7 @@ class HooklineCallback(_Callback):
         self._is_between_steps = self.session.end_batch()
         if self._is_between_steps:
             self._record(trainer)
-        self.session.end_step()
+            self._log_to_trainer(of_steps=self._logs_steps(trainer, self._host_step))
         self._request_stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -300,7 +333,7 @@ class HooklineCallback(_Callback):
             self._in_epoch, self._is_between_steps = False, True
             self._record(trainer)
             self.session.end_epoch(trainer.callback_metrics)
-            self.session.end_step()
+            self._log_to_trainer(of_steps=False)
         self._request_stop(trainer)
 
     def _request_stop(self, trainer: Trainer) -> None:
@@ -319,10 +352,19 @@ class HooklineCallback(_Callback):
         if self.session.has_run:
             self.session.record_host_values(self._metrics.take_record(trainer))
 
-    def _log_to_trainer(self, values: dict[str, float]) -> None:
+    def _logs_steps(self, trainer: Any, step: int | None = None) -> bool:
+        """Return whether the trainer logs what the module logs in steps; or in this one."""
+        every = trainer.log_every_n_steps
+        if step is None or not every:
+            return bool(every)
+        return bool((step + 1) % every == 0 or trainer.should_stop or trainer.fast_dev_run)
+
+    def _log_to_trainer(self, *, of_steps: bool) -> None:
+        """Give the trainer's loggers what hooks have logged; see `HostSession.take_logged`."""
         assert self._trainer is not None
-        for logger in self._trainer.loggers:
-            logger.log_metrics(values, step=self._host_step)
+        if values := self.session.take_logged(of_steps=of_steps):
+            for logger in self._trainer.loggers:
+                logger.log_metrics(metrics=values, step=self._host_step)
 
     # -- validation -------------------------------------------------------------------------------
 
@@ -361,7 +403,7 @@ class HooklineCallback(_Callback):
         if not self.session.is_training:
             return
         self.session.end_validation(self._metrics.take_validation(trainer))
-        self.session.end_step()
+        self._log_to_trainer(of_steps=False)
         self._request_stop(trainer)
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -387,8 +429,8 @@ class HooklineCallback(_Callback):
         self._last_state = self.state_dict() if in_all_ranks or not is_sharded else {}
 
     def _position(self) -> tuple[int, int | None]:
-        context = self.session._context
-        return context.step, context.known_epoch
+        context = self.session.loop.context
+        return context.step, context.known("epoch")
 
     def _notify_saved(self, saved: Iterable[Any] | None = None) -> None:
         """Fire `on_checkpoint_save` for what has been written since the last time."""
@@ -402,20 +444,32 @@ class HooklineCallback(_Callback):
 
 
 class _NoHooks(_Callback):
-    """What the copy of a trainer has instead of a `HooklineCallback`."""
+    """The copy of a `HooklineCallback`, in the copy of a trainer."""
+
+
+def _make_callback(
+    hooks: HookManager, key: str | None, options: Mapping[str, Any]
+) -> HooklineCallback:
+    """Return what a pickled callback is in another process."""
+    return HooklineCallback(hooks, key=key, **options)
+
+
+def _own_callbacks(trainer: Any) -> list[HooklineCallback]:
+    return [each for each in trainer.callbacks if isinstance(each, HooklineCallback)]
 
 
 def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
     """Attach hooks to a Lightning trainer; see `hookline.attach`."""
     package = find_package(trainer)
-    own = [each for each in trainer.callbacks if isinstance(each, HooklineCallback)]
-    for ended in [each for each in own if each.session.has_ended]:
-        trainer.callbacks.remove(ended)
-        own.remove(ended)
     kind: type[HooklineCallback] = HooklineCallback
     if not issubclass(kind, package.Callback):  # the other package was imported first
         kind = type("HooklineCallback", (HooklineCallback, package.Callback), {})
-    callback = kind(hooks, key=str(len(own) + 1) if own else None, **options)
+    callback = kind(hooks, **options)
+    callback.session.replace_equal(each.session for each in _own_callbacks(trainer))
+    for ended in [each for each in _own_callbacks(trainer) if each.session.has_ended]:
+        trainer.callbacks.remove(ended)
+    own = _own_callbacks(trainer)
+    callback.join(trainer, str(len(own) + 1) if own else None)
     first = package.callbacks.Checkpoint
     places = [i for i, each in enumerate(trainer.callbacks) if isinstance(each, first)]
     trainer.callbacks.insert(min(places, default=len(trainer.callbacks)), callback)

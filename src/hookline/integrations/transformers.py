@@ -5,14 +5,17 @@
 
 A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
 five of the trainer's public methods are wrapped on this object while it is attached: `train`,
-`training_step`, `evaluate`, `prediction_step` and `save_model`. A callback that `add_callback` has
-added is first called when `train` runs already: then the parts of `train` are wrapped, too.
+`training_step`, `evaluate`, `prediction_step` and `save_model`; and `on_log` of its callback
+handler, so that the trainer's loggers get what hooks log whenever the trainer logs. A callback that
+`add_callback` has added is first called when `train` runs already: then the parts of `train` are
+wrapped, too.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -90,15 +93,22 @@ class HooklineCallback(TrainerCallback):
         hooks: Iterable[Hook] | HookManager = (),
         **options: Any,
     ) -> None:
-        self.session = make_callback_session(
-            HOST, hooks, log_to_host=self._log_to_trainer, **options
-        )
+        self.session = make_callback_session(HOST, hooks, **options)
         self._trainer: Trainer | None = None
         self._epoch: int | None = None
         self._save_limit = SaveLimit()
         self._wrapped = WrappedMethods()
-        self._forwards_logs = self._epoch_has_ended = self._saves_for_signal = False
+        self._logs_own = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
+
+    def __deepcopy__(self, memo: Any) -> TrainerCallback:
+        """Return a callback that does nothing: hooks belong to one training."""
+        self.session.warn_about_copy()
+        return _NoHooks()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.session.warn_about_copy()
+        return _NoHooks, ()
 
     # -- the trainer ------------------------------------------------------------------------------
 
@@ -110,11 +120,13 @@ class HooklineCallback(TrainerCallback):
                 "session belongs to one. Choose the batch size, and attach again."
             )
         self._trainer, wrap = trainer, self._wrapped.wrap
+        self.session.add_undo(self._unbind)
         wrap(trainer, "train", self._train)
         wrap(trainer, "training_step", self._training_step)
         wrap(trainer, "evaluate", self._evaluate)
         wrap(trainer, "prediction_step", self._prediction_step)
         wrap(trainer, "save_model", self._save_model)
+        wrap(trainer.callback_handler, "on_log", self._on_log)
 
     def _bind_to_running(self, trainer: Trainer) -> None:
         """Wrap the parts of `train`, which runs already: what raises in them ends training."""
@@ -129,9 +141,15 @@ class HooklineCallback(TrainerCallback):
 
     def _unbind(self) -> None:
         """Put the trainer's own methods back, and its limit, if saving has failed."""
-        assert self._trainer is not None
-        self._save_limit.give_back(self._trainer.args)
+        trainer = self._trainer
+        assert trainer is not None
+        self._save_limit.give_back(trainer.args)
         self._wrapped.restore()
+        has_trained = self.session.started and not self.session.has_failed_to_start
+        if not has_trained and self in trainer.callback_handler.callbacks:
+            trainer.remove_callback(self)
+        if type(trainer) not in weakref.ProxyTypes:  # it has this callback: else only gc frees it
+            self._trainer = weakref.proxy(trainer)
 
     def _find_trainer(self) -> Trainer:
         """Return the trainer that calls this callback: it is not among a callback's arguments."""
@@ -147,11 +165,11 @@ class HooklineCallback(TrainerCallback):
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.session:
-                result = train(*args, **kwargs)
-        finally:
-            if self.session.has_ended:  # else it has failed before training started
-                self._unbind()
+            result = train(*args, **kwargs)
+        except BaseException as error:
+            self.session.leave(error)
+            raise
+        self.session.leave()
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
         return result
@@ -160,8 +178,7 @@ class HooklineCallback(TrainerCallback):
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            self.session.__exit__(type(error), error, error.__traceback__)
-            self._unbind()
+            self.session.leave(error)
             raise
 
     def _last_part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,8 +205,8 @@ class HooklineCallback(TrainerCallback):
         finally:
             self._validation_depth = 0
             self.session.leave_validation()
+        self._log_to_trainer()
         self._end_epoch()
-        self.session.end_step()
         assert self._trainer is not None
         self._request_stop(self._trainer.control)
         return metrics
@@ -221,6 +238,39 @@ class HooklineCallback(TrainerCallback):
         if Path(output_dir) == checkpoint_folder(trainer.args, trainer.state):
             self._save_limit.take(trainer.args)
         return result
+
+    def _on_log(
+        self,
+        on_log: Callable[..., Any],
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any],
+    ) -> Any:
+        """Record what the trainer logs, and add what hooks have logged since the last time.
+
+        Values of a validation are neither: it is recorded as a whole.
+        """
+        if self.session.is_training and not self._logs_own and not self._validation_depth:
+            self.session.record_host_values(logs)
+            logs = self.session.take_logged(of_steps=True) | dict(logs)
+        return on_log(args, state, control, logs)
+
+    def _log_to_trainer(self) -> None:
+        """Give the trainer's loggers what hooks have logged of an epoch or a validation.
+
+        It is not in the trainer's own history and averages.
+        """
+        values, trainer = self.session.take_logged(of_steps=False), self._trainer
+        if not values:
+            return
+        assert trainer is not None
+        control = trainer.control
+        is_due, self._logs_own = control.should_log, True
+        try:
+            trainer.callback_handler.on_log(trainer.args, trainer.state, control, values)
+        finally:
+            control.should_log, self._logs_own = is_due, False
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -257,7 +307,6 @@ class HooklineCallback(TrainerCallback):
             saved = host_state.load(folder, _hooks_folder(self, trainer))
             session.restore(folder, saved, step=state.global_step)
         session.begin()
-        session.end_step()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -284,7 +333,7 @@ class HooklineCallback(TrainerCallback):
         if self._epoch_has_ended and self.session.is_training:
             self._epoch_has_ended = False
             self.session.end_epoch()
-            self.session.end_step()
+            self._log_to_trainer()
 
     def _request_stop(self, control: TrainerControl) -> None:
         """Let the trainer stop, if hooks or a signal ask for it.
@@ -310,33 +359,7 @@ class HooklineCallback(TrainerCallback):
         if self.session.is_training:
             assert self._trainer is not None
             self.session.is_watched(unwrap_optimizer(self._trainer.optimizer))
-            self.session.end_step()
             self._request_stop(control)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        is_own = (
-            self._forwards_logs or self._validation_depth
-        )  # a validation is recorded as a whole
-        if self.session.is_training and not is_own:
-            self.session.record_host_values(logs or {})
-
-    def _log_to_trainer(self, values: dict[str, float]) -> None:
-        """Give values to the trainer's loggers, without its own history and averages."""
-        trainer = self._trainer
-        assert trainer is not None
-        control = trainer.control
-        is_due, self._forwards_logs = control.should_log, True
-        try:
-            trainer.callback_handler.on_log(trainer.args, trainer.state, control, values)
-        finally:
-            control.should_log, self._forwards_logs = is_due, False
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -363,7 +386,13 @@ class HooklineCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._end_epoch()
+        if self.session.is_training:
+            self.session.end_resumed_epoch()  # if no epoch was left
         self.session.detach()
+
+
+class _NoHooks(TrainerCallback):
+    """The copy of a `HooklineCallback`, in the copy of a trainer."""
 
 
 def _own_callbacks(trainer: Trainer) -> list[HooklineCallback]:
@@ -383,6 +412,7 @@ def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"Expected a transformers.Trainer, not a {type(trainer).__name__}.")
     callback = HooklineCallback(hooks, **options)
+    callback.session.replace_equal(each.session for each in _own_callbacks(trainer))
     for other in _own_callbacks(trainer):
         if other.session.has_ended:
             trainer.remove_callback(other)

@@ -1,36 +1,68 @@
-"""The event context: the arguments of events, as attributes.
+"""The event context: where a training loop stands, the source of the arguments of all events.
 
-A loop writes its context, dispatchers read it. Expensive values (a norm, the state mapping, the
-context of a step) are made when a hook asks for them.
+A driver writes it, dispatchers read it. What a driver provides is a plain attribute. What it does
+not provide is absent, and reading it calls the driver's `absent`, which raises the error that says
+what to do. Expensive values (a norm, the state mapping, the context of a step) are made when a
+hook asks for them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.context import LazyFloat
-from hookline.dispatch import HookManager
-from hookline.loop.norm_agreement import NormAgreement
-from hookline.loop.processes import OneProcess
+from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
+from hookline.errors import NotSuppliedError
+from hookline.loop.means import Means
 from hookline.tensors.global_norm import global_norm
-from hookline.tensors.sharded import needs_collective
 from hookline.updates.gradients import Gradients, NamedParameters
 
-__all__ = ["EventContext", "device_of", "gradients_of"]
+if TYPE_CHECKING:
+    from hookline.loop.rank_sync import NormSchedule
+
+__all__ = ["EventContext", "device_of", "gradients_of", "norm_or_error", "raise_or_return"]
 
 
 class EventContext:
-    """What the event contexts of all loops have in common."""
+    """The arguments of events, as attributes.
 
-    def __init__(
-        self, trainer: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
-    ) -> None:
+    Args:
+        trainer: what hooks get as `trainer`.
+        absent: called with the name of an attribute that the driver has not provided. It raises, or
+            returns a value to use instead.
+
+    Attributes:
+        step: completed optimizer steps.
+        step_in_progress: the number of the step that is being made.
+        evaluating: whether the loop validates.
+        generating: whether the model generates, which is no training forward.
+        shows_generation: whether it generates, and probes see it.
+        means: of the epoch.
+        validated: the metrics of the epoch's last validation.
+        latest_loss: of the latest batch or step; None before the first.
+        norms: of gradients before clipping, by optimizer, where the loop clips itself.
+        clipped_norm: of all gradients before clipping; None if it is not known.
+        norm_schedule: when ranks compute the norm together; None unless gradients are sharded.
+        agreed_norm: what they have computed in this step.
+    """
+
+    loss: Any
+    epoch: int
+    batch: Any
+    batch_idx: int
+    dataloader_idx: int
+    dataloader_name: str
+    tokens_seen: int
+    config: Any
+    run: Any
+
+    def __init__(self, trainer: Any, absent: Callable[[str], Any]) -> None:
         self.trainer = trainer
-        self.connect(model, optimizers)
+        self.absent = absent
         self.status = "training"
         self.step = 0
         self.step_in_progress = 1
@@ -40,21 +72,51 @@ class EventContext:
         self.exception: BaseException | None = None
         self.checkpoint_path: Any = None
         self.skipped = False
-        self.evaluating = False
-        self.shows_generation = False  # the model generates, and probes see it
+        self.evaluating = self.generating = self.shows_generation = False
+        self.means = Means()
+        self.validated: dict[str, Any] = {}
+        self.latest_loss: Any = None
+        self.extra: dict[str, Any] = {}  # further metrics of the batch
+        self.event_metrics: Metrics | None = None  # None: made from the loss and `extra`
+        self.used_lr: Any = None
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
-        self.clipped_norm: torch.Tensor | None = None
-        self.norm_agreement: NormAgreement | None = None  # where gradients are sharded
-        self.agreed_norm: torch.Tensor | None = None
+        self.norms: dict[int, torch.Tensor | Exception] = {}
+        self.clipped_norm: torch.Tensor | Exception | None = None
+        self.norm_schedule: NormSchedule | None = None
+        self.agreed_norm: torch.Tensor | Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:  # only called for what is absent
+        absent = self.__dict__.get("absent")
+        if absent is None or name.startswith("_"):
+            raise AttributeError(name)
+        return absent(name)
+
+    def known(self, name: str) -> Any:
+        """Return what the driver has provided; None if it has not."""
+        return self.__dict__.get(name)
+
+    def provide(self, name: str, value: Any) -> None:
+        """Provide a value; None takes it away."""
+        if value is None:
+            self.__dict__.pop(name, None)
+        else:
+            self.__dict__[name] = value
 
     def connect(self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Set what is trained; a host makes its optimizers when training starts."""
+        """Set what is trained; some drivers know it only when training starts."""
         self.model = model
         self.optimizers = optimizers
         if optimizers:
             self.optimizer = optimizers[0]
             self.named = NamedParameters(model, optimizers)
+
+    def restart(self) -> None:
+        """Begin another run with the same objects."""
+        self.status, self.exception, self.evaluating = "training", None, False
+        self.step, self.step_in_progress = 0, 1
+
+    # -- values that are made when they are read --------------------------------------------------
 
     @property
     def gradients(self) -> Gradients:
@@ -69,11 +131,78 @@ class EventContext:
         return self.observation.activations
 
     @property
+    def metrics(self) -> Metrics:
+        """The metrics of the event; those of a batch are made when they are read."""
+        if self.event_metrics is None:
+            self.event_metrics = Metrics({"loss": self.loss, **self.extra})
+        return self.event_metrics
+
+    @property
     def lr(self) -> Any:
-        """The first optimizer's learning rate."""
+        """The learning rate that this step uses, of the first optimizer."""
+        return self.read_lr() if self.used_lr is None else self.used_lr
+
+    def read_lr(self) -> Any:
+        """Return the first optimizer's learning rate as it is now."""
         lr = self.optimizer.param_groups[0]["lr"]
         # A copy, because schedulers change the tensor in place.
         return LazyFloat(lr.detach().clone()) if isinstance(lr, torch.Tensor) else lr
+
+    @property
+    def ctx(self) -> StepContext:
+        """The step, as one object."""
+        return StepContext(
+            step=self.step,
+            loss=self._field("loss"),
+            grad_norm=self.grad_norm,
+            lr=self.lr,
+            tokens_seen=self._field("tokens_seen"),
+            model=self.model,
+            optimizer=self.optimizer,
+            skipped=self.skipped,
+        )
+
+    def _field(self, name: str) -> Any:
+        """Return a field of `ctx`; without a value, one whose access raises the error."""
+        try:
+            return getattr(self, name)
+        except NotSuppliedError as error:
+            return NotProvided(str(error))
+
+    @property
+    def state(self) -> State:
+        """The state mapping: model, epoch, losses, status."""
+        known: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "device": device_of(self.model),
+        }
+        absent: dict[str, str] = {}
+        readers: dict[str, Callable[[], Any]] = {
+            "current_epoch": lambda: self.epoch,
+            "current_batch_idx": lambda: self.batch_idx,
+            "latest_loss": lambda: self._loss_of_state(self.latest_loss),
+            "avg_loss": lambda: self._loss_of_state(self.means.mean("train/loss")),
+        }
+        for key, read in readers.items():
+            try:
+                known[key] = read()
+            except NotSuppliedError as error:
+                absent[key] = str(error)
+        known |= {"model_params": self.model_params, "status": self.status}
+        return State(known, absent)
+
+    def _loss_of_state(self, loss: Any) -> Any:
+        if loss is None:
+            return self.absent("loss")
+        return loss if isinstance(loss, LazyFloat) else LazyFloat(loss)
+
+    @cached_property
+    def model_params(self) -> int:
+        """The number of the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    # -- the norm of the gradients ----------------------------------------------------------------
 
     @property
     def grad_norm(self) -> LazyFloat:
@@ -83,47 +212,55 @@ class EventContext:
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients, on the device."""
         if self.clipped_norm is not None:
-            return self.clipped_norm
-        if self.norm_agreement is None:
+            return raise_or_return(self.clipped_norm)
+        if self.norm_schedule is None:
             return self.compute_norm()
         if self.agreed_norm is None:  # reading a value must not start a collective
-            self.norm_agreement.warn_of_late_hook()
+            self.norm_schedule.warn_of_late_hook()
             return torch.tensor(math.nan)
-        return self.agreed_norm
+        return raise_or_return(self.agreed_norm)
 
     def compute_norm(self) -> torch.Tensor:
         """Compute the norm of all gradients. If they are sharded, all ranks have to call this."""
-        return global_norm(self.all_gradients())
+        if not self.norms:
+            return global_norm(self.all_gradients())
+        norms = [
+            raise_or_return(self.norms[i])
+            if i in self.norms
+            else global_norm(gradients_of(optimizer))
+            for i, optimizer in enumerate(self.optimizers)
+        ]
+        return norms[0] if len(norms) == 1 else global_norm(norms)
 
-    def agree_on_norm(self, hooks: HookManager, processes: OneProcess) -> None:
-        """Agree with all ranks, between two steps, on when the norm is computed.
-
-        Without sharded parameters nothing has to be agreed on, and this is not a collective.
-        """
-        self.norm_agreement = None
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        if any(needs_collective(parameter) for group in groups for parameter in group["params"]):
-            self.norm_agreement = NormAgreement(hooks, processes)
-
-    def prepare_norm(self, epoch: int | None) -> None:
+    def prepare_norm(self) -> None:
         """Compute the norm of sharded gradients, if a hook of any rank asks for it in this step."""
-        agreement = self.norm_agreement
-        if agreement is not None and agreement.is_due(self.step_in_progress, epoch):
+        schedule = self.norm_schedule
+        if schedule is not None and schedule.is_due(self.step_in_progress, self.known("epoch")):
             known = self.clipped_norm
-            self.agreed_norm = self.compute_norm() if known is None else known
+            self.agreed_norm = norm_or_error(self.compute_norm) if known is None else known
 
     def all_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all optimizers' parameters."""
         return [gradient for optimizer in self.optimizers for gradient in gradients_of(optimizer)]
 
-    @cached_property
-    def model_params(self) -> int:
-        """The number of the model's parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+
+def norm_or_error(compute: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
+    """Return a norm that hooks ask for later, or the error for them: it does not stop the loop."""
+    try:
+        return compute()
+    except Exception as error:
+        return error
+
+
+def raise_or_return(norm: torch.Tensor | Exception) -> torch.Tensor:
+    """Raise the error that a norm could not be computed for, or return the norm."""
+    if isinstance(norm, Exception):
+        raise norm
+    return norm
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients of an optimizer's parameters."""
+    """Return the gradients that an optimizer's parameters have."""
     return [
         parameter.grad
         for group in optimizer.param_groups
@@ -133,5 +270,6 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of the model's first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Return the device of a model's first parameter; the CPU if it has none."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device

@@ -1,4 +1,4 @@
-"""Loading whole tensors into models and optimizers, which may be sharded."""
+"""Loading whole tensors into models and optimizers, which may be sharded; zeroing gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hookline.tensors.memory import expand_buffers
 from hookline.tensors.sharded import is_sharded, shard_like
 
-__all__ = ["load_optimizer", "load_weights"]
+__all__ = ["load_optimizer", "load_weights", "zero_grad"]
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
@@ -42,3 +42,19 @@ def _shard(value: Any, like: Any) -> Any:
     """Return a tensor sharded as another of its shape is, and every other value as it is."""
     tensors = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
     return shard_like(value, like) if tensors and value.shape == like.shape else value
+
+
+_TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
+def zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Do what `optimizer.zero_grad()` does, about 10 µs faster, without torch's profiling.
+
+    An optimizer that overrides `zero_grad` has its own method called.
+    """
+    if type(optimizer).zero_grad is not _TORCH_ZERO_GRAD or "zero_grad" in optimizer.__dict__:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hookline.context import LazyFloat
+from hookline.context import LazyFloat, to_float
 from hookline.loop.processes import OneProcess
 
 __all__ = ["Means", "add_means", "means_of_all"]
@@ -33,10 +32,7 @@ class Mean:
         """Add a number, or a tensor with one element."""
         self.weight += weight
         if not isinstance(value, torch.Tensor):
-            try:
-                self.total += float(value) * weight
-            except OverflowError:  # an int above the range of floats
-                self.total += math.inf if value > 0 else -math.inf
+            self.total += to_float(value) * weight
             return
         self._kept.append(value if weight == 1.0 else value * weight)
         if len(self._kept) >= _MAX_KEPT:

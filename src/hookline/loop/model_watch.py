@@ -129,6 +129,11 @@ class ModelWatch:
         """Whether the model is being watched."""
         return bool(self._handles)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the model is being called, if calls are watched."""
+        return self._depth > 0
+
     def watch(self, *, calls: bool, backward: bool) -> None:
         """Watch the model's calls, and backward through their outputs, as requested."""
         if (calls, backward) == self._sees:
@@ -136,16 +141,15 @@ class ModelWatch:
         self.detach()
         self._sees = (calls, backward)
         self._depth = 0
-        for model in self._models():
+        for model in self._models() if calls or backward else ():
             if calls:
                 before = ModelCallback(self._before)
                 # FSDP2 replaces parameters by whole ones before forward: events come before that.
                 first = is_fsdp_module(model)
-                self._handles += [
-                    model.register_forward_pre_hook(before, prepend=first),
-                    # always_call: a forward that raises must not leave the depth wrong
-                    model.register_forward_hook(ModelCallback(self._after), always_call=True),
-                ]
+                self._handles.append(model.register_forward_pre_hook(before, prepend=first))
+                # always_call: a forward that raises must not leave the depth wrong
+                after = model.register_forward_hook(ModelCallback(self._after), always_call=True)
+                self._handles.append(after)
             elif backward:
                 self._handles.append(model.register_forward_hook(ModelCallback(self._returned)))
             hide_hooks(model)

@@ -27,7 +27,7 @@ class PhaseClock:
         self.weight = 1
         self._device = timed_device(device)
         self.is_device = self._device is not None
-        self._last: Mark = 0.0
+        self._last = self.now()
         self._open: deque[tuple[Any, Mark, Mark, int]] = deque()
         self._sums: dict[Any, tuple[float, int]] = {}
 

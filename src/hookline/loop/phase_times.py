@@ -1,8 +1,9 @@
 """Where the time of a training loop goes: data, forward, backward, optimizer, hooks and the rest.
 
 Batches that take long are all timed. Of short ones, some are, at random intervals, so that reading
-clocks takes about 0.1 % of the time; they count for the others. The time of hooks is known from
-their own accounting, and is not part of the phase in which they are called.
+clocks takes about 0.1 % of the time; they count for the others, but all phases together never for
+more than the time that has passed. The time of hooks is known from their own accounting, and is not
+part of the phase in which they are called.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PHASES = (
     *("hooks", "validation", "checkpoints", "other"),
 )
 
+_ON_DEVICE = ("forward", "backward", "optimizer")  # timed by the device, if it can
 _OF_CLOCKS = 0.001  # the share of the time that clocks may take
 _HOST_SECONDS, _DEVICE_SECONDS = 7e-6, 40e-6  # what timing a batch takes
 
@@ -59,9 +61,10 @@ class PhaseTimes:
         self._random = random.Random(0)  # training's random numbers are not consumed
         self._weight = 1  # how many batches the next timed one counts for
         self._uncounted = 0  # batches of which no timed one counts
-        self._began = self._idle_since = self._started = perf_counter()
+        self._began = self._idle_since = self._last_taken = perf_counter()
         self._nested = 0
         self._measured = dict.fromkeys(PHASES, 0.0)  # hooks that are called in a phase included
+        self._before = dict.fromkeys(PHASES, 0.0)  # the estimates at the last report
         self._taken = dict.fromkeys(PHASES, 0.0)
 
     # -- batches ----------------------------------------------------------------------------------
@@ -149,9 +152,17 @@ class PhaseTimes:
         for phase, (milliseconds, _) in self._clock.take().items():
             self._measured[str(phase)] += milliseconds / 1e3
         now = self._without_hooks(hook_seconds)
-        elapsed = perf_counter() - self._started
-        now["other"] = max(0.0, elapsed - sum(now.values()))
-        since = {phase: max(0.0, now[phase] - self._taken[phase]) for phase in PHASES}
+        since = {phase: max(0.0, now[phase] - self._before[phase]) for phase in PHASES}
+        self._before = {phase: max(now[phase], self._before[phase]) for phase in PHASES}
+        time = perf_counter()
+        elapsed, self._last_taken = time - self._last_taken, time
+        room = max(0.0, elapsed - since["validation"] - since["checkpoints"])
+        if self._clock.is_device:  # it works while the host does something else
+            _fit(since, _ON_DEVICE, room)
+            _fit(since, ("data", "hooks"), room)
+        else:
+            _fit(since, ("data", "hooks", *_ON_DEVICE), room)
+        since["other"] = max(0.0, elapsed - sum(since.values()))
         for phase, seconds in since.items():
             self._taken[phase] += seconds
         return since
@@ -169,3 +180,11 @@ class PhaseTimes:
             if phase is not None:
                 times[phase] = max(0.0, times[phase] - seconds)
         return times
+
+
+def _fit(seconds: dict[str, float], phases: tuple[str, ...], room: float) -> None:
+    """Reduce the estimates of phases in proportion, if together they exceed the time they had."""
+    total = sum(seconds[phase] for phase in phases)
+    if total > room:
+        for phase in phases:
+            seconds[phase] *= room / total

@@ -28,7 +28,6 @@ __all__ = [
     "is_main_process",
     "join_processes",
     "local_rank",
-    "processes_of",
     "share_from_main",
     "world_size",
 ]
@@ -261,13 +260,6 @@ def is_main_process() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return (os.environ.get("RANK") or "0") == "0"  # as torchrun sets it
-
-
-def processes_of(loop: Any) -> OneProcess:
-    """Return the processes that train together in a loop, which a hook gets as `trainer`."""
-    strategy = getattr(loop, "strategy", None)  # of Hookline's trainer
-    known = getattr(loop, "_agreement", None) if strategy is None else strategy  # of a session
-    return OneProcess() if known is None else cast("OneProcess", known.processes)
 
 
 def share_from_main(value: Any) -> Any:

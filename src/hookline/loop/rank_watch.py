@@ -27,7 +27,7 @@ __all__ = ["STAGES", "RankWatch"]
 
 log = logging.getLogger("hookline")
 
-STAGES = ("before forward", "forward", "backward or after it", "waiting for the others")
+STAGES = ("before forward", "forward or loss", "backward or after it", "waiting for the others")
 _LONGEST = 10.0  # seconds between two writes
 _runs = iter(range(1 << 62))  # fits of this process, the same number in all processes
 
@@ -51,7 +51,7 @@ class RankWatch:
         processes: the processes.
         after: a process is named when it has been behind for so many seconds.
         place: returns where this process stands, in an order that is the same in all: its epoch,
-            its batch in it, and its stage, an index of `STAGES`.
+            -1 if it is not known; its batch; and its stage, an index of `STAGES`.
         report: called in rank 0, from a thread, with a kind of event and its fields.
     """
 
@@ -140,13 +140,22 @@ class RankWatch:
         seconds = round(now - (seen.heard if is_missing else seen.moved), 1)
         where = f" ({seen.host})" if seen.host else ""
         epoch, batch, stage = seen.place or (0, 0, 0)
-        at = f"epoch {epoch}, batch {batch}, {STAGES[stage]}"
+        at = f"batch {batch}, {STAGES[stage]}"
+        if epoch >= 0:
+            at = f"epoch {epoch}, {at}"
         if is_missing:
             text = f"nothing was heard of it for {seconds} s{where}. It last stood at {at}."
         else:
             text = f"it has stood at {at} for {seconds} s{where}, and others wait for it."
         fields = {"rank": rank, "missing": is_missing, "seconds": seconds, "host": seen.host}
-        return {**fields, "epoch": epoch, "batch": batch, "stage": STAGES[stage], "text": text}
+        known_epoch = None if epoch < 0 else epoch
+        return {
+            **fields,
+            "epoch": known_epoch,
+            "batch": batch,
+            "stage": STAGES[stage],
+            "text": text,
+        }
 
     def _record(self, kind: str, **fields: Any) -> None:
         try:

@@ -241,6 +241,16 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
+    if checkpoint.info.get("weights_only"):
+        raise CheckpointError(
+            f"{checkpoint.path} has only the weights of the model (save_weights_only), and not the "
+            "optimizers, schedulers, random states and position in the data that training needs to "
+            "resume from it. Nothing was changed. To use the weights, load them with "
+            "`hookline.open_run(…).checkpoints()[-1].load_into(model)`, or write them to one file "
+            "with `hookline checkpoints export`. To resume, give the run's folder, which stands "
+            "for its newest checkpoint with all of the state; a ModelCheckpoint without "
+            "save_weights_only saves such checkpoints. Or start a new run."
+        )
     try:
         _adapter(kind).validate_python(checkpoint.state)
     except ValidationError as error:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from hookline.interrupts import find_active_handler, is_main_thread
 from hookline.loop.control_requests import ControlRequests
 
-__all__ = ["SignalWatch"]
+__all__ = ["HeldTermination", "SignalWatch", "TerminationWatch"]
 
 
 class SignalWatch:
@@ -34,7 +34,7 @@ class SignalWatch:
     """
 
     def __init__(self, requests: ControlRequests, names: Iterable[str]) -> None:
-        self._requests = requests
+        self.requests = requests
         numbers = (getattr(signal, name, None) for name in ("SIGINT", *names))
         self._numbers = [number for number in numbers if number is not None]
         self._previous: dict[int, Any] = {}
@@ -43,7 +43,7 @@ class SignalWatch:
         self._pid = os.getpid()
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if is_main_thread():
             for number in self._numbers:
                 previous = signal.getsignal(number)
                 if previous not in (None, signal.SIG_IGN):
@@ -57,28 +57,41 @@ class SignalWatch:
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._receive:  # else somebody has replaced it
-                signal.signal(number, _find_active(number, previous))
-        if self._worker_handler is not None:
+        is_main = is_main_thread()  # else the handlers stay, and call those before them
+        if self._worker_handler is not None and is_main:
             if signal.getsignal(signal.SIGCHLD) is _do_nothing:
                 signal.signal(signal.SIGCHLD, self._worker_handler)
             self._worker_handler = None
-        received = self._requests.signal
+        for number, previous in reversed(self._previous.items()):  # SIGINT, which may raise, last
+            is_own = signal.getsignal(number) == self._receive  # else somebody has replaced it
+            if is_own and is_main:
+                signal.signal(number, find_active_handler(number, previous))
+        received = self.requests.signal
         outer = getattr(self._previous.get(received or 0), "__self__", None)
         if received is not None and isinstance(outer, SignalWatch):
-            outer._requests.receive_signal(received)
-        self._replaced, self._previous = self._previous, {}
+            outer.requests.receive_signal(received)
+        if self._previous:  # else it has ended before
+            self._replaced, self._previous = self._previous, {}
+
+    def handler_before(self, number: int) -> Any:
+        """Return the handler that this one has replaced; None while the block runs."""
+        return self._replaced.get(number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # in a forked process, such as a worker of a loader
-            if (
-                number == signal.SIGTERM
-            ):  # others may be sent to the whole group: the parent decides
+        if number not in self._previous:  # the block was left in another thread
+            previous = self._replaced.get(number)
+            if callable(previous):
+                previous(number, frame)
+            else:
                 self._exit(number)
-        elif self._requests.signal is None:
-            self._requests.receive_signal(signal.Signals(number))
+        elif os.getpid() != self._pid:  # in a forked process, such as a worker of a loader
+            if number == signal.SIGTERM:  # others may be sent to the group: the parent decides
+                self._exit(number)
+        elif self.requests.signal is None:
+            self.requests.receive_signal(signal.Signals(number))
             self._ignore_ended_workers()
+        elif self.requests.is_requeued and number == signal.SIGTERM:
+            pass  # from the scheduler, which ends the job that it has requeued: this process does
         else:
             self.__exit__()
             self._exit(number)
@@ -102,13 +115,70 @@ class SignalWatch:
         signal.raise_signal(number)
 
 
-def _find_active(number: int, handler: Any) -> Any:
-    """Return the handler to restore: blocks need not end in the order in which they are nested."""
-    watch = getattr(handler, "__self__", None)
-    while isinstance(watch, SignalWatch) and number in watch._replaced:
-        handler = watch._replaced[number]
-        watch = getattr(handler, "__self__", None)
-    return handler
+class TerminationWatch(SignalWatch):
+    """While the block runs, SIGTERM raises SystemExit, so that a loop of the user's own is left.
+
+    A handler that the user has set is called instead, and decides. A second SIGTERM ends the
+    process at once.
+
+    Args:
+        requests: the requests of the loop.
+        on_signal: called in the handler, when the first signal has come.
+    """
+
+    def __init__(self, requests: ControlRequests, on_signal: Callable[[], None]) -> None:
+        super().__init__(requests, ())
+        self._numbers = [signal.SIGTERM]
+        self._on_signal = on_signal
+        self._exits = False
+
+    @property
+    def has_received(self) -> bool:
+        """Whether the signal has come."""
+        return self.requests.signal is not None
+
+    def exit_again(self) -> None:
+        """Raise SystemExit if the handler has: somebody may have swallowed it."""
+        if self._exits:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        before = self._previous.get(number, self._replaced.get(number))
+        previous = find_active_handler(number, before)  # that of a session may have ended
+        is_first = os.getpid() == self._pid and number in self._previous and not self.has_received
+        if is_first:
+            self.requests.receive_signal(signal.Signals(number))
+            self._on_signal()
+        if callable(previous):
+            previous(number, frame)
+        elif is_first:
+            self._exits = True
+            self._ignore_ended_workers()
+            self.exit_again()
+        else:
+            self._exit(number)
+
+
+class HeldTermination(SignalWatch):
+    """While the block runs, SIGTERM waits for its end, and does then what it does outside of it.
+
+    It is for closing a run, which must not be left half done. A second SIGTERM acts at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(ControlRequests(), ())
+        self._numbers = [signal.SIGTERM]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        received, self.requests.signal = self.requests.signal, None
+        super().__exit__()
+        if received is not None:
+            signal.raise_signal(received)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:

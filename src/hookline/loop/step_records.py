@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hookline.context import to_float
 from hookline.loop.processes import OneProcess
 
 __all__ = ["StepRecords"]
@@ -33,7 +34,7 @@ class StepRecords:
 
     def own_values(self) -> list[tuple[int, int | None, str, float]]:
         """Return what is kept of this process: step, epoch, name and value."""
-        return [(step, epoch, name, float(value)) for step, epoch, name, value in self._values]
+        return [(step, epoch, name, to_float(value)) for step, epoch, name, value in self._values]
 
     def report(
         self,
@@ -67,7 +68,7 @@ class StepRecords:
             attempt = 0  # a step that was skipped has the number of the step before
             while (step, attempt, epoch, name) in own:
                 attempt += 1
-            own[step, attempt, epoch, name] = (float(value), 1.0)
+            own[step, attempt, epoch, name] = (to_float(value), 1.0)
         step, epoch = at
         own |= {(step, 0, epoch, name): (value, 1.0) for name, value in own_values.items()}
         sums = processes.sum_on_main(own)

@@ -12,6 +12,8 @@ runs, if the probe wants that, and again after it. These cases need care:
 - A module may raise, also when a recomputation stops early. `always_call=True` ends the call then.
 - A probe that only observes must not change training. The calls of a user's own class are checked;
   built-in probes check the functions that they are given.
+- Within a functional transform (`torch.func.vmap`, `grad` …) tensors stand for others and cannot be
+  read or kept. Observers do not see these calls. An edit is applied.
 - Calls are counted within the outermost call of the model, separately in each thread. Where that is
   not seen, because another method of the model is called, they are counted within the step in
   training, and each is a forward of its own elsewhere.
@@ -31,10 +33,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError, RandomNumberError
+from hookline.interrupts import HeldInterrupts
 from hookline.probes.call import Call, ThreadLocal
 from hookline.probes.module_callback import (
     ForwardCallback,
     ModuleCallback,
+    arrange_sites,
     register_receiver,
     unregister_receiver,
 )
@@ -52,6 +56,7 @@ __all__ = ["Attachment", "Site"]
 log = logging.getLogger("hookline")
 
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
+_in_transform = torch._C._are_functorch_transforms_active
 
 
 class Attachment:
@@ -88,12 +93,21 @@ class Attachment:
         self.local = ThreadLocal()
         self._forward_numbers = count(1)
         self._boundaries: list[ForwardCallback] = []
+        self._warned_transform = False
         self.uncalled_modules = UncalledModules(self)
 
     def enable(self) -> None:
-        """Let the probe see calls from now on."""
+        """Let the probe see calls from now on; if that fails, the model is as before."""
         if self.enabled:
             return
+        try:
+            with HeldInterrupts():
+                self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(self) -> None:
         self.enabled = True
         for site in self.sites.values():
             site.enabled = True
@@ -101,10 +115,11 @@ class Attachment:
                 site.attach()
         outermost = self._outermost()
         if outermost is not None and not self._boundaries:
-            start, end = ForwardCallback(self._start), ForwardCallback(self._end)
+            start = ForwardCallback(self._start, is_end=False)
+            end = ForwardCallback(self._end, is_end=True)
+            self._boundaries = [start, end]
             start.handle = outermost.register_forward_pre_hook(start, prepend=True)
             end.handle = outermost.register_forward_hook(end, always_call=True)
-            self._boundaries = [start, end]
             hide_hooks(outermost)
         if self.taps is not None:
             self.taps.attach()
@@ -112,26 +127,33 @@ class Attachment:
 
     def disable(self) -> None:
         """Hide calls from the probe; what was compiled keeps its operators."""
-        self.enabled = False
-        for site in self.sites.values():
-            site.enabled = False
-            if not site.compiled:
-                site.detach()
+        with HeldInterrupts():
+            self.enabled = False
+            for site in self.sites.values():
+                site.enabled = False
+                if not site.compiled:
+                    site.detach()
+            self.refresh()
+            if self.taps is not None:
+                self.taps.detach()
+            if not any(boundary.compiled for boundary in self._boundaries):
+                self._detach_boundaries()
+
+    def silence(self) -> None:
+        """Hide calls from the probe for good, and leave the hooks on the modules, which is fast."""
+        self.enabled, self.guard = False, _ignore
         self.refresh()
-        if self.taps is not None:
-            self.taps.detach()
-        if not any(boundary.compiled for boundary in self._boundaries):
-            self._detach_boundaries()
 
     def close(self) -> None:
         """Remove all hooks."""
-        self.uncalled_modules.warn_on_close()
-        self.disable()
-        for site in self.sites.values():
-            site.detach()
-        if self.taps is not None:
-            self.taps.detach(permanently=True)
-        self._detach_boundaries()
+        with HeldInterrupts():
+            self.uncalled_modules.warn_on_close()
+            self.disable()
+            for site in self.sites.values():
+                site.detach()
+            if self.taps is not None:
+                self.taps.detach(permanently=True)
+            self._detach_boundaries()
 
     def __enter__(self) -> Probe:
         return self.probe
@@ -155,7 +177,22 @@ class Attachment:
         """Update the flag that compiled edits read."""
         is_active = self.enabled and self.probe.is_active
         if is_active != bool(self.flag):  # PyTorch raises if it changes before the backward
-            self.flag.fill_(is_active)
+            with torch._C._DisableFuncTorch():
+                self.flag.fill_(is_active)
+
+    def must_stand_aside(self, name: str) -> bool:
+        """Return whether a call is hidden from the probe: it is within a functional transform."""
+        if self.probe.edits:
+            return False
+        if not self._warned_transform:
+            self._warned_transform = True
+            log.warning(
+                "The probe '%s' does not see the calls of modules within functional transforms "
+                "(torch.func.vmap, grad, jvp …), such as that of '%s'. It sees all others.",
+                self.probe.probe_name,
+                name,
+            )
+        return True
 
     def _detach_boundaries(self) -> None:
         for boundary in self._boundaries:
@@ -172,7 +209,7 @@ class Attachment:
         return next(iter(self.sites.values())).module
 
     def _start(self, gradients: bool | None) -> None:
-        if is_recomputing():
+        if is_recomputing() or (_in_transform() and not self.probe.edits):
             return
         state = self.local.state
         # PyTorch skips the hook at the end after a KeyboardInterrupt, or an error in compilation.
@@ -195,7 +232,7 @@ class Attachment:
 
     def _end(self, gradients: bool | None) -> None:
         state = self.local.state
-        if is_recomputing() or not state.depth:
+        if is_recomputing() or not state.depth or (_in_transform() and not self.probe.edits):
             return
         try:
             if state.depth == 1:
@@ -283,6 +320,7 @@ class Site:
     was_called: bool = False
     compiled: bool = False
     paired: bool = False  # whether `before` sees the calls, too
+    place: int = 0  # among the hooks of its module: the key of its first hook, 0 before that
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def attach(self) -> None:
@@ -298,6 +336,10 @@ class Site:
         handle = module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
         self.handles.append(handle)
         hide_hooks(module)
+        if self.place:
+            arrange_sites([self])
+        else:
+            self.place = handle.id
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -312,6 +354,8 @@ class Site:
         """Handle the start of a call."""
         recomputed = _graph_task_id() != -1
         attachment = self.attachment
+        if _in_transform() and attachment.must_stand_aside(self.name):
+            return None
         probe = attachment.probe
         if recomputed and not (probe.edits or probe.wants_recomputed):
             return None
@@ -327,6 +371,9 @@ class Site:
         """Handle the end of a call; in a `paired` one also when the module has raised."""
         recomputed = _graph_task_id() != -1
         attachment = self.attachment
+        if _in_transform() and attachment.must_stand_aside(self.name):
+            self.was_called = True
+            return None
         probe = attachment.probe
         if recomputed and not (probe.edits or probe.wants_recomputed):
             return None
@@ -413,6 +460,10 @@ class Site:
                 "enable_intervention=True."
             )
         return returned
+
+
+def _ignore(function: Callable[..., Any], *args: Any) -> None:
+    """Do not call a method of a probe."""
 
 
 def _differ(kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:

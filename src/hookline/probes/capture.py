@@ -30,10 +30,12 @@ from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.store import Counts, Policy, Store
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["Calls", "Capture", "NotCapturedError", "bytes_of"]
+__all__ = ["MAX_CAPTURED_STATES", "Calls", "Capture", "NotCapturedError", "bytes_of"]
 
 log = logging.getLogger("hookline")
 
+MAX_CAPTURED_STATES = 1000
+"""The default of a manager of probes, over all its hooks."""
 _MEMORY_LIMIT_MB = 1024.0
 _MAX_MEGABYTES = 2**43  # of 64-bit addresses
 
@@ -76,7 +78,8 @@ class Capture(BuiltIn, Probe):
         layer_idx: The layer's number, for the states; by default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default all.
-        memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit.
+        memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. A warning
+            says how many states were dropped, and `counts` has the number at any time.
         policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), a
             random sample is kept (`"sample"`), the oldest is written to disk (`"spill"`), or an
             error is raised (`"error"`).
@@ -142,20 +145,53 @@ class Capture(BuiltIn, Probe):
         self._key: str | None = None
         self._layers: dict[str, int | None] = {}
         self._names: dict[str, str] = {}  # the name captured under, also for tied modules
-        self._warned = False
+        self._warned = self._warned_dropped = False
 
     def attach(self, model: torch.nn.Module, **options: Any) -> Attachment:
         """Attach the probe to a model; it sees calls from now on."""
         check_model(model)
-        before = self.attachment
-        attachment = super().attach(model, **options)
-        if attachment is not before:
-            self._names.update({name: name for name in attachment.sites})
-            for first, others in aliases(model).items():
-                chosen = next((name for name in (first, *others) if name in attachment.sites), None)
-                if chosen is not None:
-                    self._names.update(dict.fromkeys((first, *others), chosen))
-        return attachment
+        return super().attach(model, **options)
+
+    def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """Return the model's modules to capture, and note their other names."""
+        chosen = super().choose(model)
+        self._names.update({name: name for name in chosen})
+        for first, others in aliases(model).items():
+            own = next((name for name in (first, *others) if name in chosen), None)
+            if own is not None:
+                self._names.update(dict.fromkeys((first, *others), own))
+        return chosen
+
+    def detach(self) -> None:
+        """Detach the probe from the model; warn if states were dropped."""
+        if self.attachment is not None:
+            self._warn_dropped()
+        super().detach()
+
+    def on_train_end(self) -> None:
+        """Warn if states were dropped."""
+        self._warn_dropped()
+
+    def _warn_dropped(self) -> None:
+        """Warn once about dropped states, unless the user has limited their number."""
+        store = self._store
+        over_memory, over_total = store.over_limits(self.key)
+        is_default = store.max_total_states == MAX_CAPTURED_STATES
+        dropped = over_memory + (over_total if is_default else 0)
+        if self._warned_dropped or not dropped or store.policy != "drop_oldest":
+            return
+        self._warned_dropped = True
+        limits = [f"memory_limit_mb={(store.memory_limit or 0) / 2**20:g}"] if over_memory else []
+        limits += [f"max_captured_states={store.max_total_states}"] if over_total else []
+        log.warning(
+            "The probe '%s' has dropped %d of %d captured states, the oldest, because of %s. Raise "
+            "the limit (None: no limit), capture less (a slice, another dtype, fewer modules, "
+            "fewer steps), or write them to disk: policy='spill'.",
+            self.probe_name,
+            dropped,
+            self.counts.captured,
+            " and ".join(limits),
+        )
 
     def before(self, call: Call) -> None:
         """Capture the arguments before the module runs, since it may change them in place."""
@@ -242,12 +278,14 @@ class Capture(BuiltIn, Probe):
 
     def states(self, module: str | None = None) -> list[CapturedState]:
         """Return the states of one module, or of all, in the order of the calls."""
+        self._warn_dropped()
         if module is None:
             return self._store.states(self.key)
         return self.get(module, slice(None))
 
     def iter_states(self, module: str) -> Iterator[CapturedState]:
         """Yield a module's states; those on disk are read one at a time."""
+        self._warn_dropped()
         return self._store.iter_states(self.key, self._resolve(module))
 
     def metadata(self, module: str | None = None) -> list[CapturedState]:
@@ -260,6 +298,7 @@ class Capture(BuiltIn, Probe):
     def get(self, module: str, index: slice) -> list[CapturedState]: ...
     def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
         """Return a module's state, or states, by index; no others are read from disk."""
+        self._warn_dropped()
         name = self._resolve(module)
         if isinstance(index, Integral | slice):
             with suppress(IndexError, TypeError):  # TypeError: of a slice of something else

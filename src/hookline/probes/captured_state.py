@@ -148,7 +148,10 @@ for _name in CONTENTS:
 
 def shape_text(tensor: Any) -> str:
     """Return dtype and shape of a tensor as text: `float32[2, 3]`."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if getattr(tensor, "is_nested", False):  # it has no shape, or one with symbols
+        return f"nested {dtype}[{tensor.size(0)}, …]"
+    return f"{dtype}{list(tensor.shape)}"
 
 
 class _Shape:

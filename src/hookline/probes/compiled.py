@@ -55,11 +55,17 @@ _library.impl("observe", _observe, "CompositeExplicitAutograd")
 torch.library.register_fake("hookline::observe", lambda *_: None, lib=_library)
 
 
+def _in_transform() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
 def observe(tensors: list[torch.Tensor], site: torch.Tensor | int, gradients: int = 0) -> None:
-    """Put the operator into the graph that is being traced.
+    """Put the operator into the graph that is being traced, unless within a functional transform.
 
     `site` is the receiver's number, as a tensor where there may be many receivers.
     """
+    if _in_transform():
+        return
     if isinstance(site, torch.Tensor):
         torch.ops.hookline.observe(tensors, token, site, 0, gradients)
     else:
@@ -95,7 +101,8 @@ def _can_trace_into(cls: type) -> bool:
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler.
-cast("Any", _can_trace_into)._dynamo_marked_constant = True
+for _function in (_can_trace_into, _in_transform):
+    cast("Any", _function)._dynamo_marked_constant = True
 
 
 def _members(value: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -72,8 +72,9 @@ def _each(given: Any) -> Iterator[Condition]:
     elif callable(given):
         name = read_attribute(given, "__qualname__") or type(given).__qualname__
         yield Condition(name.rpartition(".<locals>.")[2], function=given)
-    elif isinstance(given, Sequence):
-        for condition in read_items("conditions", given, "a list of conditions"):
+    elif isinstance(given, Sequence | Set):
+        several = sorted(given, key=str) if isinstance(given, Set) else given
+        for condition in read_items("conditions", several, "a list of conditions"):
             yield from _each(condition)
     else:
         raise ConfigError(

@@ -27,6 +27,7 @@ from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.finiteness import extremes
 from hookline.tensors.nested import map_tensors, tensors_in
 from hookline.tensors.reading import read_tensors
+from hookline.tensors.sharded import nested_values
 
 __all__ = ["Debug", "DebugProbe", "Finding"]
 
@@ -63,6 +64,12 @@ class Finding:
     others: list[str] = field(default_factory=list[str])
     states: list[CapturedState] = field(default_factory=list[CapturedState], repr=False)
 
+    @property
+    def lasting_key(self) -> tuple[str, ...]:
+        """What is the same in one finding after another; what is not finite spreads to others."""
+        where = () if self.condition == "nonfinite" else (self.module,)
+        return (self.condition, self.of, *where)
+
     def __str__(self) -> str:
         subject = "output" if self.of == "output" else "gradient of the output"
         step = "" if self.step is None else f" in step {self.step + 1}"
@@ -92,6 +99,9 @@ class DebugProbe(BuiltIn, Probe):
 
     Outputs are measured on the device and read once per step, or outside of training at the end of
     the model's forward or backward, so no module waits for the device. `findings` has the results.
+    A condition that holds in one check after another is logged once: for NaN and infinity, which
+    spread, with the module where it began. In a run, what is logged is also an event,
+    `debug_finding`.
 
     Args:
         modules: Which modules to check, as for every probe; None for none, only taps.
@@ -115,7 +125,7 @@ class DebugProbe(BuiltIn, Probe):
     probe_name = "debug_probe"
     _results = (
         *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),
-        "_warned_compiled",
+        *("_warned_compiled", "_lasting"),
     )
 
     def __init__(
@@ -153,6 +163,7 @@ class DebugProbe(BuiltIn, Probe):
         self._lock = threading.Lock()
         self._check_queued = False
         self._warned_compiled = False
+        self._lasting: set[tuple[str, ...]] = set()  # what held in the last check
 
     # -- measuring --------------------------------------------------------------------------------
 
@@ -175,6 +186,8 @@ class DebugProbe(BuiltIn, Probe):
             if self._by_value:
                 pair = extremes(tensor, beside_nan=self._beside_nan)
                 measured.extremes += [] if pair is None else [pair]
+            if self._functions and tensor.is_nested:
+                tensor = nested_values(tensor.detach())
             for condition in self._functions:
                 subject = f"the {finding.of} of '{finding.module}'"
                 measured.answers.append((condition, condition.ask(tensor, subject)))
@@ -261,23 +274,41 @@ class DebugProbe(BuiltIn, Probe):
             recent = self._recent
             self._recent = recent[len(recent) - self._keep :] if self._keep else []
         new: list[Finding] = []
+        held: list[Finding] = []
         for first in self._first(measured):
-            if self._should_report(finding := first.finding):
+            held.append(finding := first.finding)
+            if self._should_report(finding):
                 new.append(finding)
             if first.state is not None:
                 end = recent.index(first.state) + 1
                 finding.states = recent[max(0, end - self._keep) : end]
+        context = None if self.attachment is None else self.attachment.context
+        trainer = trainer if trainer is not None else getattr(context, "trainer", None)
+        self.findings += new
         for finding in new:
-            self.findings.append(finding)
-            log.log(
-                logging.INFO if self._action == "record" else logging.WARNING,
-                "The probe '%s' found %s.",
-                self.probe_name,
-                finding,
-            )
+            if finding.lasting_key not in self._lasting:
+                self._tell(finding, trainer)
+        if measured:
+            self._lasting = {finding.lasting_key for finding in held}
         if new and self._action in ("stop", "break"):
             self._act(new[0], trainer)
         return new
+
+    def _tell(self, finding: Finding, trainer: Any) -> None:
+        level = logging.INFO if self._action == "record" else logging.WARNING
+        log.log(level, "The probe '%s' found %s.", self.probe_name, finding)
+        run = getattr(trainer, "run", None)
+        if run is not None and hasattr(run, "event"):
+            run.event(
+                "debug_finding",
+                step=None if finding.step is None else finding.step + 1,
+                probe=self.probe_name,
+                module=finding.module,
+                call=finding.call,
+                condition=finding.condition,
+                where=finding.of,
+                message=str(finding),
+            )
 
     def _first(self, measured: list[_Measured]) -> Iterator[_Measured]:
         """Yield, for each condition, the first call in which it holds."""
@@ -325,8 +356,6 @@ class DebugProbe(BuiltIn, Probe):
         if self._action == "break" and in_terminal:
             _break(self, finding)
             return
-        context = None if self.attachment is None else self.attachment.context
-        trainer = trainer if trainer is not None else getattr(context, "trainer", None)
         if trainer is None:
             raise _FindingError(f"The probe '{self.probe_name}' found {finding}.")
         trainer.stop(f"{self.probe_name}: {finding}")

@@ -16,10 +16,11 @@ from torch import Tensor
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
-from hookline.probes.captured_state import Check
+from hookline.probes.captured_state import Check, shape_text
 from hookline.probes.nested_paths import parse_index
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
+from hookline.tensors.sharded import nested_values
 
 __all__ = ["REDUCTIONS", "By", "TensorExtractor", "call_user_function", "copy_tensor", "run_checks"]
 
@@ -90,9 +91,9 @@ class TensorExtractor:
             raise
         except Exception as error:
             raise ProbeError(
-                f"'{name}' has a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} "
-                f"that the options do not fit: {type(error).__name__}: {error}. Use a function for "
-                "`select` that handles it, or choose other modules."
+                f"'{name}' has a tensor, {shape_text(tensor)}, that the options do not fit: "
+                f"{type(error).__name__}: {error}. Use a function for `select` that handles it, or "
+                "choose other modules."
             ) from error
 
     def _extract_tensor(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
@@ -114,7 +115,8 @@ class TensorExtractor:
 
     def _apply(self, operation: Any, tensor: Tensor, name: str, option: str) -> Tensor:
         if isinstance(operation, str):
-            return REDUCTIONS[operation](tensor, self._dim)
+            values = nested_values(tensor) if tensor.is_nested else tensor
+            return REDUCTIONS[operation](values, self._dim)
         if not callable(operation):
             return tensor[operation]
         returned = call_user_function(operation, tensor, f"a tensor of '{name}'", self._probe)

@@ -12,7 +12,8 @@ import torch
 from hookline.arguments import show_value
 from hookline.dispatch import HookManager as Dispatch
 from hookline.errors import ConfigError, NameTakenError, ProbeError, listed
-from hookline.probes.capture import Capture, bytes_of
+from hookline.interrupts import HeldInterrupts
+from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.probe import Probe
 from hookline.probes.store import Counts, Policy, Store
@@ -55,6 +56,12 @@ class ProbeInfo:
         return self.status == "enabled"
 
 
+class _ProbesInOrder(Dispatch):
+    """Orders probes as they were registered, edits among the others."""
+
+    _by_group = False
+
+
 class Probes:
     """Registers probes on modules, each under an id.
 
@@ -89,7 +96,7 @@ class Probes:
 
     def __init__(
         self,
-        max_captured_states: int | None = 1000,
+        max_captured_states: int | None = MAX_CAPTURED_STATES,
         cleanup_interval: int = 1,
         memory_limit_mb: float | None = 1024,
         enable_intervention: bool = False,
@@ -119,7 +126,7 @@ class Probes:
     def _start(self) -> None:
         self._store = Store(**self._limits)
         self._registered: dict[str, ModuleProbe] = {}
-        self._hooks = Dispatch(on_change=lambda: self._sync.sync(is_running=True))
+        self._hooks = _ProbesInOrder(on_change=lambda: self._sync.sync(is_running=True))
         self._sync = ModuleProbeSync(self._hooks, self._registered)
         self._lock = threading.RLock()
         self._closed = False
@@ -210,7 +217,7 @@ class Probes:
     def _register(
         self, module: Any, hook_id: Any, kind: str, make: Callable[..., Probe], options: Any
     ) -> str:
-        with self._lock:
+        with self._lock, HeldInterrupts():
             self._check_new(module, hook_id)
             every = options.pop("every", 1)
             probe = make(module, **options)
@@ -249,7 +256,7 @@ class Probes:
 
     def remove_hook(self, hook_id: str) -> None:
         """Remove a hook from its module and free its states."""
-        with self._lock:
+        with self._lock, HeldInterrupts():
             self._hooks.remove_hook(hook_id)
             self._registered.pop(hook_id).free()
 

@@ -6,7 +6,8 @@ its receiver by a number. A copy or a pickle of a model gets a function that doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +20,13 @@ from hookline.probes import compiled
 if TYPE_CHECKING:
     from hookline.probes.attachment import Site
 
-__all__ = ["ForwardCallback", "ModuleCallback", "register_receiver", "unregister_receiver"]
+__all__ = [
+    "ForwardCallback",
+    "ModuleCallback",
+    "arrange_sites",
+    "register_receiver",
+    "unregister_receiver",
+]
 
 _RECEIVERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The objects that operators in compiled graphs notify, by the number that the operator has."""
@@ -70,7 +77,7 @@ class ModuleCallback(_NotCopied):
 
     def __init__(self, site: Site, *, before: bool) -> None:
         probe = site.attachment.probe
-        self._site = site
+        self.site = site
         self._before = before
         self._number = register_receiver(self if before else site)
         self._wants_input = probe.wants_input
@@ -88,7 +95,7 @@ class ModuleCallback(_NotCopied):
         kwargs, output = more[0], more[-1]
         if is_compiling():
             return self._trace_before(args, kwargs) if self._before else self._trace_after(output)
-        site = self._site
+        site = self.site
         if not site.enabled:  # hooks that were compiled stay registered
             return None
         if self._before:
@@ -119,7 +126,7 @@ class ModuleCallback(_NotCopied):
 
     def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
         """Handle the operator before a module having run."""
-        self._site.before_compiled(tensors)
+        self.site.before_compiled(tensors)
 
 
 class ForwardCallback(_NotCopied):
@@ -128,8 +135,9 @@ class ForwardCallback(_NotCopied):
     `call` is called with whether gradients are enabled; None in eager models, where one can look.
     """
 
-    def __init__(self, call: Callable[[bool | None], None]) -> None:
+    def __init__(self, call: Callable[[bool | None], None], *, is_end: bool) -> None:
         self._call = call
+        self.is_end = is_end
         self._number = register_receiver(self)
         self.compiled = False
         self.handle: RemovableHandle | None = None
@@ -152,3 +160,36 @@ class ForwardCallback(_NotCopied):
         if self.handle is not None:
             self.handle.remove()
         unregister_receiver(self)
+
+
+def arrange_sites(sites: Sequence[Site]) -> None:
+    """Have the sites of one module called in this order, in the places that they have together.
+
+    A site that is attached again gets its old place among the other hooks of its module.
+    """
+    places = sorted(site.place for site in sites)
+    for site, place in zip(sites, places, strict=True):
+        site.place = place
+    module = sites[0].module
+    assert module is not None
+    ordered_dicts: Any = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in ordered_dicts:
+        ours = [key for key, hook in hooks.items() if isinstance(hook, ModuleCallback)]
+        order = [key for key in hooks if key not in ours]
+        for key in sorted(ours, key=lambda key: _place(hooks, key)):
+            index = len(order)
+            while index and _place(hooks, order[index - 1]) > _place(hooks, key):
+                index -= 1
+            order.insert(index, key)
+        order.sort(key=lambda key: isinstance(hooks[key], ForwardCallback) and hooks[key].is_end)
+        if order != list(hooks):
+            for key in order:
+                hooks.move_to_end(key)
+
+
+def _place(hooks: Mapping[int, Any], key: int) -> float:
+    """Return when a hook was registered first; PyTorch counts the keys of hooks up."""
+    hook = hooks[key]
+    if isinstance(hook, ForwardCallback):
+        return math.inf if hook.is_end else -1
+    return hook.site.place if isinstance(hook, ModuleCallback) else key

@@ -23,7 +23,7 @@ from hookline.tensors.nested import tensors_in
 from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
 from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
-from hookline.tensors.sharded import local
+from hookline.tensors.sharded import local, nested_values
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
 
 __all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
@@ -56,7 +56,8 @@ class Monitor(BuiltIn, Probe):
     those of the model itself as `<prefix>/<metric>`. Outside of training every call is measured,
     and `report()` returns the values since the last report.
 
-    Statistics are over all floating-point tensors anywhere in a module's output. Sums are kept on
+    Statistics are over all floating-point tensors anywhere in a module's output; those of a nested
+    tensor are of its values, without padding. Sums are kept on
     the device, in single precision or better, and read once per report. Values that are not finite
     are excluded from all statistics but `zeros`, and `nonfinite` is reported whenever there are
     any. A recomputation by activation checkpointing is not counted. With several ranks each
@@ -391,12 +392,12 @@ def _measurable(tensor: Tensor) -> Tensor | None:
     """Return what is measured of a tensor: this rank's part; None if it is not floating-point."""
     if not tensor.is_floating_point():
         return None
-    if type(tensor) is Tensor and tensor.layout is torch.strided:
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
     tensor = local(tensor)
-    if tensor.is_nested and tensor.layout is torch.jagged:
-        tensor = tensor.values()
-    return tensor if tensor.layout is torch.strided and not tensor.is_nested else None
+    if tensor.is_nested:
+        tensor = nested_values(tensor)
+    return tensor if tensor.layout is torch.strided else None
 
 
 def _known_bounds(module: nn.Module | None) -> Bounds:

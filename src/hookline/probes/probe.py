@@ -15,6 +15,7 @@ import torch
 from hookline.arguments import check_name, show_value
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
+from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, select
@@ -135,15 +136,21 @@ class Probe(Hook):
         self.check_permission()
         if name is not None:
             check_name("attach(…, name=…)", name)
-        if self.attachment is None or self.attachment.root is not model:
+        try:
+            with HeldInterrupts():
+                if self.attachment is None or self.attachment.root is not model:
+                    self.detach()
+                    self.probe_name = name or self.probe_name
+                    sites = self.choose(model)
+                    self.attachment = Attachment(self, sites, model, context, guard, self.taps)
+                attachment = self.attachment
+                if every is not None:
+                    attachment.guard = ForwardSchedule(self, every, attachment.call_directly)
+                attachment.enable()
+        except BaseException:
             self.detach()
-            self.probe_name = name or self.probe_name
-            sites = self.choose(model)
-            self.attachment = Attachment(self, sites, model, context, guard, self.taps)
-        if every is not None:
-            self.attachment.guard = ForwardSchedule(self, every, self.attachment.call_directly)
-        self.attachment.enable()
-        return self.attachment
+            raise
+        return attachment
 
     def check_permission(self) -> None:
         """Raise if it edits without the permission."""

@@ -28,8 +28,8 @@ def probe(
     """Capture the outputs of some modules until the end of the `with` block, or until `close()`.
 
     By default outputs are captured as copies: a later in-place operation, such as an in-place ReLU,
-    does not change them. All calls are kept, without a limit; for long runs, give
-    `memory_limit_mb=` or `max_states=`.
+    does not change them. Calls are kept up to 1 GB; then the oldest are dropped, and a warning says
+    how many. `memory_limit_mb=None` keeps all.
 
     Args:
         model: The model.
@@ -51,13 +51,15 @@ def probe(
         torch.Size([1, 3])
     """
     defaults: dict[str, Any] = {"input": False, "kwargs": False}
-    if "store" not in options:
-        defaults["memory_limit_mb"] = None
     check_whole_number("probe(…, every=…)", every, 1)
     taps = tuple(listed_strings("probe(…, taps=…)", taps))
     capture = Capture(which, **{**defaults, **options}, taps=taps)
-    capture.attach(model, name="probe", every=None if every == 1 else int(every))
-    return ProbeResults(capture)
+    try:
+        capture.attach(model, name="probe", every=None if every == 1 else int(every))
+        return ProbeResults(capture)
+    except BaseException:  # Ctrl-C may come before the results are returned
+        capture.detach()
+        raise
 
 
 class ProbeResults(Mapping[str, Calls]):
@@ -86,6 +88,8 @@ class ProbeResults(Mapping[str, Calls]):
     def __repr__(self) -> str:
         last = {state.module: state for state in self.capture.metadata()}
         lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
+        if self.counts.dropped:
+            lines += f"\n  # {self.counts.dropped} of {self.counts.captured} states were dropped"
         return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
 
     def states(self, name: str | None = None) -> list[CapturedState]:

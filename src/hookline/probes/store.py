@@ -204,6 +204,12 @@ class Store:
             each = [states.counts() for states in self._probes.values()]
             return Counts(*map(sum, zip(*each, strict=True))) if each else Counts()
 
+    def over_limits(self, probe: str) -> tuple[int, int]:
+        """Return how many states of a probe were dropped for bytes, and for `max_total_states`."""
+        with self._lock:
+            states = self._probes.get(probe)
+            return (0, 0) if states is None else (states.over_memory, states.over_total)
+
     @property
     def nbytes(self) -> int:
         """The exact number of bytes kept in memory."""
@@ -311,12 +317,14 @@ class Store:
         if self._since_cleanup >= self.cleanup_interval:
             self._since_cleanup = 0
             while len(self._oldest) > max_states:
-                self._evict(self._next_to_evict(lambda states: len(states.memory)))
+                states = self._next_to_evict(lambda states: len(states.memory))
+                states.over_total += self._evict(states)
 
     def _make_room(self) -> None:
         """Enforce the limit on bytes. States that share memory free it with the last of them."""
         while self._storages.nbytes > self._limit:
-            self._evict(self._next_to_evict(lambda states: states.nbytes))
+            states = self._next_to_evict(lambda states: states.nbytes)
+            states.over_memory += self._evict(states)
 
     def _next_to_evict(self, size: Callable[[ProbeStates], int]) -> ProbeStates:
         """Return the probe that drops a state: that of the oldest, or for a sample the largest."""
@@ -324,8 +332,10 @@ class Store:
             return max(self._probes.values(), key=size)
         return next(iter(self._oldest.values()))
 
-    def _evict(self, states: ProbeStates) -> None:
+    def _evict(self, states: ProbeStates) -> bool:
         """Drop or spill one of a probe's states: the oldest, or that of the highest rank.
+
+        Return whether it was dropped.
 
         A sample keeps the lowest ranks. A rank that was once too high is too high for later states
         as well, or these would have better chances than those before.
@@ -339,8 +349,9 @@ class Store:
         self._free(states, stored)
         if self.policy == "spill":
             self._spill(states, stored)
-        else:
-            states.dropped += 1
+            return False
+        states.dropped += 1
+        return True
 
     def _spill(self, states: ProbeStates, stored: StoredState) -> None:
         try:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hookline.arguments import user_path
 from hookline.errors import ConfigError, HooklineError
 from hookline.probes.captured_state import CONTENTS, CapturedState, shape_text
 from hookline.tensors.memory import unshared
@@ -130,6 +131,8 @@ class ProbeStates:
     since_cleanup: int = 0
     captured: int = 0
     dropped: int = 0
+    over_memory: int = 0  # of those dropped: because of the limit on bytes
+    over_total: int = 0  # because of the limit on the states of all probes together
     cleared: int = 0
     warned: bool = False
 
@@ -176,7 +179,8 @@ def make_folder(parent: str | os.PathLike[str] | None) -> Path:
     """Return a new folder for spilled states; None stands for the system's temporary files."""
     try:
         if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
+            parent = user_path(parent)
+            parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="hookline-probes-", dir=parent))
     except OSError as error:
         raise ConfigError(f"Cannot write to the folder {parent}: {error}.") from error

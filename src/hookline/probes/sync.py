@@ -7,7 +7,7 @@ modules outside of one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,12 @@ import torch
 
 from hookline.dispatch import HookManager
 from hookline.errors import HookFailedError, NotSuppliedError, RegistrationError, listed
-from hookline.probes.attachment import Attachment
+from hookline.interrupts import HeldInterrupts
+from hookline.probes.attachment import Attachment, Site
 from hookline.probes.capture import Capture
+from hookline.probes.module_callback import arrange_sites
 from hookline.probes.probe import ForwardSchedule, Probe
+from hookline.probes.taps import Taps, arrange_taps
 
 __all__ = ["ModuleProbe", "ModuleProbeSync", "ProbeSync"]
 
@@ -56,22 +59,50 @@ class ProbeSync:
         for name, (probe, _) in probes.items():
             self._check(name, probe)
         self.waiting = False
-        for name, probe in list(self._attached.items()):
-            is_registered = name in probes and probes[name][0] is probe
-            if not is_registered and not self._must_wait(probe, within_step, enabled=False):
-                del self._attached[name]
-                probe.detach()
-        for name, (probe, active) in probes.items():
-            enabled = active and is_running
-            if self._must_wait(probe, within_step, enabled=enabled):
-                probe.choose(self._model)  # raises if the model does not have its modules
-            elif enabled:
-                self._attached[name] = probe
-                self._attach(name, probe)
-            elif probe.attachment is not None:
-                probe.attachment.disable()
-            else:
-                probe.choose(self._model)  # raises if the model does not have its modules
+        with HeldInterrupts():
+            for name, probe in list(self._attached.items()):
+                is_registered = name in probes and probes[name][0] is probe
+                if not is_registered and not self._must_wait(probe, within_step, enabled=False):
+                    del self._attached[name]
+                    probe.detach()
+            for name, (probe, active) in probes.items():
+                enabled = active and is_running
+                if self._must_wait(probe, within_step, enabled=enabled):
+                    continue
+                if enabled:
+                    self._attached[name] = probe
+                    self._attach(name, probe)
+                elif probe.attachment is not None:
+                    probe.attachment.disable()
+            self._arrange(probe.attachment for probe, _ in probes.values())
+
+    def close(self) -> None:
+        """Remove all hooks of the probes from the model; what they have captured stays."""
+        with HeldInterrupts():
+            for probe in self._attached.values():
+                if probe.attachment is not None and probe.attachment.context is self._context:
+                    probe.attachment.close()
+
+    def _arrange(self, attachments: Iterable[Attachment | None]) -> None:
+        """Have the probes of each module and tap called in the order of the hooks."""
+        sites: dict[Any, list[Site]] = {}
+        taps: list[Taps] = []
+        for attachment in attachments:
+            if attachment is not None:
+                for site in attachment.sites.values():
+                    sites.setdefault(site.module, []).append(site)
+                taps += [attachment.taps] if attachment.taps is not None else []
+        for several in sites.values():
+            if not _is_sorted(several):
+                arrange_sites(several)
+        if not _is_sorted(taps):
+            arrange_taps(taps)
+
+    def silence(self) -> None:
+        """Hide all calls from the probes for good, also within a step: this process was forked."""
+        for probe in self._attached.values():
+            if probe.attachment is not None:
+                probe.attachment.silence()
 
     def _must_wait(self, probe: Probe, within_step: bool, *, enabled: bool) -> bool:
         is_enabled = probe.attachment is not None and probe.attachment.enabled
@@ -80,8 +111,10 @@ class ProbeSync:
         return must_wait
 
     def _check(self, name: str, probe: Probe) -> None:
-        """Raise if the probe may not be registered like this."""
+        """Raise if the probe may not be registered like this, or the model lacks its modules."""
         probe.check_permission()
+        if probe.attachment is None:
+            probe.choose(self._model)
         if probe.edits and self._hooks.is_scheduled(name):
             raise RegistrationError(
                 f"The probe '{name}' edits what flows through the model. Edits take no schedule "
@@ -91,6 +124,8 @@ class ProbeSync:
 
     def _attach(self, name: str, probe: Probe) -> None:
         guard = None
+        if probe.attachment is not None and probe.attachment.context is not self._context:
+            probe.detach()  # from a session that has ended
         if probe.attachment is None:
             guard = self._make_guard(name, probe)
             self._unchecked.append(probe)
@@ -143,6 +178,11 @@ class ProbeSync:
             return due
 
         return is_due
+
+
+def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
+    places = [each.place for each in several]
+    return places == sorted(places)
 
 
 def from_epoch(error: NotSuppliedError) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -26,13 +27,14 @@ from hookline.tensors.name_patterns import matches_glob
 if TYPE_CHECKING:
     from hookline.probes.attachment import Attachment, Site
 
-__all__ = ["Taps", "tap"]
+__all__ = ["Taps", "arrange_taps", "tap"]
 
 T = TypeVar("T")
 
 _enabled = False  # whether any probe has taps: all that `tap` checks otherwise
 _registered: tuple[weakref.ref[Taps], ...] = ()
-"""In the order of attaching. Weak: a model is freed together with the probes on it."""
+"""In the order of their places. Weak: a model is freed together with the probes on it."""
+_PLACES = count()
 _LOCK = threading.RLock()  # reentrant: garbage collection may unregister at any time
 _INSIDE = threading.local()  # `.now`: the taps of the models that are being called in this thread
 
@@ -65,6 +67,7 @@ class Taps:
         self._sites: dict[str, Site | None] = {}
         self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
         self._modules: set[int] | None = None
+        self.place = next(_PLACES)
 
     def attach(self) -> None:
         """See named values from now on."""
@@ -252,7 +255,28 @@ def _register(taps: Taps) -> None:
             _registered = (*_registered, reference)
             if taps.attachment.probe.edits:
                 _EDITING[number] = reference
+            _sort_by_place()
         _enabled = True
+
+
+def arrange_taps(several: Sequence[Taps]) -> None:
+    """Have these taps notified in this order, in the places that they have together."""
+    with _LOCK:
+        for taps, place in zip(several, sorted(taps.place for taps in several), strict=True):
+            taps.place = place
+        _sort_by_place()
+
+
+def _sort_by_place() -> None:
+    global _registered
+
+    def place(reference: weakref.ref[Taps]) -> int:
+        taps = reference()
+        return -1 if taps is None else taps.place
+
+    _registered = tuple(sorted(_registered, key=place))
+    for number in sorted(_EDITING, key=lambda number: place(_EDITING[number])):
+        _EDITING[number] = _EDITING.pop(number)
 
 
 def _unregister(removed: Taps | weakref.ref[Taps], number: int) -> None:

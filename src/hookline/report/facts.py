@@ -8,16 +8,26 @@ from dataclasses import asdict
 from typing import Any
 
 from hookline.printable import printable
-from hookline.report.layers import find_bad_gradients, find_gradient_norms, group_layers
+from hookline.report.layers import (
+    find_bad_gradients,
+    find_gradient_norms,
+    group_layers,
+    order_layers,
+)
 from hookline.report.reading import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
 from hookline.runs.record_checks import is_finite_number
 from hookline.text_tables import join_some
 
-__all__ = ["collect_facts", "describe_facts"]
+__all__ = ["collect_facts", "describe_facts", "describe_gradients", "describe_status"]
 
-_PHASES = ("data", "forward", "backward", "optimizer", "hooks", "validation", "checkpoints")
+_PHASES = (
+    *("data", "data and forward", "forward", "backward", "optimizer"),
+    *("hooks", "validation", "checkpoints"),
+)
 _SKIPS, _FAILURES, _SPIKES = "step_skipped", "hook_failed", "loss_spike"
+_LOSSES = ("train/loss", "train/loss_epoch", "val/loss", "val/loss_epoch")
+_MAX_FINDINGS = 20
 
 
 def collect_facts(data: RunData) -> dict[str, Any]:
@@ -25,10 +35,14 @@ def collect_facts(data: RunData) -> dict[str, Any]:
     overview, manifest = data.overview, data.manifest
     keys = ("id", "name", "tags", "status", "path", "started", "seconds", "parts", "steps")
     facts = {name: overview[name] for name in keys}
-    end = data.end or {}
+    # The last `end` of a run that was resumed and goes on, or was lost, is that of an earlier part.
+    end = (data.end or {}) if overview["status"] not in ("training", "lost") else {}
     seconds, steps = overview["seconds"], overview["steps"]
+    if steps is None and is_finite_number(end.get("step")):  # nothing was logged
+        steps = int(end["step"])
     trained = (steps or 0) - _first_step(data)  # a fork does not begin at step 0
     is_timed = seconds and trained > 0 and overview["parts"] == 1
+    is_timed = is_timed and not data.events_of("resumed")  # a bare loop loaded a checkpoint
     facts |= {
         "ended": manifest.get("ended"),
         "reason": end.get("reason"),
@@ -36,12 +50,14 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "parameters": _parameters(manifest),
         "tokens": _tokens(data),
         "steps_per_second": trained / seconds if is_timed else None,
+        "steps": steps,
         "metrics": {name: _finite(asdict(one.summary(name))) for name, one in data.series.items()},
         "not_finite": {name: one.not_finite for name, one in data.series.items() if one.not_finite},
         "checkpoints_saved": data.event_counts.get("checkpoint", 0),
         "checkpoints_on_disk": [one.path.name for one in data.checkpoints],
         "steps_skipped": _skipped_steps(data),
-        "loss_spikes": data.event_counts.get(_SPIKES, 0),
+        "loss_spikes": data.event_counts.get(_SPIKES, 0) if _detects_spikes(data) else None,
+        "debug_findings": _findings(data),
         "hooks": _hook_facts(data),
         "phase_seconds": phase_seconds(data),
         "gradients": _gradient_facts(data),
@@ -54,25 +70,135 @@ def collect_facts(data: RunData) -> dict[str, Any]:
 def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts as sentences."""
     lines = [_outcome(facts), _losses(facts), _results(facts)]
-    gradients = facts["gradients"]
-    if gradients is not None:
-        for what, layers in (
-            ("vanish", gradients["vanishing"]),
-            ("explode", gradients["exploding"]),
-        ):
-            if layers:
-                shown = join_some(f"{printable(n, 80)} ({_shown(v)})" for n, v in layers.items())
-                lines.append(f"Gradients {what} in {shown}.")
-        if not gradients["vanishing"] and not gradients["exploding"]:
-            lines.append(f"No gradient of the {gradients['layers']} layers vanishes or explodes.")
-    lines += [_incidents(facts), _hook_cost(facts), _time(facts)]
+    lines += [text for _, text in describe_gradients(facts)]
+    lines += [_origin(facts), _incidents(facts), _hook_cost(facts), _time(facts)]
     for name, lacks in facts["trackers"].items():
         problem = f": {lacks['problem']}" if lacks["problem"] else ""
         lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
-    if facts["not_finite"]:
-        shown = join_some(f"{printable(n, 80)} ({c})" for n, c in facts["not_finite"].items())
-        lines.append(f"Values that are not finite: {shown}.")
+    described = {"gradients", "grad_norm"} if facts["gradients"] is not None else set[str]()
+    others = [
+        f"{printable(name, 80)} ({count})"
+        for name, count in facts["not_finite"].items()
+        if name.partition("/")[0] not in described and name not in ("train/loss", "val/loss")
+    ]
+    if others:
+        lines.append(f"Values that are not finite: {join_some(others)}.")
     return [line for line in lines if line]
+
+
+def describe_status(facts: Mapping[str, Any]) -> list[str]:
+    """Return how a run ended as a tone (`good`, `warn`, `bad` or none) and a text.
+
+    Only a run that completed is good, if its losses and gradients were finite.
+    """
+    status = printable(facts["status"], 40)
+    tones = {"completed": "good", "stopped": "", "training": ""}
+    tones |= {"interrupted": "warn", "preempted": "warn"}
+    tone = tones.get(status, "bad")
+    losses = [facts["metrics"][name]["last"] for name in _LOSSES if name in facts["metrics"]]
+    if None in losses:
+        return ["bad", f"{status}, loss not finite"]
+    is_odd = facts["not_finite"].keys() & {*_LOSSES} or _has_bad_gradients(facts)
+    if is_odd and tone in ("good", ""):
+        return ["warn", f"{status}, with values that were not finite"]
+    return [tone, status]
+
+
+def _has_bad_gradients(facts: Mapping[str, Any]) -> bool:
+    names = facts["not_finite"]
+    return any(name.partition("/")[0] in ("gradients", "grad_norm") for name in names)
+
+
+def describe_gradients(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is known about the gradients of layers: a tone (`good` or `bad`) and a sentence.
+
+    Without recorded gradients of layers, nothing is said.
+    """
+    found = facts["gradients"]
+    if found is None:
+        return []
+    lines: list[tuple[str, str]] = []
+    steps, count = found["not_finite"], found["layers"]
+    if steps:
+        first = min((step for step in steps.values() if step is not None), default=None)
+        at_once = [name for name, step in steps.items() if step == first]
+        which = f"all {count}" if len(steps) == count else f"{len(steps)} of {count}"
+        where = "all layers at once" if len(at_once) == count else _names(at_once)
+        lines.append(
+            (
+                "bad",
+                f"The gradients of {which} layers are not finite, first at step {_step(first)} (of "
+                f"the recorded steps), in {where}.",
+            )
+        )
+    for what in ("vanish", "explode"):
+        layers = found["vanishing" if what == "vanish" else "exploding"]
+        if layers:
+            shown = join_some(f"{printable(n, 80)} ({_shown(v)})" for n, v in layers.items())
+            lines.append(("bad", f"Gradients {what} in {shown}."))
+    losses_are_finite = not facts["not_finite"].keys() & {*_LOSSES}
+    if not lines and losses_are_finite and not _has_bad_gradients(facts):
+        text = "In the last quarter of the recorded steps, no gradient of the "
+        lines.append(("good", f"{text}{count} layers vanishes or explodes."))
+    return lines
+
+
+def _origin(facts: Mapping[str, Any]) -> str:
+    """Return what Debug found; if losses or gradients were not finite, that the origin is unknown.
+
+    The layer whose gradient is the first in a list is not blamed: one NaN in the loss makes the
+    gradients of all layers NaN.
+    """
+    findings = facts["debug_findings"]
+    if findings["count"]:
+        first = findings["first"][:3]
+        shown = dict.fromkeys(map(_describe_finding, first))  # two hooks may find the same
+        more = findings["count"] - len(first)
+        return f"Debug found {'; '.join(shown)}{f'; and {more:,} more' if more else ''}."
+    if facts["not_finite"].keys() & {*_LOSSES} or _has_bad_gradients(facts):
+        return (
+            "Where values that are not finite came from is unknown: no finding of a debug probe is "
+            "recorded. hookline.probes.Debug() names the first module that has one."
+        )
+    return ""
+
+
+def _describe_finding(found: Mapping[str, Any]) -> str:
+    at = f"at step {_step(found['step'])}"
+    if found["module"] is None:
+        return f"{at}: {found['message'].rstrip('.')}"
+    where = {"output": "the output", "input": "the input", "gradient": "the gradient"}
+    what = "values that are not finite" if found["condition"] == "nonfinite" else found["condition"]
+    return (
+        f"{what} in {where.get(found['where'], found['where'])} of "
+        f"{found['module'] or 'the model'} {at}"
+    )
+
+
+def _findings(data: RunData) -> dict[str, Any]:
+    """Return the first findings of debug probes, with what can be trusted of their fields."""
+    first = [
+        {
+            "step": event.get("step") if is_finite_number(event.get("step")) else None,
+            "module": None if event.get("module") is None else printable(event["module"], 200),
+            **{
+                name: printable(event.get(name) or "", limit)
+                for name, limit in (("probe", 100), ("condition", 60), ("where", 60))
+            },
+            "message": printable(event.get("message") or "", 1000),
+        }
+        for event in data.events_of("debug_finding")[:_MAX_FINDINGS]
+    ]
+    return {"count": data.event_counts.get("debug_finding", 0), "first": first}
+
+
+def _detects_spikes(data: RunData) -> bool:
+    """Return whether a hook has looked for loss spikes."""
+    hooks: Any = data.manifest.get("hooks")
+    classes: list[Any] = [hook["cls"] for hook in read_hooks(data)]
+    classes += [hook.get("class") for hook in hooks or () if isinstance(hook, dict)]
+    detects = any(str(name).rpartition(".")[2] == "LossSpikeDetector" for name in classes)
+    return detects or bool(data.event_counts.get(_SPIKES))
 
 
 def phase_seconds(data: RunData) -> dict[str, float]:
@@ -92,6 +218,10 @@ def phase_seconds(data: RunData) -> dict[str, float]:
         if name.startswith("time/")
     }
     found = totals if len(ends) == data.overview["parts"] or not recorded else recorded
+    if not found.get("data") and found.get("forward"):  # a bare loop that loads its own batches
+        found = {"data and forward": found["forward"], **found}
+        del found["forward"]
+        found.pop("data", None)
     order = {phase: i for i, phase in enumerate(_PHASES)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
@@ -122,8 +252,9 @@ def _skipped_steps(data: RunData) -> int:
 
 
 def _outcome(facts: Mapping[str, Any]) -> str:
-    count = facts["steps"] or 0
+    count = facts["steps"]
     steps = f"{count:,} step{'' if count == 1 else 's'}" if count else "no steps"
+    steps = "an unknown number of steps" if count is None else steps
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
     words |= {"error": "ended with an error", "unknown": "has no manifest that can be read"}
     status = words.get(facts["status"], f"was {printable(facts['status'], 40)}")
@@ -154,6 +285,9 @@ def _losses(facts: Mapping[str, Any]) -> str:
         if found is None:
             continue
         text = f"The {label} ended at {_shown(found['last'])}"
+        if name in facts["not_finite"]:
+            times = facts["not_finite"][name]
+            text += f" (it was not finite {'once' if times == 1 else f'{times:,} times'})"
         if found["lowest"] is not None:
             lowest = (
                 f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
@@ -192,7 +326,8 @@ def _incidents(facts: Mapping[str, Any]) -> str:
     on_disk = len(facts["checkpoints_on_disk"])
     text += f", {on_disk:,} in the folder" if on_disk else ""
     if not some:
-        return f"{text}. No loss spike, skipped step or failing hook was recorded."
+        spike = "loss spike, " if facts["loss_spikes"] is not None else ""
+        return f"{text}. No {spike}skipped step or failing hook was recorded."
     return f"{text}. Recorded: {', '.join(some)}."
 
 
@@ -200,7 +335,8 @@ def _hook_cost(facts: Mapping[str, Any]) -> str:
     hooks = facts["hooks"]
     if hooks["share"] is None:
         return ""
-    text = f"Hooks took about {hooks['share']:.2%} of the run"
+    of = "the run" if facts["parts"] <= 1 else "the last part of the run that ended"
+    text = f"Hooks took about {hooks['share']:.2%} of {of}"
     if hooks["costliest"] is not None:
         name, share = printable(hooks["costliest"], 80), hooks["costliest_share"]
         text += f"; the costliest was {name} ({share:.2%})"
@@ -258,11 +394,11 @@ def _gradient_facts(data: RunData) -> dict[str, Any] | None:
     norms = find_gradient_norms(group_layers(data.series))
     if norms is None:
         return None
-    vanishing, exploding = find_bad_gradients(norms[1], data.series)
-    found: dict[str, Any] = _finite(
-        {"layers": len(norms[1]), "vanishing": vanishing, "exploding": exploding}
-    )
-    return found
+    layers, order = order_layers(norms[1], data.manifest.get("parameter_names") or ())
+    vanishing, exploding, first_steps = find_bad_gradients(layers, data.series)
+    steps = {layer: int(step) if step == step else None for layer, step in first_steps.items()}
+    found: dict[str, Any] = _finite({"vanishing": vanishing, "exploding": exploding})
+    return {"layers": len(layers), "order": order, **found, "not_finite": steps}
 
 
 def _parameters(manifest: dict[str, Any]) -> int | None:
@@ -309,6 +445,10 @@ def _finite(value: Any) -> Any:
 
 def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _names(names: list[str]) -> str:
+    return join_some(printable(name, 80) for name in names)
 
 
 def _shown(value: Any) -> str:

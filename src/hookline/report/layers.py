@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hookline.report.sampling import SampledSeries
 
-__all__ = ["find_bad_gradients", "find_gradient_norms", "group_layers"]
+__all__ = ["find_bad_gradients", "find_gradient_norms", "group_layers", "order_layers"]
 
 _OTHER_GROUPS = frozenset(
     ("train", "val", "eval", "lr", "momentum", "weight_decay", "time", "system", "profile", "ranks")
@@ -37,6 +37,20 @@ def group_layers(names: Iterable[str]) -> dict[str, dict[str, Layers]]:
     return {group: measures for group, measures in several.items() if measures}
 
 
+def order_layers(layers: Layers, parameter_names: Sequence[str]) -> tuple[Layers, str]:
+    """Return the series of layers in the model's order and `model`, if the order is known.
+
+    Otherwise return them as they are, in the order of their first values, and `record`.
+    """
+    places: dict[str, int] = {}  # of parameters, and of the modules that have them
+    for i, name in enumerate(map(str, parameter_names)):
+        for end in (j for j, letter in enumerate(f"{name}.") if letter == "."):
+            places.setdefault(name[:end], i)
+    if not layers.keys() <= places.keys():
+        return layers, "record"
+    return {name: layers[name] for name in sorted(layers, key=places.__getitem__)}, "model"
+
+
 def find_gradient_norms(groups: Mapping[str, Mapping[str, Layers]]) -> tuple[str, Layers] | None:
     """Return the group with the norms of gradients, and their series; None if there is none."""
     for group in ("gradients", "grad_norm"):
@@ -47,25 +61,25 @@ def find_gradient_norms(groups: Mapping[str, Mapping[str, Layers]]) -> tuple[str
 
 def find_bad_gradients(
     layers: Layers, series: Mapping[str, SampledSeries]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the layers whose gradients vanish, and those whose gradients explode, with norms.
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return layers whose gradients vanish, explode, or are not finite: two norms, and a step.
 
-    A layer's norm is the median of the last quarter of its values. It vanishes below 1e-7, or
-    below 1e-4 of the median layer; it explodes above 1e3, above 1e4 of the median layer, or if it
-    is not finite.
+    A layer's norm is the median of the last quarter of its finite values. It vanishes below 1e-7,
+    or below 1e-4 of the median layer; it explodes above 1e3, or above 1e4 of the median layer. The
+    step is the first one with a value that is not finite.
     """
     norms: dict[str, float] = {}
     for layer, name in layers.items():
-        one = series[name]
-        recent = one.means[-max(1, len(one) // 4) :]
-        norms[layer] = statistics.median(recent) if recent else float("inf")
+        if means := series[name].means:
+            norms[layer] = statistics.median(means[-max(1, len(means) // 4) :])
     typical = statistics.median(norms.values()) if norms else 0.0
     low = max(VANISHING, VANISHING_SHARE * typical)
     high = min(EXPLODING, EXPLODING_SHARE * typical) if typical else EXPLODING
     vanishing = {layer: norm for layer, norm in norms.items() if norm < low}
-    exploding = {
-        layer: norm
-        for layer, norm in norms.items()
-        if not norm <= high or series[layers[layer]].not_finite
+    exploding = {layer: norm for layer, norm in norms.items() if norm > high}
+    first_steps = {
+        layer: series[name].not_finite_steps[0]
+        for layer, name in layers.items()
+        if series[name].not_finite
     }
-    return vanishing, exploding
+    return vanishing, exploding, first_steps

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 from hookline.printable import printable, printable_lines
-from hookline.report.facts import describe_facts, phase_seconds, read_hooks, token_points
-from hookline.report.layers import find_gradient_norms, group_layers
+from hookline.report.facts import (
+    describe_facts,
+    describe_gradients,
+    describe_status,
+    phase_seconds,
+    read_hooks,
+    token_points,
+)
+from hookline.report.layers import group_layers, order_layers
 from hookline.report.reading import RunData
 from hookline.report.sampling import SampledSeries
 from hookline.report.spikes import encode_spike
@@ -32,7 +38,7 @@ _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
 
 _SHOWN_FACTS = (
     *("id", "name", "status", "started", "seconds", "steps", "tokens", "parameters"),
-    *("hooks", "gradients", "loss_spikes", "left_out"),
+    *("hooks", "loss_spikes", "debug_findings", "left_out"),
 )
 
 
@@ -70,22 +76,21 @@ def encode_run(
 ) -> dict[str, Any]:
     """Return a run as the page's script expects it."""
     sentences = describe_facts(facts)
-    groups = group_layers(data.series)
-    norms = find_gradient_norms(groups)
+    notes, badge = describe_gradients(facts), describe_status(facts)
     axes: dict[tuple[bytes, bytes], int] = {}
     xs: list[dict[str, Any]] = []
     series = {name: _encode(one, axes, xs) for name, one in data.series.items()}
     facts = {name: facts[name] for name in _SHOWN_FACTS}
     facts["left_out"] = facts["left_out"][:_MAX_LEFT_OUT]
-    facts["gradients"] = _cut_layers(facts["gradients"])
     return {
         "label": label,
+        "badge": badge,
         "facts": facts,
         "sentences": sentences,
         "xs": xs,
         "series": series,
-        "layers": groups,
-        "gradients": norms[0] if norms else None,
+        "layers": _encode_layers(data),
+        "gradients": notes,
         "marks": _marks(data),
         "tokens": [list(column) for column in zip(*token_points(data), strict=True)],
         "hooks": read_hooks(data),
@@ -103,11 +108,19 @@ def encode_run(
     }
 
 
-def _cut_layers(gradients: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if gradients is None:
-        return None
-    cut = {k: dict(islice(gradients[k].items(), 50)) for k in ("vanishing", "exploding")}
-    return {**gradients, **cut}
+def _encode_layers(data: RunData) -> dict[str, dict[str, Any]]:
+    """Return the order and the series of layers, by group and measure.
+
+    The series are pairs of layer and name: JavaScript would sort keys that are numbers.
+    """
+    names = data.manifest.get("parameter_names") or ()
+    encoded: dict[str, dict[str, Any]] = {}
+    for group, measures in group_layers(data.series).items():
+        for measure, layers in measures.items():
+            ordered, order = order_layers(layers, names)
+            pairs = [list(pair) for pair in ordered.items()]
+            encoded.setdefault(group, {})[measure] = {"order": order, "series": pairs}
+    return encoded
 
 
 def _is_main(name: str) -> bool:
@@ -167,6 +180,8 @@ def _marks(data: RunData) -> list[list[Any]]:
         )
     for event in [*data.events_of("start")[1:], *data.events_of("resumed")]:
         add("start", event, "resumed")
+    for event in data.events_of("debug_finding"):
+        add("finding", event, f"debug finding: {event.get('message')}")
     for event in data.events_of("stop"):
         by = f" by {event.get('by')}" if event.get("by") else ""
         add("stop", event, f"stop asked for{by}: {event.get('reason') or 'no reason given'}")
@@ -229,18 +244,15 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
     if git.get("commit"):
         branch = f" on {git['branch']}" if git.get("branch") else ""
         rows.append(("Commit", f"{git['commit']}{branch}"))
-        changes = (
-            "There were uncommitted changes" if git.get("dirty") else "Everything was committed"
-        )
+        changes = "Whether there were uncommitted changes is unknown"
+        if git.get("dirty") is not None:
+            which = "differed from" if git["dirty"] else "were as in"
+            changes = f"Tracked files {which} the commit"
         untracked: Any = git.get("untracked")
-        more = (
-            f", and {len(untracked)} untracked files"
-            if isinstance(untracked, list) and untracked
-            else ""
-        )
-        rows.append(("Working tree", f"{changes}{more}."))
+        more = f" {untracked} files or folders were not tracked." if untracked else ""
+        rows.append(("Working tree", f"{changes}.{more}"))
     else:
-        rows.append(("Commit", "The code was not in a git repository."))
+        rows.append(("Commit", f"Unknown: {git.get('problem') or 'not recorded'}"))
     parent: Any = manifest.get("parent")
     if isinstance(parent, dict):
         rows.append(("Forked from", f"run {parent.get('run_id')} at step {parent.get('step')}"))

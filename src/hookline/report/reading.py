@@ -40,6 +40,7 @@ _FIELDS = {
         *("step", "loss", "z", "median", "deviation", "peak", "peak_step"),
         *("batches", "values"),
     ),
+    "debug_finding": ("step", "probe", "module", "condition", "where", "message"),
     "stop": ("step", "by", "reason"),
     "signal": ("step", "signal"),
     "trackers": ("missing",),

@@ -14,6 +14,7 @@ from hookline.arguments import check_path
 from hookline.checkpoint.checkpoint_lookup import (
     find_checkpoint,
     is_emergency,
+    is_weights_only,
     path_exists,
     read_pointers,
     scan_checkpoints,
@@ -54,6 +55,7 @@ class SavedCheckpoint:
         is_best: Whether the run's pointer `best` names it.
         is_emergency: Whether it was saved after a crash. Such a checkpoint is never resumed from
             automatically.
+        is_weights_only: Whether it has only the model's weights. No run can be resumed from it.
         size: The size of its files in bytes.
     """
 
@@ -65,6 +67,7 @@ class SavedCheckpoint:
     is_last: bool = False
     is_best: bool = False
     is_emergency: bool = False
+    is_weights_only: bool = False
     size: int = 0
 
     def load_into(self, model: Model, *, strict: bool = True) -> Model:
@@ -104,7 +107,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
         trainer.fit(loader, resume_from=path)  # None starts a new run
 
     Damaged checkpoints are skipped with a warning that names the file. Checkpoints that were saved
-    after a crash are skipped, too. torch is not imported.
+    after a crash, or have only the weights, are skipped, too. torch is not imported.
 
     Args:
         folder: The folder of a run, its folder `checkpoints/`, or a folder of runs: then the
@@ -141,6 +144,7 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
                 is_last=pointers.get("last") == path.name,
                 is_best=pointers.get("best") == path.name,
                 is_emergency=is_emergency(manifest),
+                is_weights_only=is_weights_only(manifest),
                 size=sum(file["size"] for file in manifest["files"].values()),
             )
         )

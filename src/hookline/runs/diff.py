@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hookline.arguments import check_instance
+from hookline.runs.jsonable import remove_addresses
 from hookline.runs.run_reader import OpenedRun
 
 __all__ = ["describe_sections", "diff_configs", "diff_runs", "number_items"]
@@ -20,22 +21,32 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     """Return the differences by section and name, each as the values of both runs.
 
     The sections are `config` (the configuration by dotted path, what the training run consists of,
-    its name and tags, the run that it was forked from, and the seeds), `code` (the commit and
-    uncommitted changes), `hooks` (each hook by name, and their order), `versions` (Python,
-    packages, platform and devices) and `results` (the last and best value of each metric). A value
-    that a run does not have is None.
+    its name and tags, the run that it was forked from, and the seeds), `code` (the commit,
+    uncommitted changes, and the hashes of the program's own modules), `hooks` (each hook by name,
+    and their order), `versions` (Python, packages, platform and devices) and `results` (the
+    status, the last recorded step, and the last and best value of each metric). A value that a run
+    does not have is None. Memory addresses are no difference.
+
+    If no difference of the code was found and some of it is not known, as that of a notebook,
+    `code` has `{"modules": ["unknown", "unknown"]}`: whether the code is the same is not known.
+    Without the manifest of a run, sections without differences have the same entry, `manifest`.
     """
     for run in (a, b):
         check_instance("diff_runs(a, b)", run, OpenedRun, "two runs, each from open_run(…)")
     first, second = describe_sections(a.manifest), describe_sections(b.manifest)
     differences = {name: _diff(first[name], second[name]) for name in first}
+    if not differences["code"] and not (_has_code(a.manifest) and _has_code(b.manifest)):
+        differences["code"] = {"modules": ["unknown", "unknown"]}
+    if not (a.manifest and b.manifest):
+        unknown: Pairs = {"manifest": ["unknown", "unknown"]}
+        differences = {name: pairs or unknown for name, pairs in differences.items()}
     return {**differences, "results": _diff(_results(a), _results(b))}
 
 
 def describe_sections(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what a manifest has of each section of `diff_runs` except the results, by name."""
     sections = {"config": _config, "code": _code, "hooks": _hooks, "versions": _versions}
-    return {name: select(manifest) for name, select in sections.items()}
+    return {name: remove_addresses(select(manifest)) for name, select in sections.items()}
 
 
 def diff_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
@@ -86,8 +97,17 @@ def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    git = _section(manifest, "git")
-    return {name: git.get(name) for name in _GIT_FIELDS}
+    git, modules = _section(manifest, "git"), _section(manifest, "sources")
+    hashes = {f"module {name}": digest for name, digest in modules.items()}
+    return {**{name: git.get(name) for name in _GIT_FIELDS}, **hashes}
+
+
+def _has_code(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest tells apart all code that its run may have had."""
+    git, modules = _section(manifest, "git"), manifest.get("sources")
+    if isinstance(modules, Mapping):
+        return None not in modules.values()
+    return git.get("commit") is not None and git.get("untracked") == 0  # of an older version
 
 
 def _hooks(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,9 +125,11 @@ def _versions(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(run: OpenedRun) -> dict[str, Any]:
-    return {
+    overview = run.overview()
+    metrics = {
         f"{metric} ({field})": getattr(summary, field)
         for metric, summary in run.results().items()
         if not metric.startswith(("system/", "time/"))  # no two runs have the same
         for field in ("last", "best")
     }
+    return {"status": overview["status"], "steps": overview["steps"], **metrics}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from hookline.masking import mask_arguments
 from hookline.runs.jsonable import to_jsonable
 
 __all__ = ["describe_environment", "describe_process", "installed_packages", "is_process_alive"]
+
+_NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t]*$", re.MULTILINE)
 
 
 def describe_environment(device: Any = None) -> dict[str, Any]:
@@ -62,12 +65,14 @@ def installed_packages() -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         try:
-            fields = distribution.metadata  # parses the file at each access
-            name, version = fields["Name"], fields["Version"]
+            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         except Exception:  # a broken installation
             continue
-        if name and version:
-            versions.setdefault(name.lower(), version)  # the first one on the path is imported
+        # `distribution.metadata` parses the whole text, with the package's README: 0.1 s for 250.
+        fields = dict(_NAME_OR_VERSION.findall(text.partition("\n\n")[0]))
+        if len(fields) == 2:
+            name = fields["Name"].lower()
+            versions.setdefault(name, fields["Version"])  # the first one on the path is imported
     return dict(sorted(versions.items()))
 
 

@@ -21,6 +21,7 @@ from hookline.masking import mask_secrets
 __all__ = [
     "canonical_json",
     "config_hash",
+    "remove_addresses",
     "safe_repr",
     "to_json_number",
     "to_jsonable",
@@ -169,4 +170,13 @@ def _normalize(value: Any) -> Any:
         return [_normalize(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
+    return remove_addresses(value)
+
+
+def remove_addresses(value: Any) -> Any:
+    """Return JSON without the memory addresses that the `repr` of objects has."""
+    if isinstance(value, dict):
+        return {name: remove_addresses(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [remove_addresses(item) for item in value]
     return _ADDRESS.sub("", value) if isinstance(value, str) else value

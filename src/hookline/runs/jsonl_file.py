@@ -1,7 +1,7 @@
 """Files that lines of JSON are appended to, each time with one system call.
 
 A crash or a full disk can leave part of a line at the end of a file. The next append starts a new
-line.
+line, unless that part is dropped before.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_handle
 
 __all__ = ["VERSION", "JsonlFile", "encode_line"]
@@ -31,8 +32,9 @@ class JsonlFile:
 
     Args:
         path: The file; created if it does not exist.
-        check: Called with the file's descriptor before each write; if it raises OSError, which it
-            has logged itself, nothing is written. By default the file must not have been deleted.
+        check: Called before each write with whether the file was deleted; if it raises OSError,
+            which it has logged itself, nothing is written. By default a deleted file is not
+            written.
         follow_links: The user chose the path: it may be a link or a device. Otherwise only a
             regular file is opened.
     """
@@ -40,7 +42,7 @@ class JsonlFile:
     def __init__(
         self,
         path: Path,
-        check: Callable[[int], None] | None = None,
+        check: Callable[[bool], None] | None = None,
         *,
         follow_links: bool = False,
     ) -> None:
@@ -58,13 +60,18 @@ class JsonlFile:
         if self._handle is None:
             self._count_lost(lines, OSError("the file is closed"))
             return
+        try:
+            is_deleted = os.fstat(self._handle).st_nlink == 0
+        except OSError as error:  # such as a stale handle of a network file system
+            self._count_lost(lines, error)
+            return
         if self._check is not None:
             try:
-                self._check(self._handle)
+                self._check(is_deleted)
             except OSError:
                 self.lost += len(lines)
                 return
-        elif os.fstat(self._handle).st_nlink == 0:
+        elif is_deleted:
             self._count_lost(lines, FileNotFoundError("the file was deleted"))
             return
         separator = b"\n" if self._ends_within_line else b""
@@ -111,6 +118,25 @@ class JsonlFile:
         os.ftruncate(self._open_handle(), size)
         os.fsync(self._open_handle())
         self._ends_within_line = self._lacks_line_feed()
+
+    def drop_incomplete_line(self) -> None:
+        """Remove the end of the file if it is part of a line, as a full disk leaves it.
+
+        A last line that is whole and lacks only its line feed is kept. So is one that is longer
+        than any record.
+        """
+        if not self._ends_within_line:
+            return
+        size = self.size
+        start = max(0, size - file_limits.line_bytes)
+        end = self.read(start, size - start)
+        feed = end.rfind(b"\n")
+        if feed < 0 < start:
+            return
+        try:
+            json.loads(end[feed + 1 :])
+        except ValueError:
+            self.truncate(start + feed + 1)
 
     def _open_handle(self) -> int:
         if self._handle is None:

@@ -31,6 +31,7 @@ from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import FileRefusedError, open_handle, read_regular_file
 from hookline.files.strict_json import parse_json
+from hookline.interrupts import AllowedInterrupts
 from hookline.printable import printable
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.manifest import utc_now
@@ -72,6 +73,7 @@ class Lease:
         self._confirmed = time.monotonic()
         self._lock = threading.RLock()  # a signal handler may release the lease
         self._released = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="hookline-lease", daemon=True)
 
     @classmethod
     def acquire(cls, folder: Path) -> Lease:
@@ -81,7 +83,8 @@ class Lease:
             RunError: Another process holds it.
         """
         while True:
-            number = _wait_until_free(folder)
+            with AllowedInterrupts():  # it may wait for a minute
+                number = _wait_until_free(folder)
             if number >= _LAST:
                 raise RunError(
                     f"The run {folder} cannot be written: the number of its lease "
@@ -89,9 +92,13 @@ class Lease:
                 )
             lease = cls._create(folder, number + 1)
             if lease is not None:
-                _remove_older(folder, number + 1)
-                threading.Thread(target=lease._renew, name="hookline-lease", daemon=True).start()
-                return lease
+                try:
+                    _remove_older(folder, number + 1)
+                    lease._thread.start()  # noqa: SLF001 - of its class
+                    return lease  # noqa: TRY300 - Ctrl-C may come here, too
+                except BaseException:  # Ctrl-C, or too many threads
+                    lease.release()
+                    raise
 
     @classmethod
     def _create(cls, folder: Path, number: int) -> Lease | None:
@@ -115,33 +122,42 @@ class Lease:
             lease._discard()
         return lease if is_newest else None
 
-    def check(self, handle: int) -> None:
+    @property
+    def is_own(self) -> bool:
+        """Whether this process holds the lease; a process that was forked from it does not."""
+        return self._pid == os.getpid()
+
+    def check(self, is_deleted: bool) -> None:
         """Raise OSError if a file of the run cannot be written any more; the log says so once.
 
         It looks at the lease only if the thread has not done so for a while: the process may have
         been suspended.
 
         Args:
-            handle: The file's descriptor.
+            is_deleted: Whether the file was deleted.
         """
+        if not self.is_own:
+            raise OSError("a forked process does not write the run of its parent")
         if self.lost is None and time.monotonic() - self._confirmed > STALE_SECONDS / 2:
             with suppress(OSError):
                 self._confirm()
         if self.lost is not None:
             raise OSError(self.lost)
-        if os.fstat(handle).st_nlink == 0:
+        if is_deleted:
             self._report_deleted()
             raise FileNotFoundError(f"{self._path.parent} was deleted")
 
     def release(self) -> None:
         """Let other processes write the run. A forked process does not release it."""
-        if self._pid != os.getpid():
+        if not self.is_own:
             return
         self._released.set()
         with self._lock, suppress(OSError):
             if self._handle is not None and self.lost is None:
                 self._write(released=True)
         self._close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)  # a disk that does not respond may keep it
 
     def _renew(self) -> None:
         """Change the heartbeat until the lease is released or lost; runs in a thread."""

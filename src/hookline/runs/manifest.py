@@ -33,6 +33,7 @@ from hookline.runs.git import read_git_state
 from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.manifest_fields import check_manifest_fields
+from hookline.runs.source_files import hash_sources
 
 __all__ = [
     "continue_manifest",
@@ -57,6 +58,7 @@ _PART_FIELDS = (  # in the part only
 )
 _LONG_FIELDS = (  # in an earlier part if they changed afterwards
     *("config", "hooks", "training", "name", "tags", "packages", "seed", "torch_seed"),
+    *("sources", "parameter_names"),
 )
 
 
@@ -162,6 +164,7 @@ def describe_part(
     name: str | None = None,
     tags: Sequence[str] = (),
     resumed_from: str | None = None,
+    parameter_names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the fields of a part of a run that starts now; None means the same as before."""
     fields: dict[str, Any] = {"number": 1, "started": utc_now(), "ended": None}
@@ -172,13 +175,16 @@ def describe_part(
     labels = {"training": training, "name": name, "tags": listed_strings("tags", tags) or None}
     labels = {key: to_jsonable(value) for key, value in labels.items() if value is not None}
     fields |= mask_secrets(labels)
+    if parameter_names:
+        fields["parameter_names"] = list(parameter_names)
     if hooks is not None:
         fields["hooks"] = mask_secrets(to_jsonable(list(hooks)))
     if config is not None or hooks is not None:
         import torch
 
         fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-    surroundings = {"git": read_git_state(), **describe_environment(device)}
+    surroundings = {"git": read_git_state(), "sources": hash_sources()}
+    surroundings |= describe_environment(device)
     return {**fields, **mask_secrets(surroundings, by_name=False)}  # packages have any name
 
 

@@ -149,10 +149,12 @@ _FIELDS: dict[str, Check] = {
     "ended": _or_null(_TIME),
     **dict.fromkeys(("last_error", "config_hash", "packages_sha256", "platform"), _OPTIONAL_TEXT),
     **dict.fromkeys(("config", "packages", "versions", "devices", "trackers"), _OBJECT),
-    **dict.fromkeys(("training", "git"), _or_null(_OBJECT)),
+    **dict.fromkeys(("training", "git", "sources"), _or_null(_OBJECT)),
     "hooks": (_is_list, "a list"),
     **dict.fromkeys(("name", "torch_seed"), _SCALAR),
-    **dict.fromkeys(("tags", "command"), (_is_list_of_scalars, "a list of texts")),
+    **dict.fromkeys(
+        ("tags", "command", "parameter_names"), (_is_list_of_scalars, "a list of texts")
+    ),
     "lost_records": _or_null(_COUNT),
     "parts": (_is_list_of_objects, "a list of objects"),
     "rewinds": (_is_list_of_rewinds, "a list of objects with sizes and positions in bytes"),

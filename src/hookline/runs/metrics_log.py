@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class MetricsLog:
         self._seconds = seconds
         self._records: list[MetricRecord] = []
         self._flushed = time.time()
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # a signal handler may close the run during a write
         self.listener: Callable[[list[MetricRecord]], None] | None = None  # gets what was written
 
@@ -52,7 +54,10 @@ class MetricsLog:
             self.flush()
 
     def flush(self) -> None:
-        """Read the buffered values and write the records."""
+        """Read the buffered values and write the records; a forked process drops its copy."""
+        if os.getpid() != self._pid:
+            self._records.clear()
+            return
         with self._lock:
             records = self._records[:]  # other threads may append meanwhile
             del self._records[: len(records)]

@@ -194,6 +194,7 @@ class Run:
                 check_rewind(path, unfinished)  # before anything is written
             write_run_manifest(path, manifest)
             run = cls(path, manifest, lease)
+            cast(JsonlFile, run._events).drop_incomplete_line()
             run._finish_rewind()
             if position is not None:
                 run.rewind(position)
@@ -262,14 +263,19 @@ class Run:
         written = {name: to_jsonable(value) for name, value in fields.items()}
         self.manifest.update(mask_secrets(written, by_name=False))
         self.manifest["lost_records"] = self._lost_before + self.lost
-        if self.lease_lost is not None:
-            return  # the manifest is now written by another process
+        if self.lease_lost is not None or self.is_forked:
+            return  # the manifest is written by another process
         try:
             write_run_manifest(self.path, self.manifest)
         except OSError as error:
             if not self._manifest_failed:
                 log.warning("Cannot write %s: %s. Training continues.", self.path, error)
             self._manifest_failed = True
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that writes the run: it writes nothing."""
+        return self._lease is not None and not self._lease.is_own
 
     @property
     def lost(self) -> int:
@@ -295,7 +301,10 @@ class Run:
     @property
     def is_folder_missing(self) -> bool:
         """Whether the run's folder was deleted or moved. It is not created again."""
-        return not self.path.is_dir()
+        try:
+            return not self.path.is_dir()
+        except OSError:  # a network file system that fails
+            return False
 
     @property
     def problem(self) -> str | None:
@@ -312,14 +321,19 @@ class Run:
             if durable:
                 self.metrics_log.file.sync()
 
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, int] | None:
         """Write the buffered metrics, and return where the metrics log stands.
 
         A checkpoint keeps it, so that `rewind` can bring the log back to it. The log has to be on
-        the disk before the checkpoint is: the writer of the checkpoint syncs `metrics_file`.
+        the disk before the checkpoint is: the writer of the checkpoint syncs `metrics_file`. None
+        if the file system cannot say: a resumed run then continues behind the records of its step.
         """
         self.flush()
-        size = self._writable_log().file.size
+        try:
+            size = self._writable_log().file.size
+        except OSError as error:
+            log.warning("Cannot find the end of %s: %s.", self.metrics_file, error)
+            return None
         return {"metrics": size, "rewinds": len(self.manifest.get("rewinds", ()))}
 
     def rewind(self, position: Mapping[str, int]) -> None:
@@ -332,6 +346,8 @@ class Run:
                 that step.
         """
         metrics_log = self._writable_log()
+        if self.is_forked:
+            return
         metrics_log.flush()
         try:
             self._finish_rewind()
@@ -400,6 +416,8 @@ class Run:
                 return str(value), kind
             if kind == "histogram":
                 return make_histogram(value), kind
+            if self.is_forked:
+                return InvalidValue("", kind), kind  # dropped, as all values are here
             return save_image(value, self.path / "media", step, name), kind
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)

@@ -7,7 +7,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from hookline.arguments import check_path
+from hookline.arguments import check_path, user_path
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest
@@ -22,7 +22,7 @@ _MAX_SHOWN = 5
 def list_run_folders(root: str | os.PathLike[str]) -> list[Path]:
     """Return the folders of all runs in a folder, the newest first."""
     try:
-        folders = [path for path in Path(root).iterdir() if _is_run(path)]
+        folders = [path for path in user_path(root).iterdir() if _is_run(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,9 @@ from hookline.runs.record_checks import find_metric_problem
 from hookline.runs.rewind import REPEATED
 from hookline.runs.run_files import find_refused_entries, find_refused_folder
 from hookline.runs.run_lookup import find_run
+from hookline.runs.scalar_lines import COLUMNS, Row, read_rows
 
 __all__ = ["OpenedRun", "open_run"]
-
-_COLUMNS = ("step", "epoch", "time", "name", "kind", "value")
-
-Row = dict[str, Any]
 
 
 def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs") -> OpenedRun:
@@ -112,13 +107,13 @@ class OpenedRun:
         listed_strings("metrics(*names)", names)
         check_instance("metrics(kind=…)", kind, str | None, "a kind of value")
         files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
-        records = chain.from_iterable(JsonlReader(self.path / n, growing=True) for n in files)
+        readers = [JsonlReader(self.path / name, growing=True) for name in files]
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
         return [
-            _row(record)
-            for record in records
-            if kind is None or record.get("kind") == kind
-            if not patterns or any(fnmatchcase(record["name"], p) for p in patterns)
+            row
+            for reader in readers
+            for row in read_rows(reader, patterns)
+            if kind is None or row["kind"] == kind
         ]
 
     def frame(self, *names: str, kind: str | None = None, repeated: bool = False) -> Any:
@@ -128,7 +123,7 @@ class OpenedRun:
         except ImportError as error:
             raise RunError(f"run.frame() needs pandas ({error}): pip install pandas") from error
         rows = self.metrics(*names, kind=kind, repeated=repeated)
-        return pandas.DataFrame(rows, columns=None if any("was" in r for r in rows) else _COLUMNS)
+        return pandas.DataFrame(rows, columns=None if any("was" in r for r in rows) else COLUMNS)
 
     def events(self, *kinds: str) -> list[Row]:
         """Return the events, all or those of some kinds: starts, checkpoints, toggles, the end."""
@@ -230,12 +225,3 @@ def _status(folder: Path, manifest: Mapping[str, Any]) -> str:
 def _parts(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     parts: Any = manifest.get("parts")
     return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-
-
-def _row(record: Row) -> Row:
-    row = {name: record.get(name) for name in _COLUMNS}
-    if row["kind"] == "scalar" and isinstance(row["value"], str):
-        row["value"] = float(row["value"])  # "NaN", "Infinity" or "-Infinity"
-    if "was" in record:
-        row["was"] = record["was"]
-    return row

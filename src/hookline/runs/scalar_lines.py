@@ -1,30 +1,39 @@
-"""The scalars of a metrics log, read in blocks: a run may have millions of values.
+"""The values of a metrics log, read in blocks: a run may have millions of them.
 
-Usual lines are read with a pattern: parsing JSON takes several times as long.
+Usual lines are read with a pattern: parsing JSON takes several times as long. Lines that cannot
+have a wanted name are not parsed at all: only their bytes are searched.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from hookline.runs.jsonl_reader import JsonlReader
 
-__all__ = ["Scalar", "read_scalars"]
+__all__ = ["COLUMNS", "Row", "Scalar", "read_rows", "read_scalars"]
 
 # A line as the metrics log writes most. The groups are step, time, name and value. Longer numbers
 # and names are left to the parser, which checks them.
 _NUMBER = rb"-?(?:0|[1-9]\d{0,17}+)"
-_SCALAR_LINE = re.compile(
+_SCALAR = (
     rb'^{"v": 1, "step": (%b), "epoch": (?>%b|null), "time": (\d{1,18}+\.\d{1,18}+), '
     rb'"name": ("[^"\\\x00-\x1f]{0,1000}+"), "kind": "scalar", '
     rb'"value": "?((?<= )%b(?:\.\d{1,30}+)?(?:e[+-]?\d{1,2})?(?=})|'
-    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER),
-    re.MULTILINE,
+    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER)
 )
+_SCALAR_LINE = re.compile(_SCALAR, re.MULTILINE)
+_SCALAR_LINE_WITH_EPOCH = re.compile(_SCALAR.replace(b"(?>", b"(", 1), re.MULTILINE)
 
+_MAX_NAMES = 10_000  # that are remembered
+
+COLUMNS = ("step", "epoch", "time", "name", "kind", "value")
+
+Row = dict[str, Any]
 Scalar = tuple[bytes, bytes, bytes, bytes]
 
 
@@ -68,6 +77,92 @@ def _parse_scalar(
     fields: list[Any] = [record.get("step"), record.get("time"), record["name"]]
     step, seconds, name = (json.dumps(field).encode() for field in fields)
     return step, seconds, name, repr(float(record["value"])).encode()
+
+
+def read_rows(reader: JsonlReader, patterns: Sequence[str]) -> Iterator[Row]:
+    """Yield the records whose name matches a glob, in their order; without patterns, all.
+
+    The JSON of a record has its name as it is, in quotes, or has a backslash. So a block of lines
+    is searched for both, and only lines with one of them are parsed.
+
+    Args:
+        reader: The metrics log.
+        patterns: Globs as for `fnmatch`.
+    """
+    find_lines = _make_search(patterns) if patterns else _split_lines
+    matches: dict[str, bool] = {}
+    for block in reader.blocks():
+        for row in _parse_rows(reader, find_lines(block)):
+            name = row["name"]
+            is_wanted = matches.get(name)
+            if is_wanted is None:
+                if len(matches) > _MAX_NAMES:
+                    matches.clear()
+                is_wanted = not patterns or any(fnmatchcase(name, p) for p in patterns)
+                matches[name] = is_wanted
+            if is_wanted:
+                yield row
+
+
+def _split_lines(block: bytes) -> list[bytes]:
+    return block[:-1].split(b"\n")
+
+
+def _make_search(patterns: Sequence[str]) -> Callable[[bytes], list[bytes]]:
+    """Return a function that returns the lines of a block that may have a name of these globs."""
+    begins = [re.split(r"[*?[]", pattern, maxsplit=1) for pattern in patterns]
+    needles = [
+        f'"{begin}{"" if rest else chr(34)}'.encode("utf-8", "replace") for begin, *rest in begins
+    ]
+    several = re.compile(b"|".join(map(re.escape, [*needles, b"\\"])))
+
+    def search(block: bytes) -> list[bytes]:
+        is_simple = len(needles) == 1 and b"\\" not in block
+        lines: list[bytes] = []
+        start = 0
+        while True:
+            if is_simple:  # several times as fast as the pattern
+                found = block.find(needles[0], start)
+            else:
+                match = several.search(block, start)
+                found = -1 if match is None else match.start()
+            if found < 0:
+                return lines
+            begin, end = block.rfind(b"\n", start, found) + 1 or start, block.index(b"\n", found)
+            lines.append(block[begin:end])
+            start = end + 1
+
+    return search
+
+
+def _parse_rows(reader: JsonlReader, lines: list[bytes]) -> Iterable[Row]:
+    """Return the rows of lines, without those that are damaged."""
+    text = b"\n".join(lines)
+    found = _SCALAR_LINE_WITH_EPOCH.findall(text) if _is_utf8(text) else []
+    if len(found) == len(lines):
+        return [
+            {
+                "step": int(step),
+                "epoch": None if epoch == b"null" else int(epoch),
+                "time": float(seconds),
+                "name": name[1:-1].decode(),
+                "kind": "scalar",
+                "value": int(value) if value.lstrip(b"-").isdigit() else float(value),
+            }
+            for step, epoch, seconds, name, value in found
+        ]
+    if len(lines) > 1:
+        return chain.from_iterable(_parse_rows(reader, [line]) for line in lines)
+    return [_to_row(record) for record in map(reader.parse, lines) if record is not None]
+
+
+def _to_row(record: Row) -> Row:
+    row = {name: record.get(name) for name in COLUMNS}
+    if row["kind"] == "scalar" and isinstance(row["value"], str):
+        row["value"] = float(row["value"])  # "NaN", "Infinity" or "-Infinity"
+    if "was" in record:
+        row["was"] = record["was"]
+    return row
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from hookline.runs.jsonable import to_jsonable
 from hookline.tensors.module_classes import module_class
+from hookline.tensors.parameter_names import named_parameters
 
-__all__ = ["describe_training"]
+__all__ = ["describe_training", "list_parameters"]
+
+_MAX_PARAMETERS = 10_000  # names in a manifest
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
 _NOT_SETTINGS = (  # of a scheduler: what it derives from the optimizer, and its progress
@@ -21,14 +24,13 @@ def describe_training(loop: Any) -> dict[str, Any]:
     """Return the parts of a trainer or a session as JSON; secrets in `hparams` are not masked.
 
     Two runs with the same description were started in the same way. What changes during training,
-    such as the learning rate that a scheduler has reached, is not part of it.
+    such as the learning rate that a scheduler has reached, is not part of it: a loop describes
+    itself before it loads a checkpoint or trains.
 
     Args:
         loop: It has `model` (one, or several) and `optimizers`, and may have `schedulers`,
             `train_data`, `val_data` and `hparams`.
     """
-    if (known := getattr(loop, "training_description", None)) is not None:
-        return cast("dict[str, Any]", known)  # of before a checkpoint was loaded
     models = loop.model if isinstance(loop.model, list | tuple) else [loop.model]
     optimizers = list(loop.optimizers)
     schedulers = [_describe_scheduler(s, optimizers) for s in getattr(loop, "schedulers", ())]
@@ -42,6 +44,16 @@ def describe_training(loop: Any) -> dict[str, Any]:
         "hparams": to_jsonable(getattr(loop, "hparams", None) or {}),
     }
     return {name: value for name, value in description.items() if value}
+
+
+def list_parameters(loop: Any) -> list[str]:
+    """Return the names of the model's parameters in its order, as hooks log them.
+
+    The list is empty if there are too many for a manifest.
+    """
+    models = loop.model if isinstance(loop.model, list | tuple) else [loop.model]
+    names = [name for model in models for name in named_parameters(model, None).values()]
+    return to_jsonable(names) if len(names) <= _MAX_PARAMETERS else []
 
 
 def _describe_model(model: Any) -> dict[str, Any]:

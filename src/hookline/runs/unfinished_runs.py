@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hookline.checkpoint.checkpoint_lookup import find_checkpoint
 from hookline.errors import CheckpointError
+from hookline.printable import printable
 from hookline.runs.crash_loop import check_crash_loop
+from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import canonical_json
 from hookline.runs.manifest import inspect_run_manifest
@@ -17,31 +19,36 @@ from hookline.runs.run_files import find_refused_entries
 from hookline.runs.run_lookup import list_run_folders
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["comparable_config", "find_unfinished_run"]
+__all__ = ["find_unfinished_run"]
 
 log = logging.getLogger("hookline")
 
 _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
 _WITHOUT_EFFECT = ("runs", "progress", "checkpoints")
+_MAX_SHOWN = 5  # differences
 
 
 def find_unfinished_run(
-    runs: Path, is_same: Callable[[Mapping[str, Any]], bool]
+    runs: Path, identity: Mapping[str, Any], *others: Mapping[str, Any]
 ) -> tuple[Path | None, str]:
     """Return the checkpoint to resume from, or None to start a new run, and a message about it.
 
     It is the newest undamaged checkpoint of the newest unfinished run that has one. A run counts as
     finished if it completed, or was stopped for another reason than a time limit. A run whose
-    manifest is damaged, or whose files are links, is skipped with a warning.
+    manifest is damaged, or whose files are links, is skipped with a warning. If there is none, the
+    message names the unfinished run that differs least, and what differs.
 
     Args:
         runs: The folder of all runs.
-        is_same: Returns whether the run with this manifest trains the same.
+        identity: What the manifest of a run that trains the same has: the configuration, and the
+            values of other fields.
+        others: The same as it may be in runs that an earlier version has written.
 
     Raises:
         RunError: The run has failed twice in the same way after this checkpoint.
     """
     without_checkpoint = 0
+    different: list[tuple[int, OpenedRun, list[str]]] = []
     for folder in list_run_folders(runs):
         run = OpenedRun(folder)
         manifest, problems = inspect_run_manifest(folder)
@@ -49,7 +56,11 @@ def find_unfinished_run(
         if problems:
             log.warning("The run %s is not resumed automatically: %s.", folder, problems[0])
             continue
-        if not is_same(manifest) or not _is_unfinished(run):
+        if not any(_is_same(manifest, known) for known in (identity, *others)):
+            differences = _list_differences(identity, manifest)
+            different.append((len(differences), run, differences))
+            continue
+        if not _is_unfinished(run):
             continue
         try:
             checkpoint = find_checkpoint(folder, verify=True)
@@ -62,17 +73,95 @@ def find_unfinished_run(
     if without_checkpoint:
         plural = " has" if without_checkpoint == 1 else "s have"
         count = f"{without_checkpoint} unfinished run{plural}"
-        reason = f"{count} this configuration, but no checkpoint"
-    return None, f"In {runs}, {reason}. Starting a new run."
+        reason = f"{count} this configuration, but no checkpoint to resume from"
+    different.sort(key=lambda one: one[0])  # the newest is the first of those that differ equally
+    nearest = next((one for one in different if _is_unfinished(one[1])), None)
+    hint = "" if nearest is None else _describe_nearest(*nearest[1:])
+    return None, f"In {runs}, {reason}. Starting a new run.{hint}"
 
 
-def comparable_config(config: Mapping[str, Any]) -> str:
-    """Return a configuration as text, without the fields that do not affect training."""
+def _is_same(manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
+    """Return whether the run with this manifest trains the same."""
+    return all(
+        canonical_json(_leave_out_new(_select(identity, name), _select(manifest, name)))
+        == canonical_json(_select(manifest, name))
+        for name in identity
+    )
+
+
+def _select(manifest: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a manifest; of the configuration, what affects training."""
+    value = manifest.get(name)
+    if name != "config":
+        return value
+    config = value if isinstance(value, Mapping) else {}
     trainer = config.get("trainer", config)  # a config file has a section for it
     if not isinstance(trainer, Mapping):
-        return canonical_json(config)
+        return config
     kept = {name: value for name, value in trainer.items() if name not in _WITHOUT_EFFECT}
-    return canonical_json(kept if trainer is config else {**config, "trainer": kept})
+    if isinstance(hooks := kept.get("hooks"), Mapping):  # how failures and costs are reported
+        kept["hooks"] = {name: value for name, value in hooks.items() if name != "settings"}
+    return kept if trainer is config else {**config, "trainer": kept}
+
+
+def _leave_out_new(value: Any, saved: Any) -> Any:
+    """Return a value without options that are off here, and that the saved one does not know.
+
+    A later version has options that the version which wrote the run did not have.
+    """
+    if isinstance(value, Mapping) and isinstance(saved, Mapping):
+        return {
+            name: _leave_out_new(one, saved.get(name))
+            for name, one in value.items()
+            if name in saved or one
+        }
+    if isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
+        return [_leave_out_new(one, other) for one, other in zip(value, saved, strict=True)]
+    return value
+
+
+def _list_differences(identity: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """Return what differs between this training and the run with this manifest."""
+    saved = {name: _select(manifest, name) for name in identity}
+    mine = {name: _leave_out_new(_select(identity, name), saved[name]) for name in identity}
+    sides = [mine, saved]
+    here, there = (
+        {**_mapping(side.pop("config", None)), **_mapping(side.pop("training", None))}
+        | {"hooks": _by_name(side.pop("hooks", None))}
+        | side
+        for side in sides
+    )
+    hooks = (here["hooks"], there["hooks"])
+    lines = [f"the hook {name!r} is only here" for name in hooks[0] if name not in hooks[1]]
+    lines += [f"the hook {name!r} is only there" for name in hooks[1] if name not in hooks[0]]
+    for one in hooks:
+        for name in set(hooks[0]) ^ set(hooks[1]):
+            one.pop(name, None)
+    pairs = diff_configs(number_items(here), number_items(there))
+    lines += [f"{name} is {own!r} here, {other!r} there" for name, (own, other) in pairs.items()]
+    if not lines and list(hooks[0]) != list(hooks[1]):
+        lines = ["the hooks are in another order"]
+    return [printable(line, 200) for line in lines]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _by_name(hooks: Any) -> dict[str, Any]:
+    described = [hook for hook in hooks if isinstance(hook, Mapping)] if hooks else []
+    return {str(hook.get("name")): dict(hook) for hook in described}
+
+
+def _describe_nearest(run: OpenedRun, differences: list[str]) -> str:
+    shown = differences[:_MAX_SHOWN]
+    if len(differences) > _MAX_SHOWN:
+        shown.append(f"and {len(differences) - _MAX_SHOWN} more differences")
+    what = "; ".join(shown) or "values of another type"
+    return (
+        f" The nearest unfinished run is {run.id} ({run.status}), which differs: {what}. To "
+        f"continue it nevertheless, resume from its folder, {run.path}."
+    )
 
 
 def _is_unfinished(run: OpenedRun) -> bool:

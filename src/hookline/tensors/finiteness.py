@@ -22,7 +22,7 @@ from hookline.tensors.sharded import (
     stored_values,
 )
 
-__all__ = ["all_finite", "extremes", "first_nonfinite"]
+__all__ = ["all_finite", "extremes", "first_nonfinite", "nonfinite_names"]
 
 
 @torch.no_grad()
@@ -75,6 +75,13 @@ def _are_finite(tensors: list[Tensor]) -> bool:
     home = norms[0].device
     joined = torch.stack([norm if norm.device == home else norm.to(home) for norm in norms])
     return bool(joined.isfinite().all()) or not any(_are_nonfinite(values))
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of the tensors that have a NaN or Inf, in this rank's part."""
+    named = list(named)
+    flags = _are_nonfinite([stored_values(tensor) for _, tensor in named])
+    return [name for (name, _), is_nonfinite in zip(named, flags, strict=True) if is_nonfinite]
 
 
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from hookline.dispatch.current_hook import current_limited_hook
+from hookline.dispatch.calling_hook import find_limited_hook
 from hookline.errors import CollectiveError
 from hookline.tensors.nested import map_tensors, tensors_in
 from hookline.tensors.rank_rendezvous import missing_ranks
@@ -61,7 +61,7 @@ def require_all_ranks(tensors: Iterable[Any], function: str, timeout: float) -> 
     tensors = [tensor for tensor in tensors if needs_collective(tensor)]
     if not tensors:
         return
-    hook = current_limited_hook()
+    hook = find_limited_hook()
     if hook is not None:
         raise CollectiveError(
             f"{function} was called in the hook '{hook.name}', which is not called in all "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookline.tensors.reading import widest_float
-from hookline.tensors.sharded import is_sharded, local_with_groups
+from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 
 __all__ = ["global_norm", "reduce_sum"]
 
@@ -47,5 +47,7 @@ def _local_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the norm as torch does, unseen by listeners to the loop's own calls."""
     get_total_norm = torch.nn.utils.get_total_norm
     compute = getattr(get_total_norm, "__wrapped__", get_total_norm)
-    norm: Tensor = compute(tensors)
+    # The rows of a sparse gradient that are the same row of the weight have to be added up first.
+    values = [stored_values(tensor) if tensor.is_sparse else tensor for tensor in tensors]
+    norm: Tensor = compute(values)
     return norm

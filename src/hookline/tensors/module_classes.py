@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["is_fsdp_module", "module_class"]
+__all__ = ["is_fsdp_module", "module_class", "unwrap_module"]
 
 _WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 
@@ -14,11 +14,16 @@ def module_class(module: Any) -> type:
 
     `fully_shard` gives a module a class of its own, `FSDPBlock` instead of `Block`.
     """
+    module = unwrap_module(module)
     kind = type(module)
-    while kind.__name__ in _WRAPPED and hasattr(module, _WRAPPED[kind.__name__]):
-        module = getattr(module, _WRAPPED[kind.__name__])
-        kind = type(module)
     return kind.__bases__[1] if is_fsdp_module(module) else kind
+
+
+def unwrap_module(module: Any) -> Any:
+    """Return the module inside `torch.compile` and DDP."""
+    while (inner := _WRAPPED.get(type(module).__name__)) is not None and hasattr(module, inner):
+        module = getattr(module, inner)
+    return module
 
 
 def is_fsdp_module(module: Any) -> bool:

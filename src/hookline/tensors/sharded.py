@@ -1,4 +1,4 @@
-"""Sharded and sparse tensors: the whole, this rank's part, and the values that are stored."""
+"""Sharded, sparse and nested tensors: the whole, this rank's part, and the stored values."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "local",
     "local_with_groups",
     "needs_collective",
+    "nested_values",
     "reshard",
     "shard_from_local",
     "shard_index",
@@ -184,10 +185,21 @@ def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
 def stored_values(tensor: Tensor) -> Tensor:
     """Return the values that this rank stores of a tensor, detached.
 
-    A COO tensor gives its values without the zeros that are not stored, a complex tensor its real
-    and imaginary parts.
+    A COO tensor gives its values without the zeros that are not stored, a nested tensor those of
+    all its tensors, a complex tensor its real and imaginary parts.
     """
     tensor = local(tensor.detach())
+    if tensor.is_nested:
+        tensor = nested_values(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce().values()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def nested_values(tensor: Tensor) -> Tensor:
+    """Return the values of a nested tensor, without padding: as rows, if all are of one length."""
+    parts = tensor.unbind()
+    lengths = {part.shape[-1] if part.dim() else 1 for part in parts}
+    shape = (-1, *lengths) if len(lengths) == 1 else (-1,)
+    rows = [part.reshape(shape) for part in parts if part.numel()]
+    return torch.cat(rows) if rows else torch.empty(0, dtype=tensor.dtype, device=tensor.device)

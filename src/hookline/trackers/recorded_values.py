@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hookline.context import to_float
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.files.strict_json import parse_json
@@ -37,20 +37,13 @@ def to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue:
         text: Any = value.text
         kind, value = "text", text
     if kind == "scalar":
-        value = _to_float(value)
+        value = to_float(value)
     elif kind == "text":
         value = mask_known_values(to_jsonable(str(value)))
     elif kind == "image":
         value = (folder or Path()) / str(record[5]["path"])
     name = name if type(name) is str else str(to_jsonable(name))
     return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
-
-
-def _to_float(number: Any) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # an integer above the range of floats
-        return math.inf if number > 0 else -math.inf
 
 
 def _to_int(step: Any) -> int:

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from hookline.arguments import user_path
 from hookline.trackers.refused_values import log_each
 from hookline.trackers.tracker import TrackedRun, TrackedValue
 
@@ -34,7 +35,7 @@ class TensorBoardTracker:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         default = Path("tensorboard", run.id) if run.folder is None else run.folder / "tensorboard"
-        folder = default if self._folder is None else Path(self._folder, run.id)
+        folder = default if self._folder is None else user_path(self._folder) / run.id
         self.is_continued = any(folder.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder))
         self._write_hyperparameters(run.hyperparameters)

@@ -18,7 +18,8 @@ STEP_AXIS = "hookline_step"
 """The axis of all values. W&B drops values below the highest of its own steps."""
 
 _OWN_NAMES = (STEP_AXIS, "_step", "_timestamp", "_runtime", "_wandb")
-_LEFT_OUT = ("config", "packages", "training", "hooks", "parts")  # of the manifest, in its config
+# Of the manifest, in its config.
+_LEFT_OUT = ("config", "packages", "training", "hooks", "parts", "sources", "parameter_names")
 
 
 class WandbTracker:
@@ -36,10 +37,10 @@ class WandbTracker:
     def __init__(self, checkpoints: bool = False, **options: Any) -> None:
         self._checkpoints, self._options = checkpoints, options
         self._run: Any = None
-        self._log: Any = None  # W&B's own
+        self.log_to_run: Any = None  # W&B's own
         self._row: dict[str, Any] = {}  # of the step that is being logged
         self.is_continued = True
-        self._is_own = False
+        self.is_own = False
         self._defined: set[str] = set()
         self._id = ""
 
@@ -48,8 +49,8 @@ class WandbTracker:
         import wandb
 
         active, other = wandb.run, _find_tracker(wandb.run)
-        self._is_own = active is None or (other is not None and other._is_own)
-        if self._is_own:  # also beside the run of another training in this process
+        self.is_own = active is None or (other is not None and other.is_own)
+        if self.is_own:  # also beside the run of another training in this process
             options = self._init_options(run)
             if active is not None:
                 options["reinit"] = "create_new"
@@ -64,7 +65,7 @@ class WandbTracker:
         self._run.config.update(config, allow_val_change=True)
         self._save_manifest(run)
         other = _find_tracker(self._run)
-        self._log = self._run.log if other is None else other._log
+        self.log_to_run = self._run.log if other is None else other.log_to_run
         self._run.log = self._log_own
         if wandb.run is self._run:
             wandb.log = self._log_own
@@ -94,10 +95,10 @@ class WandbTracker:
         which counts the rows of both.
         """
         if step is None:
-            self._log(data, commit=commit)
+            self.log_to_run(data, commit=commit)
         else:
             self._define(data)
-            self._log({**data, STEP_AXIS: step})
+            self.log_to_run({**data, STEP_AXIS: step})
 
     def _define(self, names: Iterable[str]) -> None:
         for name in names:
@@ -124,7 +125,7 @@ class WandbTracker:
     def _log_row(self) -> None:
         row, self._row = self._row, {}
         if row:
-            self._log(row)
+            self.log_to_run(row)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as an artifact, if that was chosen."""
@@ -142,11 +143,11 @@ class WandbTracker:
         run = self._run
         if _find_tracker(run) is self:
             del run.log  # the class has it
-            if self._log != run.log:
-                run.log = self._log  # that of a disabled run
+            if self.log_to_run != run.log:
+                run.log = self.log_to_run  # that of a disabled run
         if wandb.run is run:
             wandb.log = run.log
-        if self._is_own:
+        if self.is_own:
             self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
 
 

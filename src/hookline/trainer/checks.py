@@ -26,6 +26,7 @@ from hookline.loop.unsupported_models import check_supported
 from hookline.options import BuiltIn
 
 __all__ = [
+    "MissingMetricError",
     "check_arguments",
     "check_fit",
     "check_gradient",
@@ -120,6 +121,14 @@ def check_fit(
     return resume_from, fork_from
 
 
+class MissingMetricError(TrainingError):
+    """A hook needs a metric of the validation, and there is none."""
+
+    def __init__(self, message: str, *, hook: str, metric: str) -> None:
+        super().__init__(message)
+        self.hook, self.metric = hook, metric
+
+
 def validates_in_fit(trainer: Any) -> bool:
     """Return whether `fit` validates: there is data for it, and it is due at some time."""
     config = trainer.config
@@ -128,7 +137,12 @@ def validates_in_fit(trainer: Any) -> bool:
 
 
 def check_metrics(trainer: Any) -> None:
-    """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
+    """Raise if a hook or scheduler needs a metric of the validation, and there is none.
+
+    Raises:
+        MissingMetricError: a hook does.
+        TrainingError: a scheduler does.
+    """
     if validates_in_fit(trainer):
         return
     missing = "there is no validation data: give val_loaders to fit(), or data.val in a config file"
@@ -148,9 +162,11 @@ def check_metrics(trainer: Any) -> None:
                     why = "which it reads after validation, but"
                     instead = " Or let it read the metric at the end of epochs, with its option "
                     instead += "check_on_train_epoch_end or save_on_train_epoch_end."
-                raise TrainingError(
+                raise MissingMetricError(
                     f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}', "
-                    f"{why} {missing}.{instead}"
+                    f"{why} {missing}.{instead}",
+                    hook=name,
+                    metric=needed[0],
                 )
     for scheduler in trainer.schedulers:
         if needs_metric(scheduler):

@@ -222,12 +222,12 @@ class Stream:
         loaded = [0] * len(self.names)
         for i in order:
             numbers = count(loaded[i])
-            yield zip(self._one_pass(i), numbers, repeat(i), repeat(self.names[i]))
+            yield zip(self.one_pass(i), numbers, repeat(i), repeat(self.names[i]))
             before, loaded[i] = loaded[i], next(numbers)
             if self.on_pass_end is not None:
                 self.on_pass_end(i, loaded[i] - before)
 
-    def _one_pass(self, idx: int) -> Iterator[Any]:
+    def one_pass(self, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self.started:
@@ -308,7 +308,7 @@ class _LoaderEpoch:
         batch, self._held = self._held, _END
         if self._pass is None:
             self._before = self._count
-            self._pass = self._stream._one_pass(self._idx)
+            self._pass = self._stream.one_pass(self._idx)
         if batch is _END:
             batch = self._next_batch()
         if batch is _END:

@@ -26,8 +26,11 @@ from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
+from hookline.loop.loading import load_weights
 from hookline.loop.random_state import random_state
+from hookline.loop.restoring import unchanged_on_failure
 from hookline.loop.saved_state import check_trainer_state, reported_damage
+from hookline.loop.state_differences import describe_hook_states, describe_objects
 from hookline.masking import mask_secrets
 from hookline.printable import message_lines
 from hookline.runs.checkpoint_reader import describe_mismatches
@@ -35,22 +38,17 @@ from hookline.runs.diff import diff_configs
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
-from hookline.runs.training_description import describe_training
+from hookline.trainer.continuation import describe_trainer_position
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.forked_optimizers import (
     apply_optimizer_settings,
     describe_saved_optimizers,
 )
-from hookline.trainer.rank_states import adapt_rank_states
 from hookline.trainer.shared_reading import read_checkpoint
-from hookline.trainer.trainer_checkpoint import (
-    describe_state,
-    describe_unloadable,
-    unchanged_on_failure,
-)
+from hookline.trainer.state_items import describe_gradients
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer_state import TrainerState
+    from hookline.trainer.trainer import Trainer
 
 __all__ = ["describe_parent", "load_fork"]
 
@@ -70,7 +68,9 @@ def describe_parent(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def load_fork(trainer: TrainerState, path: Any) -> tuple[Path, dict[str, Any]]:
+def load_fork(
+    trainer: Trainer, path: Any, training: Mapping[str, Any]
+) -> tuple[Path, dict[str, Any]]:
     """Restore a trainer from a checkpoint, apart from changed settings.
 
     Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
@@ -79,48 +79,66 @@ def load_fork(trainer: TrainerState, path: Any) -> tuple[Path, dict[str, Any]]:
     Args:
         trainer: A new trainer with its data.
         path: A checkpoint, or a run for its newest one.
+        training: The description of what the trainer trains.
 
     Raises:
         CheckpointError: The model or an optimizer is another one, a changed setting cannot be
             applied, or nothing is left to train. Nothing was restored then.
     """
-    found = trainer.strategy.processes.call_on_main(lambda: find_checkpoint(Path(path)))
+    processes, model = trainer.strategy.processes, trainer.model
+    found = processes.call_on_main(lambda: find_checkpoint(Path(path)))
     checkpoint = read_checkpoint(trainer, found)
     folder = find_run_of_checkpoint(found)
     manifest = {} if folder is None else OpenedRun(folder).manifest
     check_trainer_state(checkpoint)
     with reported_damage(checkpoint):
-        adapt_rank_states(trainer, checkpoint.state)
-        fork = _Fork(trainer, checkpoint.state, manifest)
+        trainer.loop.state.adapt(checkpoint.state, processes)
+        fork = _Fork(trainer, checkpoint.state, manifest, training)
         problems = fork.find_differences(checkpoint.model) or fork.apply_settings()
-        unloadable = {} if problems else describe_unloadable(trainer, fork.state)
-        problems += [line for lines in unloadable.values() for line in lines]
-        problems = problems or describe_state(trainer, fork.state)
+        problems = problems or _describe_unloadable(trainer, fork.state)
         if problems:
             head = f"The checkpoint {found} cannot be continued with these settings:"
             raise CheckpointError(message_lines(head, *problems))
-    with unchanged_on_failure(trainer, trainer.state_dict(), checkpoint):
-        trainer.load_state_dict(fork.state)
-        trainer.strategy.load(trainer.model, checkpoint.model)
+    with unchanged_on_failure(checkpoint, trainer.loop.state, model):
+        trainer.loop.state.restore(fork.state)
+        load_weights(model, checkpoint.model)
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):
-            hook._resumed = False  # the parent's checkpoints are not the fork's to remove
+            hook.forget_resumed()  # the parent's checkpoints are not the fork's to remove
     parent = describe_parent(found)
     trainer.announce(fork.message(parent))
     return found, parent
+
+
+def _describe_unloadable(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
+    """Return what the objects of a trainer cannot load of a state, one line each."""
+    own = trainer.loop.state
+    found = describe_objects(
+        state, optimizers=own.optimizers, schedulers=own.schedulers, scaler=own.scaler
+    )
+    found |= describe_gradients(own.optimizers, state)
+    lines = [line for several in found.values() for line in several]
+    if lines:
+        return lines
+    lines = describe_hook_states(trainer.hooks, state["hooks"], trainer.model)
+    return lines + describe_trainer_position(trainer, state)
 
 
 class _Fork:
     """A checkpoint's state, into which changed settings are written before it is loaded."""
 
     def __init__(
-        self, trainer: TrainerState, state: dict[str, Any], manifest: Mapping[str, Any]
+        self,
+        trainer: Trainer,
+        state: dict[str, Any],
+        manifest: Mapping[str, Any],
+        training: Mapping[str, Any],
     ) -> None:
         self.state: dict[str, Any] = {**state, "run": None}  # the metrics are the parent's
         self._trainer = trainer
         self._manifest = manifest
-        self._now = describe_training(trainer)
+        self._now = training
         first = (manifest.get("parts") or [{}])[0]  # it has what later parts have changed
         before = first.get("training") or manifest.get("training")
         self._before: Mapping[str, Any] = before or describe_saved_optimizers(self.state, self._now)
@@ -131,7 +149,7 @@ class _Fork:
         trainer, before, now = self._trainer, self._before, self._now
         was, new = (_class_of(one.get("model", {})) for one in (before, now))
         lines = [] if was in (new, None) else [f"the model is a {new}; the parent's is a {was}"]
-        lines += describe_mismatches(weights, trainer.strategy.save(trainer.model))
+        lines += describe_mismatches(weights, trainer.model.state_dict())
         saved, here = self.state["optimizers"], trainer.optimizers
         if len(saved) != len(here):
             return [*lines, f"the checkpoint has {len(saved)} optimizers, this trainer {len(here)}"]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parameter import is_lazy
 
 from hookline.config.trainer_config import TrainerConfig
-from hookline.dispatch.current_hook import current_limited_hook
+from hookline.dispatch.calling_hook import find_limited_hook
 from hookline.errors import CollectiveError, TrainingError
 from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import canonical_json, to_jsonable
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
+    from hookline.trainer.trainer import Trainer
 
 __all__ = ["check_same_training", "require_all_processes"]
 
@@ -27,7 +27,7 @@ _OWN = ("device", "seed", "runs", "progress", "debug", "hooks", "slow_rank_secon
 _SHOWN = 3
 
 
-def check_same_training(trainer: TrainerBase) -> None:
+def check_same_training(trainer: Trainer) -> None:
     """Raise, in all processes, if they are about to train in different ways.
 
     All processes have to call this.
@@ -45,7 +45,7 @@ def check_same_training(trainer: TrainerBase) -> None:
             raise TrainingError(_explain(part, other, values[0], values[other]))
 
 
-def require_all_processes(trainer: TrainerBase, function: str, *, unless: bool = False) -> None:
+def require_all_processes(trainer: Trainer, function: str, *, unless: bool = False) -> None:
     """Raise if a hook that is not called in all processes calls what all of them have to call.
 
     Args:
@@ -56,7 +56,7 @@ def require_all_processes(trainer: TrainerBase, function: str, *, unless: bool =
     Raises:
         CollectiveError: it does.
     """
-    hook = current_limited_hook()
+    hook = find_limited_hook()
     if hook is not None and not unless and not trainer.strategy.alone:
         raise CollectiveError(
             f"{function} was called in the hook '{hook.name}', which is not called in all "
@@ -65,7 +65,7 @@ def require_all_processes(trainer: TrainerBase, function: str, *, unless: bool =
         )
 
 
-def _describe(trainer: TrainerBase) -> dict[str, dict[str, Any]]:
+def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return what has to be the same in all processes, each part by its name in the message."""
     config, names = trainer.config, set(TrainerConfig.model_fields) - set(_OWN)
     streams = {"training loaders": trainer.train_data, "validation loaders": trainer.val_data}

@@ -1,54 +1,52 @@
-"""The part of a checkpoint that each process has of its own, also for another number of processes.
+"""The position in the data for another number of processes than it was saved by.
 
-The position in the data, the means of the epoch, the number of tokens and the random states are
-those of one process. With another number of processes, all of them continue after as many batches
-as all processes together had trained on, in rank 0's order of samples, which all processes share.
+All of them continue after as many batches as all processes together had trained on, in rank 0's
+order of samples, which all processes share.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from hookline.errors import CheckpointError
-from hookline.loop.means import add_means
+from hookline.loop.processes import OneProcess
 from hookline.loop.random_state import random_state
 
-if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
-
-__all__ = ["adapt_rank_states"]
+__all__ = ["adapt_position"]
 
 log = logging.getLogger("hookline")
 
-_PARTS = ("position", "means", "tokens_seen")
 
+def adapt_position(
+    saved: Sequence[Mapping[str, Any]],
+    processes: OneProcess,
+    length: int | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the position of this process, from those of all that saved.
 
-def adapt_rank_states(trainer: TrainerBase, state: dict[str, Any]) -> None:
-    """Replace the parts of a checkpoint's state that each process has by those of this process.
+    Args:
+        saved: the positions, by rank.
+        processes: the processes that continue.
+        length: the number of batches in an epoch of this process; None if it is not known.
+        device: where this process trains.
 
     Raises:
-        CheckpointError: the checkpoint is of another number of processes, in the middle of an
-            epoch, and its position cannot be converted.
+        CheckpointError: the checkpoint was saved in the middle of an epoch, and its position cannot
+            be converted.
     """
-    saved = state.pop("ranks", None) or [{name: state[name] for name in _PARTS}]
-    processes = trainer.strategy.processes
-    if len(saved) == processes.size:
-        state.update(saved[processes.rank])
-        return
-    position = saved[0]["position"]
+    position = saved[0]
     batches = position["batches"] * len(saved)
     if batches:
         _check_position(position, len(saved), processes.size)
-    length = None if trainer.train_data is None else trainer.train_data.length()
     own = batches // processes.size
     own = own if length is None else min(own, length)
     is_new = processes.rank >= len(saved)
-    now = random_state(trainer.device) if is_new else saved[processes.rank]["position"]["now"]
-    state["position"] = {**_move(position, own), "now": now}
-    state["means"] = add_means([one["means"] for one in saved]) if processes.is_main else {}
-    state["tokens_seen"] = sum(one["tokens_seen"] for one in saved) // processes.size
+    now = random_state(device) if is_new else saved[processes.rank]["now"]
     again = batches - own * processes.size
     log.warning(
         "The checkpoint was saved by %d processes, and this run has %d. It continues after the "
@@ -59,6 +57,7 @@ def adapt_rank_states(trainer: TrainerBase, state: dict[str, Any]) -> None:
         f" ({again} of them are trained on again)" if again > 0 else "",
         *(len(saved), processes.size),
     )
+    return {**_move(position, own), "now": now}
 
 
 def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:

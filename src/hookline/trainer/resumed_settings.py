@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hookline.config.trainer_config import TrainerConfig
 from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.training_description import describe_training
-
-if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
 
 __all__ = ["compare_settings", "describe_settings"]
 
@@ -22,12 +19,16 @@ _USED = (  # a resumed run uses the new value
 _RESTORED = ("optimizers", "schedulers", "seed")  # it uses the checkpoint's
 
 
-def describe_settings(trainer: TrainerBase) -> dict[str, Any]:
-    """Return the settings that a checkpoint keeps, to be compared when it is resumed."""
-    config = {name: to_jsonable(getattr(trainer.config, name)) for name in (*_USED, "seed")}
-    training = describe_training(trainer)
+def describe_settings(config: TrainerConfig, training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a checkpoint keeps, to be compared when it is resumed.
+
+    Args:
+        config: the configuration.
+        training: the description of optimizers and schedulers.
+    """
+    fields = {name: to_jsonable(getattr(config, name)) for name in (*_USED, "seed")}
     described: dict[str, Any] = {name: training.get(name, []) for name in _RESTORED[:2]}
-    return {**config, **described}
+    return {**fields, **described}
 
 
 def compare_settings(

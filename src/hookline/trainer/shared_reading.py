@@ -6,15 +6,17 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hookline.checkpoint.checkpoint_folder import Checkpoint, CheckpointShare, load_checkpoint
 from hookline.errors import CheckpointError
+from hookline.loop.processes import OneProcess
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
-    from hookline.trainer.trainer_base import TrainerBase
+    from hookline.trainer.trainer import Trainer
 
 __all__ = ["read_checkpoint"]
 
@@ -22,7 +24,7 @@ _OF_OPTIMIZER = re.compile(r"\['optimizers'\]\[(\d+)\]\['state'\]\[(\d+)\]\[[^\[
 _AVERAGE = re.compile(r"\['hooks'\]\['[^']*'\]\['averages'\]\['([^']*)'\]")
 
 
-def read_checkpoint(trainer: TrainerBase, path: Path) -> Checkpoint:
+def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     """Return the contents of a checkpoint, in all of a trainer's processes or in none.
 
     With sharded parameters, each process verifies the hashes of its own files, and reads its parts
@@ -38,7 +40,8 @@ def read_checkpoint(trainer: TrainerBase, path: Path) -> Checkpoint:
     error: CheckpointError | None = None
     try:
         if trainer.strategy.is_sharded:
-            checkpoint = load_checkpoint(path, share=_share(trainer))
+            share = _share(processes, trainer.model, trainer.optimizers)
+            checkpoint = load_checkpoint(path, share=share)
         else:
             checkpoint = load_checkpoint(path)
     except CheckpointError as raised:
@@ -53,15 +56,12 @@ def read_checkpoint(trainer: TrainerBase, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _share(trainer: TrainerBase) -> CheckpointShare:
-    processes = trainer.strategy.processes
-    weights = {
-        name: value
-        for name, value in trainer.strategy.save(trainer.model).items()
-        if is_sharded(value)
-    }
+def _share(
+    processes: OneProcess, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> CheckpointShare:
+    weights = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
     plain_names = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
-    parameters = [parameters_of(optimizer) for optimizer in trainer.optimizers]
+    parameters = [parameters_of(optimizer) for optimizer in optimizers]
 
     def find_state(name: str) -> Tensor | None:
         if found := _OF_OPTIMIZER.fullmatch(name):

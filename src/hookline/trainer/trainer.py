@@ -1,10 +1,11 @@
-"""The trainer's loop, to be read from top to bottom.
+"""The trainer: Hookline's own loop, to be read from top to bottom.
 
-    fit → _run_epochs → _run_epoch → _run_batches → _run_step → _end_step → _boundary
-                      → validate                               _apply_requests
+    fit → _begin → _run_epochs → _run_epoch → _run_batches → _run_step → _end_step → _boundary
+                               → _validate_in_loop                                 → _apply_requests
+        → _fail, _end
 
-What the loop stands on is in `TrainerBase`, `TrainerState`, `TrainerSaving`, `TrainerValidation`,
-`TrainerRun` (start and end) and `TrainerSteps` (smaller parts of the loop).
+This file is longer than others, because it is the loop: what happens in a training run stands here
+in the order in which it happens. What any loop needs is in `self.loop` (`hookline.loop.Loop`).
 
 All values that hooks get are written into the context. Events are fired as
 
@@ -17,27 +18,107 @@ device, except where a setting says so.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any, Never
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Never, get_args
 
+import torch
+
+from hookline.arguments import (
+    check_flag,
+    check_function,
+    check_mapping,
+    check_name,
+    check_path,
+    listed_strings,
+    show_value,
+)
+from hookline.config.hook_items import make_hook, split_hooks
+from hookline.config.registry import HookRegistry
+from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import TrainingError
-from hookline.loop.control_requests import ControlRequests
+from hookline.dispatch import HookManager, Summary
+from hookline.errors import (
+    CheckpointError,
+    HooklineError,
+    RunError,
+    TrainingError,
+    listed,
+)
+from hookline.hook import Hook
+from hookline.interrupts import AllowedInterrupts, HeldInterrupts
+from hookline.loop.control_requests import ControlRequests, SaveRequest, split_requests
+from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
+from hookline.loop.event_context import EventContext
+from hookline.loop.forked_process import leave_in_forks, stay_in_forks
+from hookline.loop.loading import zero_grad
+from hookline.loop.loop import Loop, Phase, announce
+from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means
+from hookline.loop.model_watch import ModelWatch
+from hookline.loop.random_state import (
+    generator_state,
+    generators_of,
+    seed_everything,
+    set_generator_state,
+)
+from hookline.loop.rank_metrics import RankMetrics
+from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
-from hookline.loop.training_loop import zero_grad
-from hookline.trainer.checks import check_fit, check_gradient, check_metrics
-from hookline.trainer.losses import mean_loss, mean_metrics
-from hookline.trainer.sharded_loader import set_loader_epoch
-from hookline.trainer.strategies import parameters_of
-from hookline.trainer.trainer_base import Phase
-from hookline.trainer.trainer_saving import Preempted
-from hookline.trainer.trainer_steps import TrainerSteps
+from hookline.loop.weight_sharing import share_buffers
+from hookline.runs.identity import Identity
+from hookline.runs.run import Kind
+from hookline.runs.run_elsewhere import RunElsewhere
+from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
+from hookline.runs.training_description import describe_training, list_parameters
+from hookline.trackers.tracker_set import make_tracker_set
+from hookline.trainer.checks import (
+    check_arguments,
+    check_fit,
+    check_gradient,
+    check_metrics,
+    checked_config,
+    checked_model,
+    checked_optimizers,
+    device_for,
+    match_schedulers,
+    needs_metric,
+)
+from hookline.trainer.continuation import find_start, load_trainer_checkpoint
+from hookline.trainer.data_position import DataPosition
+from hookline.trainer.data_stream import Stream
+from hookline.trainer.forking import load_fork
+from hookline.trainer.losses import BatchPlace, LossComputer, mean_loss, mean_metrics
+from hookline.trainer.progress import make_progress
+from hookline.trainer.rank_checks import check_same_training, require_all_processes
+from hookline.trainer.resumed_settings import compare_settings, describe_settings
+from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
+from hookline.trainer.slurm import requeue_slurm_job
+from hookline.trainer.state_items import EpochProgress, make_items
+from hookline.trainer.step_plan import StepPlan
+from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
+from hookline.trainer.token_count import TokenCount
+from hookline.trainer.validation import ValidationBatches, has_ended_workers
+from hookline.updates import Identity as IdentityUpdate
 
 __all__ = ["Trainer"]
 
+log = logging.getLogger("hookline")
+_KINDS = get_args(Kind)
 
-class Trainer(TrainerSteps):
+
+class Preempted(BaseException):
+    """A signal asked the process to end, and the state was saved."""
+
+
+class Trainer:
     """Trains a model, and calls hooks while it does.
 
         trainer = Trainer(TrainerConfig(max_epochs=3), model, optimizer, loss_fn=loss_fn)
@@ -62,7 +143,441 @@ class Trainer(TrainerSteps):
         accelerator: the `Accelerator` of Hugging Face Accelerate to train with.
     """
 
-    # -- the loop ---------------------------------------------------------------------------------
+    _needs_accelerate = False  # whether `strategy` may only be "accelerate"
+
+    def __init__(
+        self,
+        config: TrainerConfig | HooksConfig | Mapping[str, Any] | None,
+        model: torch.nn.Module,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        schedulers: Any = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        tokens_fn: Callable[[Any], int] | Literal["auto"] | None = "auto",
+        hooks: Iterable[Hook] | HookManager | Mapping[str, Any] = (),
+        hparams: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        tags: Iterable[str] = (),
+        accelerator: Any = None,
+        trackers: Any = (),
+        **unknown: Never,
+    ) -> None:
+        counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
+        count: Any = None if counts_itself else tokens_fn
+        functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
+        check_arguments(config, model, optimizers, unknown, **functions)
+        fields, listed_hooks = split_hooks(config)
+        self.config = checked_config(fields)
+        device = device_for(self.config.device, checked_model(model))
+        if self._needs_accelerate or accelerator is not None:
+            self.config = choose_accelerate(self.config)
+        self.strategy = make_strategy(self.config, device, accelerator)
+        self.config = self.strategy.complete_config(self.config)
+        self.accelerator = self.strategy.accelerator
+        self.device = self.strategy.device
+        self.model, self.optimizers = self.strategy.prepare(
+            model, checked_optimizers(optimizers, model, self.config.optimizer_every)
+        )
+        self._called_model = self.model  # what the loop calls: the strategy may wrap the model
+        self.schedulers = match_schedulers(
+            self.strategy.unwrap_schedulers(schedulers), self.optimizers
+        )
+        self._loss_computer = LossComputer(step_fn, loss_fn, self.announce)
+        self.hparams = checked_hparams(hparams)
+        if name is not None:
+            check_name("Trainer(…, name=…)", name)
+        self.name = name
+        self.tags = listed_strings("Trainer(…, tags=…)", tags)
+        self._progress_bar = make_progress("off")
+        self.train_data: Stream | None = None
+        self.val_data: Stream | None = None
+        self.position = DataPosition()
+        self.epoch_progress = EpochProgress()
+        self.compared_settings: dict[str, Any] = {}  # those that a checkpoint is compared with
+        self._epoch_length: int | None = None  # in batches; None if it is not known
+        self._losses: list[Any] = []  # of the batches in the next optimizer step
+        self._metrics: list[Mapping[str, Any]] = []  # the same
+        self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
+        self._drops_gradients = False  # whether this step leaves none, also for later steps
+        self._seeds_samples = False
+        self._stop_signal: str | None = None
+        self.token_count = TokenCount(
+            count_tokens if counts_itself else count and make_counter(count)
+        )
+        self.hooks, self.loop = self._make_loop(hooks, listed_hooks)
+        self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
+        self._watch = ModelWatch(self.model, self.loop.before_forward, self.loop.after_forward)
+        self._trackers = make_tracker_set(trackers)
+        if self._trackers is not None:
+            self._trackers.is_signalled = lambda: self.loop.requests.has_signal
+        self._dispatchers = self.hooks.dispatchers
+        self._plan = self._make_plan()
+        self.loop.watch, self.loop.on_fork = self._watch_model, self._leave_in_fork
+        self.loop.listen()
+
+    def _make_loop(
+        self, hooks: Iterable[Hook] | HookManager | Mapping[str, Any], listed_hooks: Any
+    ) -> tuple[HookRegistry, Loop]:
+        processes, tokens = self.strategy.processes, self.token_count
+        context = tokens.context = EventContext(self, tokens.read_absent)
+        context.connect(self.model, self.optimizers)
+        context.config, context.run = self.config, None
+        context.epoch = context.batch_idx = context.dataloader_idx = 0
+        context.batch, context.dataloader_name = None, ""
+        tokens.restart()
+        configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
+        registry = HookRegistry(self.config.hooks, hooks=given, source=context)
+        registry.add_configured(listed_hooks)
+        registry.add_configured(configured)
+        registry.add_default(IdentityUpdate())
+        registry.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
+        loop = Loop(
+            context,
+            registry,
+            Record(None),
+            self.config.checkpoints,
+            attributes=SavedAttributes(self),
+            weights=self.model.state_dict,
+            no_folder=TrainingError(
+                "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
+                "`runs` in the configuration."
+            ),
+            processes=processes,
+            is_sharded=self.strategy.is_sharded,
+        )
+        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
+        loop.state.scaler = self.strategy.scaler
+        self.hooks, self.loop = registry, loop
+        loop.state.add_items = partial(make_items, self)
+        return registry, loop
+
+    def _make_plan(self) -> StepPlan:
+        several = self.train_data is not None and len(self.train_data.names) > 1
+        return StepPlan.of(
+            self.config, self.strategy, self.optimizers, self.schedulers, multi_loader=several
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} cannot be copied or pickled: it has open files, loaders and "
+            "hooks on the model. Save the run with `trainer.save_checkpoint(path)`, which "
+            "`fit(resume_from=path)` continues, or the weights with `trainer.model.state_dict()`."
+        )
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    @property
+    def hook_manager(self) -> HookRegistry:
+        """Another name for `hooks`."""
+        return self.hooks
+
+    def add_hook(
+        self, hook: Hook | Callable[..., Any], name: str | None = None, **options: Any
+    ) -> str:
+        """Register a hook and return its name; see `HookManager.add_hook`."""
+        return self.hooks.add_hook(hook, name, **options)
+
+    def remove_hook(self, name: str) -> Hook:
+        """Remove a hook and return it."""
+        return self.hooks.remove_hook(name)
+
+    def enable_hook(self, name: str) -> None:
+        """Enable a hook."""
+        self.hooks.enable_hook(name)
+
+    def disable_hook(self, name: str) -> None:
+        """Disable a hook."""
+        self.hooks.disable_hook(name)
+
+    def add_console_logging(self, log_every_n_batches: int = 10, **options: Any) -> str:
+        """Print the progress every so many batches; return the hook's name."""
+        return self._add("console_log", log_every_n_batches=log_every_n_batches, **options)
+
+    def add_json_logging(self, log_every_n_batches: int = 100, **options: Any) -> str:
+        """Write the progress as JSON lines; return the hook's name."""
+        return self._add("json_log", log_every_n_batches=log_every_n_batches, **options)
+
+    def add_checkpointing(self, save_every_n_epochs: int = 1, **options: Any) -> str:
+        """Save a checkpoint every so many epochs; return the hook's name."""
+        return self._add("checkpoint", save_every_n_epochs=save_every_n_epochs, **options)
+
+    def _add(self, built_in: str, **options: Any) -> str:
+        return self.add_hook(make_hook(built_in, options))
+
+    def _watch_model(self) -> None:
+        fire = self._dispatchers
+        watched = (fire.on_before_forward, fire.on_after_forward, fire.forward)
+        self._watch.watch(calls=self.loop.phase is not Phase.IDLE and any(watched), backward=False)
+
+    # -- data and loss ----------------------------------------------------------------------------
+
+    def set_data(self, loaders: Any, val_loaders: Any = None) -> None:
+        """Set the data to train and to validate on, as for `fit`.
+
+        Without `loaders`, the data to train on stays; without both, also that to validate on.
+        """
+        if loaders is not None:
+            self.train_data = Stream(
+                self._share(loaders, "train"), self.config.loaders, what="train"
+            )
+        if loaders is not None or val_loaders is not None:
+            self.val_data = None
+            if val_loaders is not None:
+                self.val_data = self._val_stream(val_loaders)
+        if self.train_data is None:
+            raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
+
+    def _val_stream(self, loaders: Any) -> Stream:
+        """Return the data to validate on; one of several processes may have none of it."""
+        shared = self._share(loaders, "val")
+        return Stream(shared, what="val", may_be_empty=not self.strategy.alone)
+
+    def _share(self, loaders: Any, what: str) -> Any:
+        """Return the loaders with the share of this process in their batches."""
+        if self.strategy.alone or not self.config.shard_loaders:
+            return loaders
+        return share_loaders(loaders, self.strategy.processes, what, fill=what == "train")
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is data to validate on."""
+        return self.val_data is not None
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss function; it may be replaced while training."""
+        return self._loss_computer.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        if loss_fn is not None:
+            check_function("loss_fn", loss_fn, "outputs", "targets")
+        self._loss_computer.loss_fn = loss_fn
+
+    @property
+    def step_fn(self) -> Callable[..., Any] | None:
+        """The function `step_fn(model, batch)` that computes loss and metrics, if there is one."""
+        return self._loss_computer.step_fn
+
+    def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Return the loss of a batch and its other metrics, as in a training step."""
+        with self.strategy.autocast():
+            return self._loss_computer(self.model, self.strategy.move(batch))
+
+    def compute_loss_apart(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, as in a training step, unseen by hooks and probes."""
+        context, watch = self.loop.context, self._watch
+        evaluating, context.evaluating = context.evaluating, True
+        watch.is_paused = True
+        try:
+            return self.compute_loss(batch)[0]
+        finally:
+            context.evaluating, watch.is_paused = evaluating, False
+
+    def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
+        """Return the indices of a train loader's latest batch in its dataset; None if unknown."""
+        return self.position.sample_indices(loader_idx, batch_idx)
+
+    def dry_run(self, batch: Any) -> dict[str, Any]:
+        """Compute the loss of a batch and its gradients, without hooks; return what was seen."""
+        parameters = [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+        self.model.train()
+        try:
+            loss, metrics = self.compute_loss(batch)
+            check_gradient(loss)
+            self.strategy.backward(loss)
+            reached = sum(parameter.grad is not None for parameter in parameters)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        return {
+            "loss": float(loss.detach()),
+            "gradients": reached,
+            "parameters": len(parameters),
+            "metrics": ["loss", *metrics],
+        }
+
+    def announce(self, text: str) -> None:
+        """Tell users something: in the log if it is configured, else with the progress."""
+        if self.strategy.is_main:
+            announce(text, self._progress_bar.say)
+
+    # -- where training stands --------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def step(self) -> int:
+        """The number of completed optimizer steps."""
+        return self.loop.context.step
+
+    @property
+    def status(self) -> str:
+        """`training`, or how it ended: `completed`, `stopped`, `interrupted` or `error`."""
+        return self.loop.context.status
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
+        return self.loop.context.epoch
+
+    @property
+    def tokens_seen(self) -> int:
+        """The number of tokens trained on; 0 where it is not known."""
+        return self.token_count.count
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best `val/accuracy` so far."""
+        return self.loop.state.best_accuracy
+
+    @best_accuracy.setter
+    def best_accuracy(self, accuracy: float) -> None:
+        self.loop.state.best_accuracy = accuracy
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The number of epochs to train; None if only the number of steps is limited."""
+        config = self.config
+        if config.max_steps is not None and "max_epochs" not in config.model_fields_set:
+            return None
+        return config.max_epochs
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why a hook or user requested to stop; None without a request."""
+        return self.loop.requests.stop_reason
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The signal that asked the last run to end, such as "SIGTERM"; None if none did."""
+        return self._stop_signal
+
+    @property
+    def run(self) -> Any:
+        """The run and its folder; None if no run is written."""
+        return self.loop.context.run
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def stop(self, reason: str = "") -> None:
+        """Stop training after this step."""
+        self.loop.stop(reason)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training stops after this step; setting it is the same as `stop()`."""
+        return self.loop.requests.stop_reason is not None
+
+    @should_stop.setter
+    def should_stop(self, should_stop: bool) -> None:
+        if should_stop:
+            self.stop("trainer.should_stop was set")
+        else:
+            self.loop.requests.stop_reason = None
+
+    def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
+        """Skip the next step of an optimizer, or of all of them.
+
+        Args:
+            idx: the optimizer's number; None for all.
+            reason: given to `on_step_skipped`.
+        """
+        self.loop.requests.skip(idx, reason, len(self.optimizers))
+
+    def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
+        """Record a value with this step: a scalar, histogram, text or image, as `kind` says."""
+        texts: Any = name, kind
+        if type(texts[0]) is not str or type(texts[1]) is not str or kind not in _KINDS:
+            check_name("trainer.log(name)", name)
+            if not isinstance(kind, str) or kind not in _KINDS:
+                raise RunError(f"Unknown kind {show_value(kind)}. There are {listed(_KINDS)}.")
+        context = self.loop.context
+        self.loop.record.value(context.step, context.epoch, name, value, kind)
+
+    def log_dict(self, values: Mapping[str, Any]) -> None:
+        """Record several numbers with this step."""
+        for name, value in check_mapping("log_dict(values)", values).items():
+            self.log(name, value)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def register_for_checkpoint(self, *names: str) -> None:
+        """Save attributes of this object, which a hook has set on it, in checkpoints.
+
+            def on_train_start(self, trainer):
+                trainer.best_epoch = 0
+                trainer.register_for_checkpoint("best_epoch")
+
+        In a resumed run, this call restores them. A value is what a checkpoint can hold, or an
+        object with `state_dict` and `load_state_dict`.
+        """
+        self.loop.attributes.register(*names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, apart from the model's weights."""
+        return self.loop.state.collect()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: the run cannot be resumed exactly with this trainer's data.
+        """
+        state = check_mapping("load_state_dict(state)", state)
+        if "optimizers" not in state or "position" not in state:
+            raise CheckpointError("load_state_dict(state) takes what state_dict() returned.")
+        self.loop.state.restore(state)
+
+    def save_checkpoint(
+        self, path: Path | str | None = None, *, weights_only: bool = False
+    ) -> Path | None:
+        """Save all that a resumed run needs; return the checkpoint's folder once it is durable.
+
+        Within a step or the end of an epoch, the state is saved when that is over, and None is
+        returned: `on_checkpoint_save` then has the folder. Of several processes, one is enough to
+        ask for it while training runs; before and after, all of them have to call this.
+
+        Args:
+            path: the checkpoint's folder; None: `checkpoints/step_…` in the run's folder.
+            weights_only: save only the model's weights, from which no run can be resumed.
+        """
+        check_flag("save_checkpoint(…, weights_only=…)", weights_only)
+        if path is not None:
+            path = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
+        loop, request = self.loop, SaveRequest(path, weights_only)
+        if loop.is_forked:
+            return None
+        checkpoints, alone = loop.checkpoints, self.strategy.alone
+        is_ending = checkpoints.is_serving_end
+        waits = loop.phase is Phase.IN_STEP or (checkpoints.is_announcing and not alone)
+        if waits or (is_ending and not self.strategy.is_main):
+            loop.requests.checkpoint(request)
+            return None
+        require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
+        if is_ending:
+            (request,) = loop.with_folders([request], in_all_ranks=False)
+            self.strategy.processes.share([request])  # to the others, which wait for it
+            return checkpoints.save([request], wait=True)
+        try:
+            return self._save([request], wait=True)
+        finally:
+            if loop.phase is Phase.IDLE:
+                loop.close_checkpoints()
+
+    def _save(self, requests: Sequence[SaveRequest], *, wait: bool = False) -> Path | None:
+        """Save what was requested; return the last save's first folder if it is durable already."""
+        if self.loop.is_forked:
+            return None
+        return self.loop.checkpoints.save(self.loop.with_folders(requests), wait=wait)
+
+    def _save_requested(self) -> None:
+        self._save(self.loop.checkpoints.gather_requests())
+
+    # -- a run ------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -108,23 +623,23 @@ class Trainer(TrainerSteps):
             check_metrics(self)
             self._check_restartable(self.max_epochs)
         self._seeds_samples = per_sample_seed
-        self._requests = ControlRequests()
-        with SignalWatch(self._requests, self.config.checkpoints.signals):
+        settings = self.config.checkpoints
+        requests = self.loop.requests = ControlRequests(settings.grace_seconds)
+        with SignalWatch(requests, settings.signals):
             try:
                 self._begin(resume_from, fork_from, strict=strict)
-                if self._sanity_due and self.val_data is not None:
+                if self.epoch_progress.sanity_due and self.val_data is not None:
                     self._validate_in_loop()
-                self._sanity_due = False
+                self.epoch_progress.sanity_due = False
                 self._run_epochs(self.max_epochs)
             except Preempted:
-                self._context.status = "preempted"
+                self.loop.context.status = "preempted"
             except BaseException as error:
                 self._fail(error)
                 raise
             finally:
                 self._end()
         self._check_late_signal()
-        self._requeue()
         self._write_report()
         return self
 
@@ -132,76 +647,251 @@ class Trainer(TrainerSteps):
         """Train on the data that the trainer was made with."""
         return self.fit()
 
+    def _check_restartable(self, epochs: int | None) -> None:
+        """Raise if several epochs are asked for and a loader has batches for one only."""
+        validates = self.config.validate_every_epochs == 1
+        for stream in (self.train_data, self.val_data if validates else None):
+            if stream is not None and epochs is not None and epochs > 1:
+                stream.check_restartable(epochs)
+
+    def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
+        config, loop, processes = self.config, self.loop, self.strategy.processes
+        context = loop.context
+        loop.phase = Phase.STARTING
+        leave_in_forks(loop)
+        self._plan = self._make_plan()
+        context.restart()
+        context.validated = {}
+        self.token_count.restart()
+        self.position = DataPosition(fast_forward=config.fast_forward)
+        self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
+        loop.state.restored_position = self._stop_signal = None
+        progress = self.epoch_progress
+        progress.epoch_started = progress.epoch_over = progress.validation_due = False
+        progress.round = progress.last_epoch = 0
+        progress.sanity_due = config.sanity
+        self._losses.clear()
+        self._metrics.clear()
+        if config.seed is not None:
+            seed_everything(config.seed + processes.rank)
+        if not self.model.training:  # the modes of modules in a training model are the user's
+            self.model.train()
+        self._progress_bar = make_progress(config.progress if self.strategy.is_main else "off")
+        context.config = config
+        loop.begin(Record(config.runs, self._trackers), config.checkpoints)
+        identity = self._describe()  # before anything is loaded
+        self.compared_settings = describe_settings(config, identity.training)
+        if not self.strategy.alone:
+            check_same_training(self)
+        restored, parent = self._restore(identity, resume_from, fork_from, strict)
+        if self._seeds_samples:
+            self.position.per_sample_seed = config.seed or 0
+        started = processes.call_on_main(lambda: self._start_run(identity, restored, parent))
+        run = loop.record.run
+        context.run = RunElsewhere(*started) if started and run is None else run
+        loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
+        if not self.strategy.alone and config.slow_rank_seconds is not None:
+            place = self._find_place
+            loop.ranks.watch_ranks(place, loop.record.event, config.slow_rank_seconds)
+        self._called_model = self.strategy.wrap(self.model)
+        loop.ranks.begin()
+        self._progress_bar.start(
+            epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
+        )
+        if run is not None:
+            run.call_when_lease_is_lost(loop.requests.wake)
+            self._progress_bar.say(f"run {shorten_path(run.path)}")
+        loop.phase = Phase.BETWEEN_STEPS
+        self._watch_model()
+        loop.sync_probes()
+        self.hooks.run_started()
+        if loop.checkpoints.prepares:
+            loop.requests.wake()
+        if not self.strategy.alone:  # hooks of one process may ask for a checkpoint
+            loop.phase = Phase.IN_STEP
+        if self._dispatchers.on_train_start is not None:
+            self._dispatchers.on_train_start(context)
+        if restored is not None and self._dispatchers.on_checkpoint_load is not None:
+            context.checkpoint_path = restored
+            self._dispatchers.on_checkpoint_load(context)
+        loop.phase = Phase.BETWEEN_STEPS
+
+    def _describe(self) -> Identity:
+        """Return what is trained, for the run's manifest and for finding a run to continue."""
+        config = self.config
+        return Identity(
+            config.model_dump(mode="json"),
+            describe_training(self),
+            list_parameters(self),
+            self.name,
+            self.tags,
+            self.hparams,
+            config_is_complete=hasattr(config, "training"),  # that of a config file
+        )
+
+    def _find_place(self) -> tuple[int, int, int]:
+        """Return where this process stands, for `RankWatch`."""
+        return self.position.epoch, self.position.batches, self.strategy.processes.stage
+
+    def _restore(
+        self, identity: Identity, resume_from: Any, fork_from: Any, strict: bool
+    ) -> tuple[Path | None, Any]:
+        """Load a checkpoint; return its folder, and the parent of a run that is forked."""
+        if fork_from is not None:
+            return load_fork(self, fork_from, identity.training)
+        start: Path | None = None
+        if resume_from is not None:
+            find = self.strategy.processes.call_on_main
+            start = find(lambda: find_start(self, identity, resume_from))
+        if start is not None:
+            saved = load_trainer_checkpoint(self, start, strict=strict)
+            before, now = saved.get("settings", {}), self.compared_settings
+            self.compared_settings, message = compare_settings(before, now)
+            if message is not None:
+                log.warning("%s: %s", shorten_path(start), message)
+            self._check_end(start)
+        return start, None
+
+    def _check_end(self, checkpoint: Path) -> None:
+        """Warn if training has gone further than these settings say."""
+        config, position, epochs = self.config, self.position, self.max_epochs
+        ends = []
+        if epochs is not None and (position.epoch, position.batches) > (epochs, 0):
+            ends.append(f"max_epochs is {epochs}")
+        if config.max_steps is not None and self.step > config.max_steps:
+            ends.append(f"max_steps is {config.max_steps}")
+        if ends:
+            log.warning(
+                "Nothing is left to train: the checkpoint %s was saved after step %d and %d "
+                "epochs, and %s.",
+                *(checkpoint, self.step, position.epoch, " and ".join(ends)),
+            )
+
+    def _start_run(
+        self, identity: Identity, restored: Path | None, parent: Any
+    ) -> tuple[str, Path] | None:
+        """Start a run, or continue the folder of a resumed one; return its id and folder."""
+        config, record = self.config, self.loop.record
+        resumed = restored is not None and parent is None and config.runs is not None
+        folder = find_run_of_checkpoint(restored) if restored and resumed else None
+        if resumed and folder is None:
+            self.announce(
+                f"The checkpoint {restored} is not in the folder of its run: a new run is "
+                f"written, whose records begin after step {self.step}."
+            )
+        record.begin(
+            identity,
+            self.hooks.describe(),
+            seed=config.seed,
+            device=self.device,
+            step=self.step,
+            resumed_run=folder,
+            restored=restored,
+            position=self.loop.state.restored_position,
+            parent=parent,
+        )
+        run = record.run
+        return None if run is None else (run.id, run.path.absolute())
+
+    # -- epochs -----------------------------------------------------------------------------------
+
     def _run_epochs(self, max_epochs: int | None) -> None:
-        config, context, fire = self.config, self._context, self._dispatchers
+        config, loop, fire = self.config, self.loop, self._dispatchers
+        context, progress = loop.context, self.epoch_progress
         assert self.train_data is not None  # `fit` has set it
         # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
-        within_epoch = self._position.batches > 0 and not self._epoch_over
+        within_epoch = self.position.batches > 0 and not progress.epoch_over
         stop = not within_epoch and self._apply_requests()
         if stop:  # also a resumed run in which EarlyStopping stops again
-            context.epoch = self._last_epoch
-        while not stop and (max_epochs is None or self._position.epoch < max_epochs):
-            context.epoch = self._position.epoch
-            self._epoch_over = False
-            resumed = self._position.batches > 0  # within the epoch: it has means already
+            context.epoch = progress.last_epoch
+        while not stop and (max_epochs is None or self.position.epoch < max_epochs):
+            context.epoch = self.position.epoch
+            progress.epoch_over = False
+            resumed = self.position.batches > 0  # within the epoch: it has means already
             if not resumed:
-                context.means = Means()
-                self._position.validated = {}
+                context.means, context.validated = Means(), {}
             if fire.on_epoch_start is not None:
-                self._phase = Phase.IN_STEP  # checkpoints wait until all hooks were called
-                with self._recorder.paused(resumed or self._epoch_started):  # recorded before
+                loop.phase = Phase.IN_STEP  # checkpoints wait until all hooks were called
+                with loop.record.paused(resumed or progress.epoch_started):  # recorded before
                     fire.on_epoch_start(context)
-                self._phase = Phase.BETWEEN_STEPS
-            self._epoch_started = True
+                loop.phase = Phase.BETWEEN_STEPS
+            progress.epoch_started = True
             if not self.strategy.alone or self.accelerator is not None:
                 set_loader_epoch(self.train_data.loaders, context.epoch)
-            (save,) = self.strategy.any_rank(bool(self._requests.checkpoints))
+            (save,) = self.strategy.any_rank(bool(loop.requests.checkpoints))
             if save:
                 self._save_requested()
             complete = self._run_epoch()
-            self._phase = Phase.IN_STEP  # checkpoints that are requested now wait
-            self._loss_check.finish()
+            loop.phase = Phase.IN_STEP  # checkpoints that are requested now wait
+            self._plan.loss_check.finish()
             every = config.validate_every_epochs
             due = complete and every is not None and (context.epoch + 1) % every == 0
             if self.val_data is not None and due:
                 self._validate_in_loop()
             if not self.strategy.alone:
                 self._report_steps(is_last=True)
-            means = self._means_of_all(context.means)
-            context.made_metrics = Metrics(means | self._position.validated)
-            if fire.on_epoch_end is not None:
-                fire.on_epoch_end(context)
-            self._recorder.epoch(context.step, context.epoch, means)
-            self._epoch_over, self._epoch_started = True, False
+            loop.end_epoch(loop.ranks.means(context.means))
+            progress.epoch_over, progress.epoch_started = True, False
             if complete:
-                self._end_epoch(context.made_metrics)
-            self._phase = Phase.BETWEEN_STEPS
+                self._end_epoch(context.metrics)
+            loop.phase = Phase.BETWEEN_STEPS
             stop = self._apply_requests()
+
+    def _end_epoch(self, metrics: Metrics) -> None:
+        for scheduler in self.schedulers:
+            if needs_metric(scheduler):
+                # hooks may have changed it in one process; not every epoch may be validated
+                loss = self.strategy.processes.share(metrics.get("val/loss"))
+                if loss is not None:
+                    scheduler.step(loss)
+            elif self.config.scheduler_every == "epoch":
+                scheduler.step()
+        self.position.end_epoch()
 
     def _run_epoch(self) -> bool:
         """Train on the batches of an epoch; return False if training stops before its end."""
-        stream, position = self.train_data, self._position
+        stream, position = self.train_data, self.position
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
         batches = position.remaining_batches(stream, self.device)
         if not self.strategy.alone:
             batches, length = self._end_together(batches, length)
             self._rank_metrics.start_epoch(position.batches)
-        self._progress.epoch(self._context.epoch, length, position.batches)
-        if position.batches and self._boundary(validate=self._validation_due):
+        self._progress_bar.epoch(self.loop.context.epoch, length, position.batches)
+        is_due = self.epoch_progress.validation_due
+        if position.batches and self._boundary(validate=is_due):
             return position.batches == length
-        self._phases.wait_for_data()
+        self.loop.record.phases.wait_for_data()
         try:
             complete = self._run_batches(batches, length)
         except RuntimeError as error:
-            if not self._ended_workers(error):
+            if not has_ended_workers(error, self.loop.requests):
                 raise
-            self._leave(can_save=not self._accumulated_losses)
-        if self._accumulated_losses:  # loaders without length ended within a step
+            self._leave(can_save=not self._losses)
+        if self._losses:  # loaders without length ended within a step
             self._finish_step()
         if not position.batches:
             raise TrainingError("The loaders gave no batch, so there is nothing to train on.")
         return complete
+
+    def _end_together(
+        self, batches: Iterator[Any], length: int | None
+    ) -> tuple[Iterator[Any], int | None]:
+        """Return batches that end in the same step in all processes, and their number."""
+        processes, position = self.strategy.processes, self.position
+        lengths = processes.gather(length)
+        if None in lengths:
+            self._epoch_length = None
+            return end_together(batches, processes), None
+        self._epoch_length = shortest = min(lengths)
+        if shortest < max(lengths):
+            self.announce(
+                f"The processes have different numbers of batches in an epoch ({lengths}): it ends "
+                f"after {shortest}."
+            )
+        return islice(batches, shortest - position.batches), shortest
+
+    # -- batches and steps ------------------------------------------------------------------------
 
     def _run_batches(
         self, batches: Iterable[tuple[Any, int, int, str]], length: int | None
@@ -211,17 +901,18 @@ class Trainer(TrainerSteps):
         What does not change in a run is read before the loop. Hooks may change at any time, so
         `fire` is read for each event, and `requests` has what hooks and users requested.
         """
-        context, fire, requests = self._context, self._dispatchers, self._requests
-        position, losses, limit = self._position, self._accumulated_losses, self._limit
-        model, compute_loss, accumulate = self._called_model, self._loss_computer, self._accumulate
-        strategy, autocasts, multi_loader = self.strategy, self._autocasts, self._multi_loader
-        reads_at_once, count_tokens = self._reads_at_once, self._count_tokens
+        loop, fire, plan = self.loop, self._dispatchers, self._plan
+        context, requests, phases = loop.context, loop.requests, loop.record.phases
+        position, losses, limit = self.position, self._losses, plan.limit
+        model, compute_loss, accumulate = self._called_model, self._loss_computer, plan.accumulate
+        strategy, autocasts, multi_loader = self.strategy, plan.autocasts, plan.multi_loader
+        reads_at_once, tokens = plan.reads_at_once, self.token_count
         processes, multi_rank = strategy.processes, not strategy.alone
-        check_boundary = self._validate_every is not None or multi_rank or strategy.has_trigger
-        mean_loss, phases = context.means.of("train/loss"), self._phases
+        check_boundary = plan.validate_every is not None or multi_rank or strategy.has_trigger
+        mean_loss, count_tokens = context.means.of("train/loss"), tokens.count_batch
         timed = phases.timed  # whether clocks are read in this batch
-        advance = self._progress.advance if self._progress.shows else None
-        self._phase = Phase.IN_STEP
+        advance = self._progress_bar.advance if self._progress_bar.shows else None
+        loop.phase = Phase.IN_STEP
         for batch, batch_idx, loader_idx, loader_name in batches:
             if timed:
                 phases.begin_batch()
@@ -230,10 +921,10 @@ class Trainer(TrainerSteps):
                 processes.stage = 0
             context.batch, context.batch_idx = batch, batch_idx
             context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
-            context.made_metrics = None
+            context.event_metrics = None
             if fire.on_train_batch_start is not None:
                 fire.on_train_batch_start(context)
-            tokens = None if count_tokens is None else count_tokens(batch)
+            batch_tokens = None if count_tokens is None else count_tokens(batch)
             if strategy.needs_transfer:
                 batch = strategy.move(batch)
 
@@ -283,10 +974,8 @@ class Trainer(TrainerSteps):
 
             # the end of the batch, and of the step
             context.latest_loss = batch_loss
-            if tokens is not None:
-                context.counted_tokens += tokens
-            elif count_tokens is not None:
-                context.tokens_unknown = True
+            if count_tokens is not None:
+                tokens.add(batch_tokens)
             if reads_at_once:
                 mean_loss.total += batch_loss
                 mean_loss.weight += 1.0
@@ -294,7 +983,7 @@ class Trainer(TrainerSteps):
                 mean_loss.add(batch_loss)
             if extra or multi_loader:
                 self._add_means(batch_loss, extra, loader_name)
-                self._accumulated_metrics.append(extra)
+                self._metrics.append(extra)
             if fire.on_train_batch_end is not None:
                 context.loss, context.extra = LazyFloat(batch_loss), dict(extra)
                 fire.on_train_batch_end(context)
@@ -309,42 +998,70 @@ class Trainer(TrainerSteps):
                 and (check_boundary or requests.pending or context.step >= limit)
                 and self._boundary()
             ):
-                self._phase = Phase.BETWEEN_STEPS
+                loop.phase = Phase.BETWEEN_STEPS
                 return position.batches == length
             if timed or phases.remaining <= 2:
                 timed = phases.end_batch()
             else:
                 phases.remaining -= 1
-        self._phase = Phase.BETWEEN_STEPS
+        loop.phase = Phase.BETWEEN_STEPS
         return True
+
+    def _step_size(self) -> int:
+        """Return the number of batches in this step: the last step of an epoch may have fewer."""
+        length, accumulate = self._epoch_length, self._plan.accumulate
+        if length is None:
+            return accumulate
+        first = self.position.batches - 1 - len(self._losses)
+        return min(accumulate, length - first)
+
+    def _add_means(self, loss: Any, extra: Mapping[str, Any], loader: str) -> None:
+        means = self.loop.context.means
+        for name, value in extra.items():
+            means.add(f"train/{name}", value)
+        if self._plan.multi_loader:
+            for name, value in {"loss": loss, **extra}.items():
+                means.add(f"train/dl_{loader}/{name}", value)
+
+    def _check_loss(self, loss: Any) -> TrainingError | None:
+        """Skip the step of a loss that is not finite, or return the error to raise after it."""
+        context = self.loop.context
+        place = BatchPlace(context.epoch, context.dataloader_name, context.batch_idx)
+        problem = self._plan.loss_check.check(loss, place)
+        if isinstance(problem, TrainingError):
+            return problem
+        if problem:
+            self.skip_optimizer_step(None, problem)
+            self._drops_gradients = True  # those that wait for their optimizer are not finite
+        return None
 
     def _run_step(self) -> None:
         """Step with every optimizer that is due."""
-        context, fire, requests = self._context, self._dispatchers, self._requests
-        strategy, schedulers = self.strategy, self._step_schedulers
+        loop, fire, plan, strategy = self.loop, self._dispatchers, self._plan, self.strategy
+        context, requests, schedulers = loop.context, loop.requests, plan.schedulers
         multi_rank = not strategy.alone
-        if multi_rank and self._has_optimizer_schedule:  # gradients are those of all ranks
+        if multi_rank and plan.has_optimizer_schedule:  # gradients are those of all ranks
             (self._drops_gradients,) = strategy.any_rank(self._drops_gradients)
         if schedulers:
-            context.keep_lr()  # schedulers change it before hooks read it
-        if self._has_optimizer_schedule:  # the gradients of those that are not due accumulate
-            self._optimizer_round += 1
-            self._due_optimizers = [
+            context.used_lr = context.read_lr()  # schedulers change it before hooks read it
+        if plan.has_optimizer_schedule:  # the gradients of those that are not due accumulate
+            self.epoch_progress.round += 1
+            plan.due = [
                 (idx, optimizer)
                 for idx, optimizer in enumerate(self.optimizers)
-                if self._optimizer_round % self._optimizer_every[idx] == 0
+                if self.epoch_progress.round % plan.optimizer_every[idx] == 0
             ]
         context.skipped = True
-        for idx, optimizer in self._due_optimizers:
+        for idx, optimizer in plan.due:
             context.optimizer_idx = idx
-            if self._autocasts:
+            if plan.autocasts:
                 strategy.unscale(optimizer)
             if fire.on_gradients_ready is not None:
                 fire.on_gradients_ready(context)
             if fire.update is not None:
                 fire.update(context)
                 context.made_gradients = None  # frees them
-            if self._clips:
+            if plan.clips:
                 self._clip(optimizer)
             if fire.on_before_optimizer_step is not None:
                 fire.on_before_optimizer_step(context)
@@ -353,7 +1070,7 @@ class Trainer(TrainerSteps):
                 reason = "the scaler found non-finite gradients"
             if reason:
                 context.reason = reason
-                self._recorder.step_skipped(context.step, reason, idx)
+                loop.record.step_skipped(context.step, reason, idx)
                 if fire.on_step_skipped is not None:
                     fire.on_step_skipped(context)
                 continue
@@ -363,44 +1080,414 @@ class Trainer(TrainerSteps):
             if schedulers:
                 for scheduler in schedulers[idx]:
                     scheduler.step()
-        if self._autocasts:
-            due = [optimizer for _, optimizer in self._due_optimizers]
+        if plan.autocasts:
+            due = [optimizer for _, optimizer in plan.due]
             strategy.end_step(o for o in self.optimizers if o not in due)
-        if self._clips:
+        if plan.clips:
             self._combine_norms()
         if multi_rank or requests.pending:
             requests.skips.clear()
         if not context.skipped:
             context.step += 1
 
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        context, plan = self.loop.context, self._plan
+        norm = self.strategy.clip(optimizer, plan.clip_norm, plan.clip_value)
+        context.clipped_norm = norm
+        self._norms.append(norm)
+        if self._dispatchers.on_gradient_clip is not None:
+            self._dispatchers.on_gradient_clip(context)
+
+    def _combine_norms(self) -> None:
+        """Combine the norms of the optimizers' gradients into the norm of all gradients."""
+        if len(self._norms) > 1:
+            self.loop.context.clipped_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+        self._norms.clear()
+
+    def _skip_reason(self, idx: int) -> str:
+        """Return why this optimizer does not step, on any rank; "" if it does."""
+        reason = self.loop.requests.why_skipped(idx)
+        (skip,) = self.strategy.any_rank(bool(reason))
+        return reason or ("another process asked" if skip else "")
+
     def _end_step(self) -> None:
         """Fire on_step_end, record the loss, and zero the gradients that were used."""
-        context, fire, losses = self._context, self._dispatchers, self._accumulated_losses
-        run = self._recorder.sink
+        loop, fire, losses = self.loop, self._dispatchers, self._losses
+        context, record = loop.context, loop.record
         loss = losses[0] if len(losses) == 1 else mean_loss(losses)
-        if context.norm_agreement is not None:
-            context.prepare_norm(context.epoch)
+        if context.norm_schedule is not None:
+            context.prepare_norm()
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
-        alone = self.strategy.alone
-        record = self._step_records.add if not alone else None if run is None else run.log
-        if record is not None:
-            record(context.step, context.epoch, "train/loss", loss)
-            for name, value in mean_metrics(self._accumulated_metrics).items():
-                record(context.step, context.epoch, f"train/{name}", value)
-        used = self.optimizers if self._drops_gradients else [o for _, o in self._due_optimizers]
+        sink, alone = record.sink, self.strategy.alone
+        log_value = loop.ranks.records.add if not alone else None if sink is None else sink.log
+        if log_value is not None:
+            log_value(context.step, context.epoch, "train/loss", loss)
+            for name, value in mean_metrics(self._metrics).items():
+                log_value(context.step, context.epoch, f"train/{name}", value)
+        used = self.optimizers if self._drops_gradients else [o for _, o in self._plan.due]
         for optimizer in used:
             zero_grad(optimizer)
         self._drops_gradients = False
-        if self._probes is not None:
-            self._probes.end_step()
-        if self._monitor is not None and self._monitor.sampler.sample is not None:
-            self._monitor.record(context.step, context.epoch)
+        loop.probes.end_step()
+        record.sample(context.step, context.epoch)
         losses.clear()
-        self._accumulated_metrics.clear()
+        self._metrics.clear()
         context.clipped_norm = context.agreed_norm = None
         context.step_in_progress = context.step + 1
+
+    # -- between two steps ------------------------------------------------------------------------
+
+    def _boundary(self, *, validate: bool | None = None) -> bool:
+        """Validate if it is due and apply requests, between two steps; return whether to stop.
+
+        Args:
+            validate: whether validation is due; None: as the configuration says.
+        """
+        every, context = self._plan.validate_every, self.loop.context
+        if validate is None:
+            validate = every is not None and not context.skipped and context.step % every == 0
+        if validate and self.val_data is not None:
+            self.epoch_progress.validation_due = True  # in a checkpoint saved before it ends
+            self._validate_in_loop()
+            self.epoch_progress.validation_due = False
+        if self.loop.checkpoints.prepares:
+            self.loop.checkpoints.prepare()
+        if not self.strategy.alone and self.loop.ranks.records.is_due(context.step):
+            self._report_steps()
+        return self._apply_requests()
+
+    def _report_steps(self, *, is_last: bool = False) -> None:
+        """Record the values of the steps, and at times the throughput and memory of each rank."""
+        own = self._rank_metrics.measure(self.position.batches, is_last=is_last)
+        at = self.loop.context.step, self.loop.context.epoch
+        self.loop.ranks.records.report(self.loop.record.sink, own, at)
+
+    def _apply_requests(self) -> bool:
+        """Apply the requests of all ranks on all ranks; return whether to stop."""
+        loop = self.loop
+        if self.run is not None and self.run.lease_lost is not None:
+            raise RunError(f"{self.run.lease_lost} Training ends here.")
+        if (reason := self.strategy.stop_reason()) is not None:
+            self.stop(reason)
+        agreed = loop.agree()
+        if agreed.stop:
+            self.stop("another process asked for it")  # the first reason is kept
+        stop = agreed.stop or loop.context.step >= self._plan.limit
+        if agreed.signal and not stop:  # training that stops here ends in any case
+            self._leave()
+        if agreed.save:
+            self._save_requested()
+        if loop.probes.is_waiting:
+            loop.sync_probes(at_boundary=True)
+        checkpoints = loop.checkpoints
+        loop.requests.settle(saving=checkpoints.is_busy or checkpoints.prepares)
+        return stop
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def validate(self, loaders: Any = None) -> Metrics:
+        """Validate, and return the metrics: means, weighted by the sizes of the batches.
+
+        The model's mode, the random states and the batch in the context do not change.
+        """
+        require_all_processes(self, "trainer.validate()")
+        stream = self.val_data
+        if loaders is not None:
+            stream = self._val_stream(loaders)
+        metrics = self._validate(stream)
+        assert metrics is not None  # only a signal would end it, and nothing looks for signals
+        return metrics
+
+    def _validate(self, stream: Stream | None, *, until_signal: bool = False) -> Metrics | None:
+        """Validate and return the metrics; None if a signal has ended it."""
+        if stream is None:
+            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
+        with self.loop.record.phases.span("validation"):
+            return self._run_validation(stream, until_signal=until_signal)
+
+    def _run_validation(self, stream: Stream, *, until_signal: bool) -> Metrics | None:
+        loop, fire, strategy = self.loop, self._dispatchers, self.strategy
+        context = loop.context
+        metrics: Metrics | None = None
+        train_batch = context.batch, context.batch_idx
+        train_loader = context.dataloader_idx, context.dataloader_name
+        means = Means()
+        if not strategy.alone:
+            share_buffers(self.model)  # those of rank 0, which checkpoints have
+        context.evaluating = True
+        batches = ValidationBatches(stream, strategy, loop.requests, until_signal)
+        is_canceled = False
+        with evaluation(self.model, self.device):
+            if fire.on_validation_start is not None:
+                fire.on_validation_start(context)
+            for loaded, signaled in batches:
+                if signaled:
+                    is_canceled = True
+                    break
+                if loaded is None:  # only other processes have a batch
+                    if strategy.forward_is_collective:
+                        self.compute_loss(batches.repeated)
+                    continue
+                batch, batch_idx, loader_idx, loader_name = loaded
+                context.batch, context.batch_idx = batch, batch_idx
+                context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
+                context.event_metrics = None
+                if fire.on_validation_batch_start is not None:
+                    fire.on_validation_batch_start(context)
+                loss, extra = self.compute_loss(batch)
+                weight = float(samples_in(batch))
+                for name, value in {"loss": loss, **extra}.items():
+                    means.add(f"val/{name}", value, weight)
+                    if len(stream.names) > 1:
+                        means.add(f"val/dl_{loader_name}/{name}", value, weight)
+                if fire.on_validation_batch_end is not None:
+                    context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
+                    fire.on_validation_batch_end(context)
+            found = loop.ranks.means(means)
+            if not is_canceled:
+                metrics = loop.end_validation(found)
+        context.evaluating = False
+        context.batch, context.batch_idx = train_batch
+        context.dataloader_idx, context.dataloader_name = train_loader
+        if metrics is not None:
+            self._progress_bar.validation(metrics, context.epoch, context.step)
+        return metrics
+
+    def _validate_in_loop(self) -> None:
+        """Validate, unless a signal ends it: then save the state from before it, and leave."""
+        assert self.val_data is not None
+        loop = self.loop
+        if not self.strategy.alone:  # before the values of the validation
+            loop.ranks.records.report(loop.record.sink)
+        before = loop.state.copy("hooks", "attributes", "run")  # which hooks may change
+        generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
+        phase, loop.phase = loop.phase, Phase.IN_STEP  # checkpoints wait for its end
+        try:
+            metrics = self._validate(self.val_data, until_signal=True)
+        except RuntimeError as error:
+            if not has_ended_workers(error, loop.requests):
+                raise
+            metrics = None
+        loop.phase = phase
+        if metrics is None:  # undo it: it is repeated after resuming
+            for generator, saved in generators:
+                set_generator_state(generator, saved)
+            for name in self.hooks:
+                cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
+                if cancel is not None:
+                    cancel()
+            loop.state.overrides = before()
+            self._leave()
+
+    # -- signals ----------------------------------------------------------------------------------
+
+    def _leave(self, *, can_save: bool = True) -> Never:
+        """Save because of a signal, and raise.
+
+        Args:
+            can_save: whether all batches of a step were trained on; otherwise nothing is saved.
+        """
+        loop, requests = self.loop, self.loop.requests
+        signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
+        received = signal.SIGINT if signal.SIGINT in signals else signals[0]
+        requests.end_for(received)
+        loop.record.event("signal", step=self.step, signal=received.name)
+        requested = loop.checkpoints.gather_requests()
+        if not can_save:
+            requested = []
+            log.warning(
+                "%s has also ended the workers of a loader, in the middle of a step with several "
+                "batches. Nothing is saved: a resumed run continues from an earlier checkpoint.",
+                received.name,
+            )
+        elif self.run is None:
+            log.warning(
+                "%s: training ends, and nothing is saved, because there is no run folder (`runs` "
+                "is None).",
+                received.name,
+            )
+        elif not any(
+            Path(path).parent == self.run.checkpoints
+            for path, weights_only in requested
+            if path is not None and not weights_only
+        ):
+            requested.append(SaveRequest())
+        requested = self.strategy.processes.share(requested)  # rank 0 knows the run's folder
+        for kind in reversed(split_requests(requested)):  # there may be time for only one
+            saved = self._save(kind, wait=True)
+            if saved is not None:
+                self._progress_bar.say(f"{received.name}: saved {shorten_path(saved)}")
+        self._stop_signal = received.name
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
+        requests.stop(received.name)
+        if self.config.checkpoints.requeue:  # now: what hooks do at the end may take long
+            requests.is_requeued = "SLURM_JOB_ID" in os.environ  # Slurm ends the job with SIGTERM
+            if self.strategy.is_main and not requeue_slurm_job(requests.seconds_before_kill()):
+                requests.is_requeued = False
+        raise Preempted
+
+    def _check_late_signal(self) -> None:
+        """Pass on a signal that came when training was ending in any case."""
+        received = self.loop.requests.signal
+        if received is None or self._stop_signal is not None:
+            return
+        self._stop_signal = received.name
+        if received is signal.SIGINT:
+            raise KeyboardInterrupt
+        log.warning(
+            "%s came when training was ending with the status '%s'. `trainer.stop_signal` has its "
+            "name: a script that continues should end soon.",
+            received.name,
+            self.status,
+        )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _leave_in_fork(self) -> None:
+        self._progress_bar = make_progress("off")
+
+    def _fail(self, error: BaseException) -> None:
+        loop = self.loop
+        if loop.is_forked:
+            return
+        self._set_failed(error)
+        if not self.strategy.alone:
+            self.strategy.processes.report_error(error)
+        has_started = loop.phase not in (Phase.IDLE, Phase.STARTING)
+        if has_started and self._dispatchers.on_exception is not None:
+            try:
+                self._dispatchers.on_exception(loop.context)
+            except HooklineError:  # the first error matters more, and is raised
+                log.exception("A hook failed in on_exception.")
+        if has_started and isinstance(error, Exception) and self.config.checkpoints.on_crash:
+            self._save_after_crash()
+
+    def _set_failed(self, error: BaseException) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self.loop.context.status = "interrupted" if interrupted else "error"
+        self.loop.context.exception = error
+
+    def _save_after_crash(self) -> None:
+        if self.run is None:
+            return
+        folder = Path(self.run.checkpoints) / f"crash_{self.step:06d}"
+        if self.strategy.is_sharded and not self.strategy.alone:
+            log.warning(
+                "The state after the exception is not saved (checkpoints.on_crash): this process "
+                "has a part of the model, and the others may not be there any more.",
+                extra={"own_rank": True},
+            )
+            return
+        if not self.strategy.alone:
+            folder = folder.with_name(f"{folder.name}_rank{self.strategy.processes.rank}")
+        try:
+            self.loop.checkpoints.save_after_crash(folder)
+        except Exception:  # the error that ended training matters more
+            log.exception("The state after the exception could not be saved.")
+
+    def _end(self) -> None:
+        loop, phase = self.loop, self.loop.phase
+        context, requests = loop.context, loop.requests
+        if phase is Phase.IDLE or loop.is_forked:
+            return
+        failed = context.status in ("error", "interrupted")
+        together = not failed and not self.strategy.alone and phase is not Phase.STARTING
+        if together:
+            loop.ranks.records.report(loop.record.sink)
+            (stopped,) = self.strategy.any_rank(requests.stop_reason is not None)
+            if stopped:
+                self.stop("another process asked for it")  # the first reason is kept
+        if context.status == "training":
+            context.status = "completed" if requests.stop_reason is None else "stopped"
+        if requests.checkpoints:
+            log.warning(
+                "A checkpoint that was asked for at step %d was not saved, because training ended "
+                "in the middle of a step. To save the state after an exception, set "
+                "checkpoints.on_crash in the TrainerConfig.",
+                self.step,
+            )
+        try:
+            try:
+                if loop.has_checkpoints:
+                    loop.checkpoints.finish(failed=failed)
+                if together:
+                    loop.checkpoints.share_saved()
+                    share_buffers(self.model)
+            except BaseException as error:  # hooks are told that training ends in any case
+                together = False
+                self._set_failed(error)
+                raise
+            finally:
+                loop.phase = Phase.IDLE
+                self._watch_model()
+                if together:
+                    loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+                elif phase is not Phase.STARTING:
+                    self._fire_end()
+        except BaseException as error:
+            if not failed or not isinstance(error, HooklineError):
+                self._set_failed(error)
+                raise
+            log.exception("A hook failed in on_train_end.")
+        finally:
+            loop.phase = Phase.IDLE
+            loop.state.overrides = {}
+            with HeldInterrupts(), ExitStack() as steps:
+                # Called from the last to the first, each also if another one fails.
+                steps.callback(stay_in_forks, loop)
+                steps.callback(self._end_record)
+                steps.callback(self.hooks.run_ended)
+                steps.callback(loop.sync_probes)
+                steps.callback(self._watch_model)
+                steps.callback(loop.close_checkpoints)
+                steps.callback(self._unwrap_model)
+
+    def _fire_end(self) -> None:
+        if self._dispatchers.on_train_end is not None:
+            self._dispatchers.on_train_end(self.loop.context)
+
+    def _unwrap_model(self) -> None:
+        self._called_model = self.model
+        self.strategy.unwrap()
+
+    def _end_record(self) -> None:
+        """End the progress and the run, which also have what the hooks did."""
+        loop, context = self.loop, self.loop.context
+        summary = self.hooks.summary()
+        try:
+            with AllowedInterrupts():  # it may wait for the other processes
+                summary = self._summary_of_all()
+        finally:
+            loop.ranks.stop_watching()
+            reasons = [text for text in (self.stop_reason, loop.record.problem()) if text]
+            self._progress_bar.end(context.status, summary, "; ".join(reasons))
+            reason, error = loop.requests.stop_reason, context.exception
+            loop.record.close(context.status, reason, summary, error, self.step, context.epoch)
+
+    def _summary_of_all(self) -> Summary:
+        """Return the summary of the hooks; after an error, that of this process only."""
+        summary = self.hooks.summary()
+        if self.strategy.alone or self.status in ("error", "interrupted"):
+            return summary
+        # Options may be any objects: they are not sent.
+        hooks = [replace(hook, options={}, unmasked_options={}) for hook in summary.hooks]
+        sent = replace(summary, hooks=tuple(hooks))
+        gathered = self.strategy.processes.gather_on_main(sent)
+        return replace(summary, other_ranks=tuple(gathered[1:])) if gathered else summary
+
+    def _write_report(self) -> None:
+        """Write the run's report, unless a signal asks this process to end soon."""
+        if self.loop.is_forked:
+            return
+        if self.strategy.is_main and self.run is not None and self._stop_signal is None:
+            from hookline.report.at_end import write_report_at_end
+
+            made = write_report_at_end(self.run, self.status, wanted=self.config.report)
+            if made is not None:
+                self._progress_bar.say(f"report {shorten_path(made)}")
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
@@ -415,14 +1502,14 @@ class Trainer(TrainerSteps):
                 loss is a `float`, and this waits.
         """
         try:
-            if self._phase is Phase.IDLE:
-                self._requests = ControlRequests()
+            if self.loop.phase is Phase.IDLE:
+                self.loop.requests = ControlRequests()
                 self._begin(None)
                 self._epoch_length = None
                 if self._dispatchers.on_epoch_start is not None:
-                    self._dispatchers.on_epoch_start(self._context)
-            self._run_batches([(batch, self._position.batches, 0, "train")], None)
-            loss = self._context.latest_loss
+                    self._dispatchers.on_epoch_start(self.loop.context)
+            self._run_batches([(batch, self.position.batches, 0, "train")], None)
+            loss = self.loop.context.latest_loss
             return LazyFloat(loss) if lazy else float(loss)
         except BaseException as error:
             self._fail(error)
@@ -431,14 +1518,14 @@ class Trainer(TrainerSteps):
 
     def finish(self, status: str = "completed") -> None:
         """End a run that was driven by `training_step`: finish its last step, end the epoch."""
-        if self._phase is Phase.IDLE:
+        if self.loop.phase is Phase.IDLE:
             return
-        context = self._context
+        context = self.loop.context
         try:
-            if self._accumulated_losses:
+            if self._losses:
                 self._finish_step()
-            self._loss_check.finish()
-            context.made_metrics = Metrics(context.means.means())
+            self._plan.loss_check.finish()
+            context.event_metrics = Metrics(context.means.means())
             if self._dispatchers.on_epoch_end is not None:
                 self._dispatchers.on_epoch_end(context)
             context.status = status
@@ -451,14 +1538,14 @@ class Trainer(TrainerSteps):
 
     def _finish_step(self) -> None:
         """Step with the batches that are there, as if the step had been that small."""
-        factor = self._accumulate / len(self._accumulated_losses)
-        for optimizer, every in zip(self.optimizers, self._optimizer_every, strict=True):
+        factor = self._plan.accumulate / len(self._losses)
+        for optimizer, every in zip(self.optimizers, self._plan.optimizer_every, strict=True):
             for parameter in parameters_of(optimizer) if every == 1 else ():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        self._phase = Phase.IN_STEP
+        self.loop.phase = Phase.IN_STEP
         self.strategy.begin_batch(completes_step=True, sync=True)
         self._run_step()
         self._end_step()
         self._boundary()
-        self._phase = Phase.BETWEEN_STEPS
+        self.loop.phase = Phase.BETWEEN_STEPS

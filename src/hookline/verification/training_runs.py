@@ -146,7 +146,7 @@ class TrainingRuns:
         for name in trainer.hooks.list_hooks():
             hook = trainer.hooks.get_hook(name)
             if isinstance(hook, SavingHook):
-                hook._folder = None  # into the run's folder, which is removed
+                hook.save_into_run()  # whose folder is removed
             if name in disabled or _leaves_process(hook):
                 trainer.disable_hook(name)
         return trainer

@@ -41,6 +41,7 @@ class CheckpointHook(SavingHook):
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
         """Save every N epochs."""
         if (epoch + 1) % self._every == 0:
+            self._open_late(trainer)
             trainer.save_checkpoint(self._retention.reserve(f"epoch_{epoch:04d}", step, None))
 
     def on_train_end(self) -> None:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import (
     TEMPORARY,
     hash_file,
@@ -114,7 +115,7 @@ class Folder:
     """A local or mounted folder."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root.expanduser().absolute()
+        self._root = user_path(root).absolute()
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy into a temporary folder, verify, rename."""

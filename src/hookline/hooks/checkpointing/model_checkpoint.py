@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from hookline.arguments import user_path
 from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ConfigError
@@ -50,6 +51,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         filename: the checkpoint's name, with `epoch`, `step` and metrics in braces.
         auto_insert_metric_name: write `{epoch}` as `epoch=3`; False: as `3`.
         folder: where to save; None: in the run's `checkpoints` folder.
+        save_weights_only: save only the model's weights, in a fraction of the space. No run can be
+            resumed from such a checkpoint, and `last` does not name it: resuming uses the newest
+            one with all of the state, which another hook or a signal saves.
     """
 
     cost = (
@@ -72,6 +76,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         filename: str = "{epoch}-{step}",
         auto_insert_metric_name: bool = True,
         folder: str | Path | None = None,
+        save_weights_only: bool = False,
     ) -> None:
         in_epochs = {
             "every_n_epochs": every_n_epochs,
@@ -85,8 +90,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
         self._trigger = StepTrigger(steps=every_n_steps, minutes=every_n_minutes)
         self._filename = Filename(filename, insert_names=auto_insert_metric_name)
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else user_path(folder)
         self._save_last = save_last
+        self.saves_weights_only = save_weights_only
         newest = max(keep_last or 0, int(save_last))
         if monitor is None:  # the newest are the best
             newest = -1 if save_top_k == -1 else max(newest, save_top_k)
@@ -95,6 +101,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             mode=mode,
             keep_last=newest,
             keep_every=keep_every,
+            weights_only=save_weights_only,
         )
         self._latest_metrics = Metrics()
         self._saved_step = self._measured_step = -1
@@ -117,6 +124,12 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         """The score of the best checkpoint."""
         best = self._retention.best
         return None if best is None else best.score
+
+    @property
+    def best_k_models(self) -> dict[Path, float]:
+        """The scores of the `save_top_k` best checkpoints, the best first; empty if not ranked."""
+        best = self._retention.best_ranked
+        return {self._retention.folder / one.name: float(one.score or 0.0) for one in best}
 
     # -- when to save -----------------------------------------------------------------------------
 
@@ -188,6 +201,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
         return "on_epoch_end" if late else "on_validation_end", names
 
+    def _ranking(self) -> dict[str, Any]:
+        return {"monitor": self._monitor} | ({"mode": self._mode} if self._monitor else {})
+
     def _saves_at_epoch_end(self, trainer: Any) -> bool:
         return self._at_epoch_end or not self._validates(trainer)
 
@@ -207,6 +223,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._save(trainer, epoch, step, metrics)
 
     def _save(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
+        self._open_late(trainer)
         score = self._score(metrics, step)
         if score is not None and not math.isfinite(score) and self._monitor in metrics:
             log.warning(
@@ -216,7 +233,8 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             name = self._filename.render(
                 epoch, step, lambda field: self._value(metrics, field, step)
             )
-            trainer.save_checkpoint(self._retention.reserve(name, step, score))
+            path = self._retention.reserve(name, step, score)
+            trainer.save_checkpoint(path, weights_only=self.saves_weights_only)
 
     def _score(self, metrics: Mapping[str, Any], step: int) -> float | None:
         return None if self._monitor is None else self._value(metrics, self._monitor, step)

@@ -42,26 +42,53 @@ class SavingHook(BuiltIn):
     _retention: Retention
     _folder: Path | None = None
     _resumed = False
+    _opened: tuple[str | None, Path] | None = None  # the run and the folder it was opened for
 
     def on_train_start(self, trainer: Any) -> None:
         """Find the folder; a run that is not resumed starts without checkpoints."""
-        self._retention.open(self._find_folder(trainer), resumed=self._resumed)
+        self._open(trainer, self._find_folder(trainer))
+
+    def _open(self, trainer: Any, folder: Path) -> None:
+        self._retention.open(folder, resumed=self._resumed)
+        self._opened = _run_id(trainer), folder
 
     def on_checkpoint_load(self, trainer: Any, checkpoint_path: Any) -> None:
         """Find the checkpoints of this hook in the folder, and remove those that are not kept."""
         if self._resumed:
-            run = getattr(trainer, "run", None)
-            hooks = trainer.hooks.of_kind(self.hookline_kind)
-            name = next((name for name, hook, _ in hooks if hook is self), "")
             with logged_failures(trainer):
                 self._retention.reconcile(
-                    Path(checkpoint_path), writer=name, run_id=None if run is None else run.id
+                    Path(checkpoint_path), writer=self._name_in(trainer), run_id=_run_id(trainer)
                 )
+
+    def _open_late(self, trainer: Any) -> None:
+        """Find folder and checkpoints, if the hook was added or enabled in the middle of a run."""
+        folder = self._find_folder(trainer)
+        if self._opened != (_run_id(trainer), folder):
+            self._open(trainer, folder)
+            with logged_failures(trainer):
+                self._retention.find_saved(
+                    self._name_in(trainer), _run_id(trainer), self._ranking()
+                )
+
+    def _ranking(self) -> dict[str, Any]:
+        """Return what the saved state of a hook has that ranks in the same way."""
+        return {}
+
+    def _name_in(self, trainer: Any) -> str:
+        hooks = trainer.hooks.of_kind(self.hookline_kind)
+        return next((name for name, hook, _ in hooks if hook is self), "")
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
         """Rank the checkpoint if this hook requested it, and remove those that are not kept."""
         with logged_failures(trainer):
             self._retention.mark_saved(Path(checkpoint_path))
+
+    def checkpoint_saved(self, path: str) -> None:
+        """Do what `on_checkpoint_save` does; called while the hook is disabled."""
+        try:
+            self._retention.mark_saved(Path(path))
+        except (CheckpointError, OSError) as error:
+            log.error("Training continues, but: %s", error)  # noqa: TRY400 - it is complete
 
     def checkpoint_failed(self, path: str, error: Exception | None) -> None:
         """Free the name of a checkpoint that was requested and not saved."""
@@ -70,10 +97,19 @@ class SavingHook(BuiltIn):
     def _discard(self, path: Path) -> RetainedCheckpoint | None:
         return self._retention.discard(path)
 
+    def save_into_run(self) -> None:
+        """Save into the run's folder, whichever folder the user gave."""
+        self._folder = None
+
+    def forget_resumed(self) -> None:
+        """Start without the checkpoints of the run whose state was loaded: they are another's."""
+        self._resumed = False
+
     def _release(self) -> None:
         """Release the retention at the end of training."""
         self._retention.release()
         self._resumed = False
+        self._opened = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoints of this hook with their scores."""
@@ -105,6 +141,11 @@ class SavingHook(BuiltIn):
                 "in the configuration, or pass a folder to the hook."
             )
         return Path(run.checkpoints)
+
+
+def _run_id(trainer: Any) -> str | None:
+    run = getattr(trainer, "run", None)
+    return None if run is None else str(run.id)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.hook import HookGroup
 from hookline.hooks.checkpointing.destination import Bundle, Item, StoppedError, destination_of
+from hookline.loop.loop import loop_of
 from hookline.options import BuiltIn
 
 __all__ = ["UploadHook"]
@@ -36,7 +37,8 @@ class UploadHook(BuiltIn):
         destination: a folder, or a URL that fsspec supports, such as `s3://bucket/runs`.
         retries: how often a failed copy is retried.
         backoff: seconds before the first retry; they double for each further one.
-        timeout: seconds to wait for pending copies at the end of training.
+        timeout: seconds to wait for pending copies at the end of training; after a signal such as
+            SIGTERM no longer than `checkpoints.grace_seconds` allows, 30 by default.
         max_waiting: how many checkpoints may be pending; beyond that the oldest is skipped.
         keep_local: keep the local checkpoint; False: remove it once its copy is verified, unless
             `last` or `best` names it.
@@ -62,6 +64,7 @@ class UploadHook(BuiltIn):
         self._timeout, self._max_waiting = timeout, max_waiting
         self._keep_local = keep_local
         self._worker: _Worker | None = None
+        self._has_ended = False
         self._reset()
 
     def _reset(self) -> None:
@@ -77,33 +80,44 @@ class UploadHook(BuiltIn):
 
     def on_train_start(self) -> None:
         """Reset the lists."""
+        self._has_ended = False
         self._reset()
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
-        """Queue the checkpoint for copying."""
+        """Queue the checkpoint for copying; after training, wait until it is copied."""
         if self._worker is None:
             run = getattr(trainer, "run", None)
             self._worker = _Worker(self._copy, "" if run is None else run.id)
         for path in self._worker.add(Path(checkpoint_path), self._max_waiting):
             log.warning("Too many checkpoints are waiting to be copied: %s is skipped.", path)
             self.skipped.append(path)
+        if self._has_ended:  # by `trainer.save_checkpoint` after `fit`: no event comes any more
+            self._wait_for_copies(trainer)
         self._remove_local()
 
-    def on_train_end(self) -> None:
-        """Wait for pending copies."""
+    def on_train_end(self, trainer: Any = None) -> None:
+        """Wait for pending copies; after a signal, no longer than the process has left."""
+        self._has_ended = True
+        self._wait_for_copies(trainer)
+        self._remove_local()
+
+    def _wait_for_copies(self, trainer: Any) -> None:
         worker, self._worker = self._worker, None
         if worker is None:
             return
-        left = worker.end(self._timeout)
+        loop = loop_of(trainer)
+        before_kill = None if loop is None else loop.requests.seconds_before_kill()
+        seconds = self._timeout if before_kill is None else min(self._timeout, before_kill)
+        left = worker.end(seconds)
         if left:
             self.failed += left
             log.error(
-                "%d checkpoints were not copied within %g seconds: %s. The originals are kept.",
+                "%d checkpoints were not copied within %.3g seconds%s: %s. The originals are kept.",
                 len(left),
-                self._timeout,
+                seconds,
+                "" if before_kill is None else ", because a signal has ended training",
                 ", ".join(map(str, left)),
             )
-        self._remove_local()
 
     # -- on the worker's thread -------------------------------------------------------------------
 

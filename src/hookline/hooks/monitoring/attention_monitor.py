@@ -59,7 +59,7 @@ class AttentionMonitor(ModuleMonitor):
     )
     probe_name = "attention_monitor"
     prefix = "attention"
-    _results = (*ModuleMonitor._results, "_running", "_compiled")
+    _results = (*ModuleMonitor._results, "_running", "_compiled")  # noqa: SLF001 - its base
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -24,6 +24,7 @@ log = logging.getLogger("hookline")
 
 Percentile = Annotated[float, Field(ge=0, le=100)]
 _MAX_NAMED = 8  # layers named in one warning
+_NOT_FINITE = "are not finite"
 
 Report = dict[str, dict[str, Any]]
 """By measure, then by layer: a number, or a list of them."""
@@ -42,8 +43,8 @@ class GradientMonitor(BuiltIn):
     Percentiles are estimates: they are interpolated between two values of the gradient, each exact
     to 1 %, or to one ten-millionth of the largest magnitude where that is more.
 
-    A warning names the layers whose gradients vanish or explode. It is repeated for a layer only
-    after its gradient has recovered.
+    A warning names the layers whose gradients vanish, explode or are not finite. It is repeated for
+    a layer only after its gradient has recovered.
 
     Args:
         log_frequency: report every N optimizer steps.
@@ -107,8 +108,10 @@ class GradientMonitor(BuiltIn):
             )
         self._names = MonitoredNames("GradientMonitor", param_filter)
         self._measured: dict[int, _OptimizerGradients] = {}
+        self._step = 0  # that is measured: a step that is skipped does not count in `on_step_end`
         self._vanishing_layers: set[str] = set()
         self._exploding_layers: set[str] = set()
+        self._nonfinite_layers: set[str] = set()
 
     def on_train_start(self, model: torch.nn.Module) -> None:
         """Find the parameters to monitor; raise an error that ends training if there are none."""
@@ -121,6 +124,7 @@ class GradientMonitor(BuiltIn):
         """Measure the gradients of one optimizer, without waiting for the device."""
         if (step + 1) % self.log_frequency:
             return
+        self._step = step + 1
         gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names.of(model))
         if gradients.names:
             self._measured[optimizer_idx] = gradients
@@ -136,7 +140,7 @@ class GradientMonitor(BuiltIn):
         if self._measured and optimizer_idx in self._measured:
             self._measured[optimizer_idx].measure_change()
 
-    def on_step_end(self, trainer: Any, step: int) -> None:
+    def on_step_end(self, trainer: Any) -> None:
         """Read all measurements at once, and log them."""
         if not self._measured:
             return
@@ -150,7 +154,7 @@ class GradientMonitor(BuiltIn):
             bins = _histogram(counts, report["largest"][layer])
             trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
         if self._needs_norms and is_main_process():  # all ranks have the same gradients
-            self._warn(step, report["norm"])
+            self._warn(self._step, report["norm"])
 
     def _measure(self, gradients: _OptimizerGradients) -> None:
         statistics, columns = gradients.statistics, gradients.columns
@@ -195,11 +199,14 @@ class GradientMonitor(BuiltIn):
         if self.vanishing is not None:
             small = {name: norm for name, norm in norms.items() if norm < self.vanishing}
             what = f"vanish, below {self.vanishing:g}"
-            _warn_of_new(small, self._vanishing_layers, norms, what, step)
+            _warn_of_new(small, self._vanishing_layers, list(norms), what, step)
         if self.exploding is not None:
-            large = {name: norm for name, norm in norms.items() if not norm <= self.exploding}
+            large = {name: norm for name, norm in norms.items() if norm > self.exploding}
+            large = {name: norm for name, norm in large.items() if math.isfinite(norm)}
             what = f"explode, above {self.exploding:g}"
-            _warn_of_new(large, self._exploding_layers, norms, what, step)
+            _warn_of_new(large, self._exploding_layers, list(norms), what, step)
+            odd = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
+            _warn_of_new(odd, self._nonfinite_layers, list(norms), _NOT_FINITE, step)
 
 
 _STATISTICS = ("size", "finite", "mean", "std", "largest", "zeros")
@@ -215,7 +222,7 @@ def _statistics_of(layer: str, values: dict[str, float]) -> Iterator[tuple[str, 
 
 
 def _warn_of_new(
-    found: dict[str, float], warned: set[str], measured: Iterable[str], what: str, step: int
+    found: dict[str, float], warned: set[str], measured: Sequence[str], what: str, step: int
 ) -> None:
     """Warn about found layers that were not warned about yet; forget those that recovered."""
     new = [name for name in found if name not in warned]
@@ -224,6 +231,8 @@ def _warn_of_new(
     if new:
         shown = ", ".join(f"'{name}' ({found[name]:.3g})" for name in new[:_MAX_NAMED])
         more = f" and {len(new) - _MAX_NAMED} more" if len(new) > _MAX_NAMED else ""
+        if what == _NOT_FINITE and len(new) == len(measured) > 1:  # none of them is to blame
+            shown, more = f"all {len(new)} monitored parameters", ""
         log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)
 
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from hookline.errors import HookConfigError
 from hookline.hook import HookGroup
 from hookline.loop.evaluation import samples_in
-from hookline.loop.processes import processes_of
+from hookline.loop.loop import processes_of
 from hookline.options import BuiltIn
 from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import is_sharded, stored_values

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import PositiveInt
 
+from hookline.arguments import user_path
 from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
@@ -52,7 +53,7 @@ class JSONLogHook(BuiltIn):
         self, log_every_n_batches: PositiveInt = 100, path: str | Path | None = None
     ) -> None:
         self._every = log_every_n_batches
-        self._requested_path = None if path is None else Path(path)
+        self._requested_path = None if path is None else user_path(path)
         self._file: JsonlFile | None = None
         self._failed = self._has_batches = False
         self._run_id: str | None = None

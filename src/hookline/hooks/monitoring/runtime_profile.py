@@ -47,7 +47,7 @@ class RuntimeProfile(BuiltIn):
     """
 
     cost = (
-        "Reads a clock, or on an accelerator records an event, four times per batch; it does not "
+        "Reads a clock, or on an accelerator records an event, five times per batch; it does not "
         "wait for the device."
     )
     hookline_group = HookGroup.MONITOR
@@ -71,13 +71,14 @@ class RuntimeProfile(BuiltIn):
         self._throughput_since: float | None = None
         self._completes_step = self._has_batches = False
         self._loader = "train"
-        # Of the last call of the model, if the loop does not provide batches: when the host called
-        # it, and the marks of its begin and end.
-        self._called_at = 0.0
+        # Of the last call of the model, if the loop does not provide batches: how long data was
+        # waited for, and the marks of its begin and end.
+        self._data_ms: float | None = None
         self._forward: tuple[Mark, Mark | None] | None = None
-        # The same end, if the loop provides batches, but not `on_before_backward`.
+        # The same end, if the loop provides batches, until the forward phase is counted.
         self._forward_end: Mark | None = None
-        self._has_backward = False
+        self._is_forward_counted = False
+        self._unfinished = 0  # batches that backward has not run for
         self._reset()
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
@@ -87,13 +88,19 @@ class RuntimeProfile(BuiltIn):
         self._reported = self._step = step
         self._tokens_before = tokens_seen
         self._has_batches, self._loader, self._forward = False, "train", None
-        self._has_backward, self._forward_end = False, None
+        self._completes_step = self._is_forward_counted = False
+        self._forward_end, self._unfinished = None, 0
         self._reset()
         self._resume()
 
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
         """Measure the time it took to load the batch, and start the forward phase."""
         self._has_batches = True
+        if self._forward_end is not None and self._unfinished:  # it loads batches before backward
+            self._clock.lap((self._loader, "forward"), self._forward_end)
+            self._is_forward_counted = True
+        self._forward_end = None
+        self._unfinished += 1
         if step != self._step:  # steps before were not measured, nor when loading began
             self._step, self._tokens_before = step, tokens_seen
             self._idle_since = self._throughput_since = None
@@ -104,31 +111,34 @@ class RuntimeProfile(BuiltIn):
         self._completes_step = False
         self._clock.start()
 
-    def on_before_forward(self) -> None:
+    def on_before_forward(self, step: int) -> None:
         """Begin the forward phase, if the loop does not provide batches."""
         if not self._has_batches:
-            self._called_at = perf_counter()
+            since = self._idle_since if step == self._step else None  # else steps were not measured
+            self._data_ms = None if since is None else elapsed_ms(since, perf_counter())
+            self._step = step
             self._forward = self._clock.now(), None
 
     def on_after_forward(self) -> None:
-        """End the forward phase, if the loop does not provide batches or the start of backward."""
+        """Remember the end of the model's call: the loop may not provide the start of backward."""
         if self._forward is not None:
             self._forward = self._forward[0], self._clock.now()
-        elif self._has_batches and not self._has_backward:
+        elif self._has_batches:
             self._forward_end = self._clock.now()
 
     def on_before_backward(self) -> None:
         """End the forward phase."""
-        self._has_backward, self._forward_end = True, None
-        if self._has_batches:
+        self._forward_end = None
+        if self._is_forward_counted:
+            self._clock.start()
+        elif self._has_batches:
             self._clock.lap((self._loader, "forward"))
 
     def on_after_backward(self) -> None:
         """End the backward phase."""
         if self._forward is not None:  # counted only here: evaluation calls the model, too
-            if self._idle_since is not None:
-                data_ms = elapsed_ms(self._idle_since, self._called_at)
-                self._clock.add((self._loader, "data"), data_ms)
+            if self._data_ms is not None:
+                self._clock.add((self._loader, "data"), self._data_ms)
             (begin, end), self._forward = self._forward, None
             self._clock.start(begin)
             self._clock.lap((self._loader, "forward"), end)
@@ -138,6 +148,8 @@ class RuntimeProfile(BuiltIn):
         elif self._forward_end is not None:
             self._clock.lap((self._loader, "forward"), self._forward_end)
             self._forward_end = None
+        self._is_forward_counted = False
+        self._unfinished = max(0, self._unfinished - 1)
         self._clock.lap((self._loader, "backward"))
 
     def on_before_optimizer_step(self) -> None:

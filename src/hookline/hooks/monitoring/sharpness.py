@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hookline.errors import HookConfigError
 from hookline.hook import HookGroup
-from hookline.loop.processes import processes_of
+from hookline.loop.loop import processes_of
 from hookline.loop.random_state import (
     generator_state,
     random_state,

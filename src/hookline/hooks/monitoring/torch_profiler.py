@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
+from hookline.arguments import user_path
 from hookline.errors import ConfigError
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
@@ -117,7 +118,7 @@ class TorchProfiler(BuiltIn):
                 "TorchProfiler has no folder to write to, because this training run has no run "
                 "folder. Pass TorchProfiler(folder='…'), or set `runs` in the configuration."
             )
-        folder = Path(run.path) / "profile" if self.folder is None else Path(self.folder)
+        folder = Path(run.path) / "profile" if self.folder is None else user_path(self.folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

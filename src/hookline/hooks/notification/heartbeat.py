@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
+from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import ConfigError
 from hookline.hook import HookGroup
@@ -55,7 +56,7 @@ class Heartbeat(BuiltIn):
         url: Secret | None = None,
         every_seconds: PositiveFloat = 30.0,
     ) -> None:
-        self._requested_path = None if path is None else Path(path)
+        self._requested_path = None if path is None else user_path(path)
         self._url = None if url is None else checked_url(url, "Heartbeat: url")
         self._every = every_seconds
         self._due = 0.0

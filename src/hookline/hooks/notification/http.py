@@ -1,7 +1,11 @@
 """Sender: HTTP requests in the background, which neither slow down nor stop training.
 
-URLs may contain secrets, so nothing that is logged here contains one. For the same reason errors
-are logged by their type, without their text.
+URLs may contain secrets, so nothing that is logged here contains more of one than its host. For the
+same reason errors are logged by their type, without their text.
+
+A redirected GET is followed. A redirected POST is followed where the server asks to repeat it
+(status 307 and 308). With another status it would become a GET without the message, so it is not
+followed, and the problem names the host. No request leaves HTTPS, and none has credentials.
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ import threading
 import time
 from collections import deque
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from pydantic import SkipValidation
 
 from hookline.errors import ConfigError
+from hookline.printable import printable
 
 __all__ = ["Secret", "Sender", "checked_url"]
 
@@ -121,16 +126,39 @@ class Sender:
 def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, bool]:
     """Send a request; return the problem, if any, and whether a retry may help."""
     from urllib.error import HTTPError, URLError  # here, because ssl takes a while to import
-    from urllib.request import Request, urlopen
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class Redirects(HTTPRedirectHandler):
+        def redirect_request(
+            self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+        ) -> Request | None:
+            leaves_https = req.type == "https" and urlsplit(newurl).scheme != "https"
+            if leaves_https or urlsplit(newurl).scheme not in ("http", "https"):
+                return None  # then the response is an error
+            if req.data is None:
+                return super().redirect_request(req, fp, code, msg, headers, newurl)
+            repeats = code in (307, 308)
+            return Request(newurl, data=req.data, headers=req.headers) if repeats else None
+
+        def http_error_302(self, req: Request, fp: Any, code: int, msg: str, headers: Any) -> Any:
+            try:
+                return super().http_error_302(req, fp, code, msg, headers)
+            except ValueError:  # the location is no URL
+                return None
+
+        http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
     headers = {"User-Agent": "hookline"}
     if json is not None:
         headers["Content-Type"] = "application/json"
     try:
-        with urlopen(Request(url, data=json, headers=headers), timeout=timeout):
+        request = Request(url, data=json, headers=headers)
+        with build_opener(Redirects).open(request, timeout=timeout):
             return None, False
     except HTTPError as error:
         error.close()
+        if 300 <= error.code < 400:
+            return _describe_redirect(error.code, error.url, error.headers["Location"]), False
         can_retry = error.code >= 500 or error.code in (408, 429)
         return f"the server responded with {error.code}", can_retry
     except Exception as error:
@@ -142,3 +170,18 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
         if isinstance(reason, OSError) and reason.errno and type(reason).__module__ == "builtins":
             kind += f", {os.strerror(reason.errno)}"
         return kind, True
+
+
+def _describe_redirect(code: int, url: str | None, location: str | None) -> str:
+    """Return what the server said; of the URL it named only the host, the rest may be secret."""
+    try:
+        target = urlsplit(urljoin(url or "", location or ""))
+        scheme, host = target.scheme, target.netloc.rpartition("@")[2]
+    except ValueError:
+        scheme = host = ""
+    if not host or location is None:
+        return f"the server responded with {code}, a redirect to no valid URL"
+    return (
+        f"the server responded with {code}, a redirect to {scheme}://{printable(host)}, "
+        "which was not followed. If that is the right server, configure its URL"
+    )

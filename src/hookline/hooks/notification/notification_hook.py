@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
+from hookline.context import to_float
 from hookline.errors import ConfigError, listed
 from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.hooks.notification.http import Secret, Sender, checked_url
+from hookline.masking import mask_text
 from hookline.options import BuiltIn
 from hookline.tensors.module_classes import module_class
 
@@ -34,7 +36,9 @@ class NotificationHook(BuiltIn):
     """Posts messages about training to a webhook of Slack, or one that accepts the same JSON.
 
     Messages are sent from a separate thread, so a slow or unreachable server does not slow down
-    training. The URL is a secret: it is neither logged nor written to the run.
+    training. The URL is a secret: it is neither logged nor written to the run. Secrets in messages,
+    such as in the text of an exception, are masked as in the log. A redirect is followed if the
+    server asks to repeat the message (307 and 308); others are logged, and nothing is sent there.
 
     Args:
         webhook_url: the URL; None: the value of the environment variable HOOKLINE_WEBHOOK_URL.
@@ -150,7 +154,7 @@ class NotificationHook(BuiltIn):
                 text = "NotificationHook: the metric '%s' for the best model is missing. "
                 log.warning(text + "The metrics are: %s.", self._monitor, listed(metrics))
             return
-        value = float(metrics[self._monitor])
+        value = to_float(metrics[self._monitor])
         best = None if self._best is None else self._best[0]
         is_better = best is None or (value < best if self._mode == "min" else value > best)
         if is_better and not math.isnan(value):
@@ -161,7 +165,7 @@ class NotificationHook(BuiltIn):
     def _send(self, text: str) -> None:
         if self._sender is None:
             self._sender = Sender("notification", timeout=self._timeout, retries=self._retries)
-        text = f"{self._prefix}{text}"
+        text = mask_text(f"{self._prefix}{text}")
         text = text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"
         for sign, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):  # as Slack requires
             text = text.replace(sign, escape)

@@ -38,6 +38,12 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         divergence_threshold: stop as soon as the metric is worse than this.
         check_finite: stop as soon as the metric is NaN or infinite; False: count it as a check
             without an improvement.
+
+    Attributes:
+        best_score: the best value so far; None before the first check.
+        wait_count: the number of checks in a row without an improvement.
+        stopped_epoch: the epoch in which it has stopped training; 0 if it has not, or if the loop
+            does not provide epochs.
     """
 
     intervenes = True
@@ -73,7 +79,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
 
     def _reset(self) -> None:
         self.best_score: float | None = None
-        self.wait_count = 0
+        self.wait_count = self.stopped_epoch = 0
         self._checked_at = 0  # no check before the first step
         self._stop_reason: str | None = None
         self._stop_patience = 0  # the number of checks that it waited for, if that was the reason
@@ -92,14 +98,14 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             log.info("EarlyStopping had stopped this run. To go on, remove it or wait longer.")
             trainer.stop(self._stop_reason)
 
-    def on_validation_end(self, trainer: Any, step: int, metrics: Any) -> None:
+    def on_validation_end(self, trainer: Any, step: int, metrics: Any, epoch: int = 0) -> None:
         """Check after a validation, unless no step was made since the last one."""
         if self._is_training and step != self._checked_at:
-            self._check(trainer, step, metrics)
+            self._check(trainer, epoch, step, metrics)
 
-    def on_epoch_end(self, trainer: Any, step: int, metrics: Any) -> None:
+    def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Any) -> None:
         """Check at the end of an epoch."""
-        self._check(trainer, step, metrics)
+        self._check(trainer, epoch, step, metrics)
 
     def on_train_end(self) -> None:
         """Ignore validations after training."""
@@ -112,7 +118,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         event = "on_epoch_end" if self.on_validation_end is None else "on_validation_end"
         return event, [self._monitor] if self.critical else []
 
-    def _check(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+    def _check(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
         if not self.critical and self._monitor not in metrics:
             if not self._warned_missing:
                 text = "EarlyStopping: the metric '%s' is missing; the check is skipped."
@@ -130,7 +136,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             )
         if reason is not None:
             log.info("EarlyStopping stops training at step %d: %s", step, reason)
-            self._stop_reason = f"EarlyStopping: {reason}"
+            self._stop_reason, self.stopped_epoch = f"EarlyStopping: {reason}", epoch
             trainer.stop(self._stop_reason)
 
     def _evaluate(self, value: float) -> str | None:
@@ -171,6 +177,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         """Return the counters."""
         counters = {"wait_count": self.wait_count, "checked_at": self._checked_at}
         stop = {"stop_reason": self._stop_reason, "stop_patience": self._stop_patience}
+        stop["stopped_epoch"] = self.stopped_epoch
         return {"best_score": self.best_score, **counters, **stop}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,6 +185,7 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         self.best_score = state["best_score"]
         self.wait_count, self._checked_at = int(state["wait_count"]), int(state["checked_at"])
         self._stop_reason, self._stop_patience = state["stop_reason"], int(state["stop_patience"])
+        self.stopped_epoch = int(state.get("stopped_epoch", 0))
         self._resumed = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
+from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import replace_file
 from hookline.checkpoint.tensor_files import write_tensors
 from hookline.errors import TrainingError, listed
@@ -49,7 +51,8 @@ class EMA(BuiltIn):
     Everything in between (batches, probes) sees the average. To show the average to another hook
     in `on_validation_start` too, register this one with `before=`.
 
-    `export(path)` writes a model with the averaged weights, `apply_to(model)` copies them.
+    `export(path)` writes a model with the averaged weights (of a model with an adapter of PEFT, the
+    adapter), and `apply_to(model)` copies them.
 
     Frozen parameters are not averaged until they require a gradient; tied ones are averaged once.
     The average of float16 and bfloat16 parameters is kept in float32.
@@ -185,11 +188,15 @@ class EMA(BuiltIn):
     def export(self, path: str | Path) -> Path:
         """Write the model with the averaged weights as safetensors, and return the path.
 
+        Of a model with an adapter of PEFT, this writes the adapter: the tensors that PEFT's
+        `save_pretrained` writes to `adapter_model.safetensors`, under the same names.
+
         An existing file is replaced atomically. If the model is sharded, all ranks have to call
         this, and rank 0 writes.
         """
-        path = Path(path)
-        state = {n: v for n, v in self.averaged_state_dict().items() if isinstance(v, Tensor)}
+        path = user_path(path)
+        averaged = _select_adapter(self._model, self.averaged_state_dict())
+        state = {n: v for n, v in averaged.items() if isinstance(v, Tensor)}
         if any(map(is_sharded, state.values())):
             state = full_tensor(state)
             if not is_main_process():
@@ -299,6 +306,19 @@ class EMA(BuiltIn):
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers (`torch.compile`, DDP), which change parameters' names."""
     return next(place.module for place in module_places(model) if not place.is_wrapper)
+
+
+def _select_adapter(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a model's state that is its active adapter of PEFT, if it has one."""
+    peft: Any = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        adapter = model.active_adapter
+    elif peft is not None and getattr(model, "_hf_peft_config_loaded", False):
+        adapter = model.active_adapters()[0]  # added by `add_adapter` of transformers
+    else:
+        return state
+    selected: dict[str, Any] = peft.get_peft_model_state_dict(model, state, adapter)
+    return selected
 
 
 def _tensors(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:

@@ -26,8 +26,7 @@ from hookline.config.trainer_config import CheckpointConfig, checked_hparams
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attached_loop import DefaultRuns
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session import DefaultRuns, Session
 from hookline.loop.model_watch import ModelGroup
 from hookline.loop.unsupported_models import check_supported
 
@@ -50,8 +49,13 @@ def attach_to_loop(
     """Attach hooks to a bare loop; see `hookline.attach`."""
     checked = session_options(hooks, **options)
     parts = loop_parts(model, optimizer, schedulers, scaler)
-    session = Session(**parts, watch_generation=watch_generation, **checked)
-    session._step_watch.losses.expect_divisor(_accumulated_batches(optimizer))
+    session = Session(
+        **parts,
+        watch_generation=watch_generation,
+        accumulated_batches=_accumulated_batches(optimizer),
+        **checked,
+    )
+    session.refuse_quietly()  # unless it is in a `with` block
     return session
 
 

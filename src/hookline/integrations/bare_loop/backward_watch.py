@@ -9,13 +9,13 @@ are not noticed.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from hookline.integrations.bare_loop.listeners import Listeners
 from hookline.integrations.bare_loop.loss_divisor import LossGraph
 
 __all__ = ["Backward", "BackwardListener", "listen_to_backward", "running_backward"]
@@ -51,8 +51,6 @@ class BackwardListener(Protocol):
         ...
 
 
-_lock = threading.RLock()  # a listener may be collected at any time
-_listeners: tuple[weakref.ref[BackwardListener], ...] = ()  # replaced as a whole
 _running: dict[int, Backward] = {}  # by the thread that called backward
 _autograd: Any = torch.autograd
 _engine = _autograd._engine_run_backward
@@ -61,18 +59,14 @@ _task_id = torch._C._current_graph_task_id
 
 def listen_to_backward(listener: BackwardListener, on: bool) -> None:
     """Call this listener around every backward until it says otherwise, or is collected."""
-    global _listeners
-    with _lock:
-        others = tuple(ref for ref in _listeners if ref() not in (None, listener))
-        _listeners = (*others, weakref.ref(listener, _drop)) if on else others
-        _autograd._engine_run_backward = _run_backward if _listeners else _engine
+    (_listeners.add if on else _listeners.remove)(listener)
 
 
-def _drop(reference: weakref.ref[BackwardListener]) -> None:
-    global _listeners
-    with _lock:
-        _listeners = tuple(other for other in _listeners if other is not reference)
-        _autograd._engine_run_backward = _run_backward if _listeners else _engine
+def _change_engine() -> None:
+    _autograd._engine_run_backward = _run_backward if _listeners else _engine
+
+
+_listeners: Listeners[BackwardListener] = Listeners(_change_engine)
 
 
 def running_backward() -> Backward | None:
@@ -87,7 +81,7 @@ def running_backward() -> Backward | None:
 def _run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     if not kwargs.get("accumulate_grad") or _task_id() != -1:
         return _engine(outputs, *args, **kwargs)
-    listeners = [listener for ref in _listeners if (listener := ref()) is not None]
+    listeners = list(_listeners)
     before = [listener.before_backward() for listener in listeners]
     loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) else None
     loss = None if loss is None or loss.numel() != 1 else loss

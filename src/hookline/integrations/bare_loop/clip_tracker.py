@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_watch import (
     ClipCall,
     add_clip_listener,
     remove_clip_listener,
 )
-from hookline.loop.event_context import gradients_of
+from hookline.loop.event_context import EventContext, gradients_of, norm_or_error
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
 
@@ -44,7 +44,7 @@ class ClipTracker:
 
     def __init__(
         self,
-        context: BareLoopEventContext,
+        context: EventContext,
         hooks: HookManager,
         prepare: Callable[[int, str], bool],
     ) -> None:
@@ -93,14 +93,14 @@ class ClipTracker:
         for i in concerned if self._norm_is_wanted() else ():
             gradients = gradients_of(self._context.optimizers[i])
             if i not in self._clipped and not _has_norm_of(call, gradients):
-                self._context.norms[i] = global_norm(gradients)
+                self._context.norms[i] = norm_or_error(partial(global_norm, gradients))
 
     def _norm_is_wanted(self) -> bool:
         """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""
         context = self._context
-        if context.norm_agreement is None:
+        if context.norm_schedule is None:
             return self.wants_norm
-        return context.norm_agreement.is_due(context.step_in_progress, context.known_epoch)
+        return context.norm_schedule.is_due(context.step_in_progress, context.known("epoch"))
 
     def _optimizers_of(self, given: set[int]) -> list[int]:
         """Return the numbers of the optimizers that have one of these parameters, given by id."""

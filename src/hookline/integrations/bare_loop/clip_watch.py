@@ -9,7 +9,6 @@ are changed while at least one listener is there, and restored when the last one
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -20,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.utils import clip_grad
 
 from hookline.errors import LoopError
+from hookline.integrations.bare_loop.listeners import Listeners
 
 __all__ = ["ClipCall", "ClipListener", "add_clip_listener", "remove_clip_listener"]
 
@@ -62,34 +62,28 @@ class ClipListener(Protocol):
         ...
 
 
-_lock = threading.RLock()  # a listener may be collected at any time
-_listeners: tuple[weakref.ref[ClipListener], ...] = ()  # replaced as a whole: calls need no lock
 _originals: dict[str, Callable[..., Any]] = {}  # by function, while the cells are changed
 _thread = threading.local()
 
 
 def add_clip_listener(listener: ClipListener) -> None:
     """Call this listener around every clipping call, until it is removed or collected."""
-    global _listeners
-    with _lock:
-        if not _listeners:
-            _replace_functions()
-        _listeners = (*_listeners, weakref.ref(listener, _drop))
+    _listeners.add(listener)
 
 
 def remove_clip_listener(listener: ClipListener) -> None:
     """Stop calling a listener; with the last one, torch's functions are as they were."""
-    for reference in _listeners:
-        if reference() is listener:
-            _drop(reference)
+    _listeners.remove(listener)
 
 
-def _drop(reference: weakref.ref[ClipListener]) -> None:
-    global _listeners
-    with _lock:
-        _listeners = tuple(other for other in _listeners if other is not reference)
-        if not _listeners:
-            _restore_functions()
+def _change_functions() -> None:
+    if _listeners and not _originals:
+        _replace_functions()
+    elif not _listeners:
+        _restore_functions()
+
+
+_listeners: Listeners[ClipListener] = Listeners(_change_functions)
 
 
 def _replace_functions() -> None:
@@ -142,7 +136,7 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         call = ClipCall(public, tensors, norm_type)
         _thread.inside = True
         try:
-            listeners = [listener for ref in _listeners if (listener := ref()) is not None]
+            listeners = list(_listeners)
             for listener in listeners:
                 listener.before_clip(call)
             rest = {key: value for key, value in kwargs.items() if key != first}

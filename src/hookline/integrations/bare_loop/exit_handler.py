@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.attached_loop import AttachedLoop
+    from hookline.integrations.bare_loop.session import Session
 
 __all__ = ["detach_at_exit"]
 
 
-def detach_at_exit(session: AttachedLoop) -> Callable[[], None]:
+def detach_at_exit(session: Session) -> Callable[[], None]:
     """End the session when the interpreter exits; return a function that cancels this.
 
     A script may use `attach` without `with` and never detach. The checkpoint that was requested in

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hookline.integrations.bare_loop.listeners import Listeners
 from hookline.loop.model_watch import ModelGroup
 
 __all__ = ["GenerationWatch"]
 
-_lock = threading.RLock()
-_watches: tuple[weakref.ref[GenerationWatch], ...] = ()  # replaced as a whole
 _originals: dict[Any, Callable[..., Any]] = {}  # by the class that defines the method
 
 
@@ -43,25 +40,16 @@ class GenerationWatch:
         models = list(model) if isinstance(model, ModelGroup) else [model]
         self._modules = {id(part): part for each in models for part in _generating_modules(each)}
         classes = (_defining_class(type(part)) for part in self._modules.values())
-        self._classes: set[Any] = {kind for kind in classes if kind is not None}
+        self.classes: set[Any] = {kind for kind in classes if kind is not None}
 
     def start(self) -> None:
         """Watch calls of `generate`; nothing happens for a model without it."""
-        global _watches
-        if not self._modules:
-            return
-        with _lock:
-            _watches = (*_watches, weakref.ref(self, _forget))
-            for kind in self._classes - _originals.keys():
-                _originals[kind] = vars(kind)["generate"]
-                kind.generate = _replacement(vars(kind)["generate"])
+        if self._modules:
+            _watches.add(self)
 
     def stop(self) -> None:
         """Stop watching; the last one restores the methods."""
-        global _watches
-        with _lock:
-            _watches = tuple(ref for ref in _watches if ref() is not self)
-            _restore()
+        _watches.remove(self)
 
     def watches(self, module: Any) -> bool:
         """Return whether this is the model, or what it wraps."""
@@ -99,7 +87,7 @@ def _defining_class(kind: type) -> type | None:
 def _replacement(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def watched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = [watch for ref in _watches if (watch := ref()) is not None and watch.watches(self)]
+        found = [watch for watch in _watches if watch.watches(self)]
         for watch in found:
             watch.enter()
         try:
@@ -111,18 +99,16 @@ def _replacement(generate: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _forget(ref: weakref.ref[GenerationWatch]) -> None:
-    """Restore the methods if a session was dropped without `detach`."""
-    global _watches
-    with _lock:
-        _watches = tuple(each for each in _watches if each is not ref)
-        _restore()
-
-
-def _restore() -> None:
-    """Restore the methods of classes that nobody watches."""
-    used = {kind for ref in _watches if (watch := ref()) is not None for kind in watch._classes}
+def _change_methods() -> None:
+    """Replace the methods of classes that somebody watches, and put the others back."""
+    used = {kind for watch in _watches for kind in watch.classes}
+    for kind in used - _originals.keys():
+        _originals[kind] = vars(kind)["generate"]
+        kind.generate = _replacement(vars(kind)["generate"])
     for kind in _originals.keys() - used:
         original = _originals.pop(kind)
         if getattr(vars(kind).get("generate"), "__wrapped__", None) is original:
             kind.generate = original
+
+
+_watches: Listeners[GenerationWatch] = Listeners(_change_methods)

@@ -10,87 +10,99 @@ A loop that cannot be followed without guessing raises an error before its first
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from hookline.context import LazyFloat
-from hookline.dispatch import HookManager
 from hookline.integrations.bare_loop.backward_watch import running_backward
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
 from hookline.integrations.bare_loop.clip_tracker import ClipTracker, Versions, gradient_versions
 from hookline.integrations.bare_loop.hook_needs import HookNeeds
 from hookline.integrations.bare_loop.indirect_backwards import IndirectBackwards
 from hookline.integrations.bare_loop.loop_checks import LoopChecks, is_compiled_in_place
 from hookline.integrations.bare_loop.loss_tracker import LossTracker
-from hookline.integrations.bare_loop.step_callbacks import StepCallbacks
+from hookline.integrations.bare_loop.requirements import Requirements
 from hookline.integrations.bare_loop.step_skips import StepSkips
-from hookline.loop.model_watch import ModelWatch
+from hookline.loop.loop import Loop
+from hookline.loop.model_watch import CalledModules, ModelWatch
 from hookline.loop.phase_times import PhaseTimes
 
 __all__ = ["GradientWatch"]
 
+log = logging.getLogger("hookline")
+
 
 class GradientWatch:
     """Watches a model's backward and its gradients, and fires their events.
+
+    Args:
+        loop: the loop, which knows model, optimizers and scaler.
+        requirements: what hooks need, and what the loop provides.
+        begin: starts training, if it has not started; called often.
+        end_batch: ends the batch in progress: a step has ended.
+        called: what the loop calls, where this is not the model itself.
+        loss_divided: see `attach`.
 
     Attributes:
         model: watches the model.
         checks: finds what hooks would see wrong.
         needs: what the enabled hooks need to be seen.
         phases: the time of each phase, if there is a run.
-        end_probes: called at the end of each step, where the model has probes.
         at_boundary: called before a step's first optimizer, where checkpoints are saved.
         after_step: called when a step has ended.
         has_new_gradients: whether backward has run since the last step.
+        always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
         ends_with_batch: whether a step ends with its batch, when not all optimizers have stepped
             and others have stepped several times.
     """
 
     def __init__(
         self,
-        context: BareLoopEventContext,
-        hooks: HookManager,
-        scaler: torch.amp.GradScaler | None,
-        callbacks: StepCallbacks,
+        loop: Loop,
+        requirements: Requirements,
+        *,
+        begin: Callable[[], None],
+        end_batch: Callable[[], None],
+        called: CalledModules | None = None,
         loss_divided: bool | None = None,
     ) -> None:
-        self.context = context
-        self.hooks = hooks
+        self.loop, self.context, self.hooks = loop, loop.context, loop.hooks
+        self.called = called or CalledModules()
+        self._requirements, self._begin, self._end_batch = requirements, begin, end_batch
+        context, hooks, scaler = loop.context, loop.hooks, loop.state.scaler
         self.dispatchers = hooks.dispatchers
-        self.callbacks = callbacks
         self.phases = PhaseTimes()
-        self.end_probes: Callable[[], None] | None = None
         self.at_boundary: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
         self.scaler = scaler
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
-        self.losses = LossTracker(context, scaler, loss_divided)
-        self.checks = LoopChecks(context, hooks, scaler)
+        self.losses = LossTracker(context, requirements, scaler, loss_divided)
+        self.checks = LoopChecks(context, hooks, requirements, self.called, scaler)
         self._clips = ClipTracker(context, hooks, self._prepare_clip)
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._ready: set[int] = set()
         self._versions: dict[int, Versions] = {}
         self._stale: dict[int, Versions] = {}  # of those ready when another backward began
-        self.skips = StepSkips()
+        self.skips = StepSkips(loop.requests)
         self._unchecked = True
         self._verified = self._takes_short_path = self._starts_silently = False
         self._has_started = self._closure_evaluated = False
-        self.has_new_gradients = self.ends_with_batch = False
-        self._calls_before_step = 0
+        self.has_new_gradients = self.ends_with_batch = self.always_sees_calls = False
+        self._calls_before_step = self._calls_at_backward = 0
         self.model = ModelWatch(
             context.model,
-            callbacks.before_forward,
-            callbacks.after_forward,
+            self._before_forward,
+            self._after_forward,
             self._gradient_arrives,
             self._backward_ends,
-            context.called,
+            self.called,
         )
         self._indirect = IndirectBackwards(
             self.model, self.optimizers, self.losses, self._backward_begins, self._backward_ends
         )
-        self.hooks_changed()
 
     @property
     def is_between_steps(self) -> bool:
@@ -98,31 +110,52 @@ class GradientWatch:
         calls = self.model.calls_seen
         return bool(calls) and calls == self._calls_before_step and not self.has_new_gradients
 
+    def find_place(self) -> tuple[int, int]:
+        """Return the batch in progress, counted by calls of the model, and its stage.
+
+        Stages are those of `RankWatch`. A thread may call this.
+        """
+        calls = self.model.calls_seen
+        if not self.model.is_running and calls <= self._calls_before_step:
+            return calls + 1, 0
+        has_run = calls == self._calls_at_backward or running_backward() is not None
+        return calls, 2 if has_run else 1
+
     def start(self) -> None:
         """Training has started: the first call of the model need not be watched for it."""
         self._has_started = True
         self.hooks_changed()
 
     def hooks_changed(self) -> None:
-        """Watch what the enabled hooks need, and no more."""
+        """Watch what the enabled hooks need, and no more; nothing before the first call."""
         fire = self.dispatchers
-        self.needs = needs = HookNeeds.of(
-            self.hooks, has_run=self.callbacks.record_step is not None
-        )
-        if needs.calls:
-            self.checks.check_compiled()
+        self.needs = needs = HookNeeds.of(self.hooks, has_run=self.loop.record.is_wanted)
+        self.checks.check_hooks(on_calls=needs.calls)
         self.losses.wanted = needs.loss
         self._clips.wants_norm = needs.grad_norm
         # on_train_start comes before the first forward, also without `with`.
         starts = fire.on_train_start is not None and not self._has_started
-        compiled = is_compiled_in_place(self.context)
+        compiled = is_compiled_in_place(self.context.model, self.called)
+        backward = needs.backward or self.always_sees_calls
         self.model.watch(
-            calls=(needs.calls or starts) and not compiled, backward=needs.backward and not compiled
+            calls=(needs.calls or starts or self.always_sees_calls) and not compiled,
+            backward=backward and not compiled,
         )
         self._clips.listen(needs.clips)
-        self._indirect.listen(needs.backward)
+        self._indirect.listen(backward)
         self._unchecked = True
         self._takes_short_path = self._starts_silently = False
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        if not self.context.generating:
+            self._begin()
+            self.loop.before_forward()
+
+    def _after_forward(self, outputs: Any) -> None:
+        if not self.context.generating:
+            self.loop.after_forward(outputs)
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -148,6 +181,7 @@ class GradientWatch:
 
     def _backward_ends(self) -> None:
         self.has_new_gradients = True
+        self._calls_at_backward = self.model.calls_seen
         if self._stale:
             for i, versions in self._stale.items():
                 if gradient_versions(self.optimizers[i]) != versions:
@@ -178,12 +212,15 @@ class GradientWatch:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
         if loss is None and self.needs.asks_for_loss and not self._verified:
-            self.checks.raise_or_warn([*self.callbacks.unmet_requirements(), *self._unknown_loss()])
+            self.checks.raise_or_warn([*self._unmet(), *self._unknown_loss()])
         return loss
+
+    def _unmet(self) -> list[str]:
+        return list(self._requirements.unmet(self.hooks))
 
     def _unknown_loss(self) -> list[str]:
         who = ", ".join(self.needs.asks_for_loss)
-        return [f"{who} asks for 'loss'{self.context.why_no_loss}"] if who else []
+        return [f"{who} asks for 'loss'{self._requirements.why_no_loss}"] if who else []
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -216,7 +253,7 @@ class GradientWatch:
             if function != "get_total_norm":
                 self.checks.report_scaled_clip(function)
             return False
-        self.callbacks.begin()
+        self._begin()
         self._gradients_ready(i)
         return True
 
@@ -246,13 +283,15 @@ class GradientWatch:
             return  # a batch without backward, whose step is skipped: a later one is checked
         if self._unchecked or problems:
             if self._unchecked:
-                problems = [*self.callbacks.unmet_requirements(), *problems]
+                problems = [*self._unmet(), *problems]
                 if not self._verified:
                     problems += self._unseen()
             self._unchecked = False
             self.checks.raise_or_warn(problems)
             self._verified = True
-            self.callbacks.requirements_met()
+            self.hooks.raise_on_missing_args = False  # from now on, what is missing is a warning
+            for line in self._requirements.pending(self.hooks):
+                log.info("%s", line)
         if self.dispatchers.on_gradients_ready is not None and i in self._versions:
             self.checks.check_versions(self._versions[i], self.optimizers[i])
 
@@ -268,6 +307,6 @@ class GradientWatch:
         """Return what hooks need to have been seen before the first step, and was not."""
         problems = self.checks.unseen_calls(self.model, self.needs.asks_for_loss)
         self.losses.set_step_loss()
-        if self.model.backwards_seen and self.context.known_loss is None:
+        if self.model.backwards_seen and self.context.known("loss") is None:
             problems += self._unknown_loss()
         return problems

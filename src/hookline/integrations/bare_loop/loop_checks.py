@@ -9,16 +9,18 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Never
 
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import LoopError, NotSuppliedError
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
-from hookline.loop.model_watch import ModelGroup, ModelWatch
+from hookline.integrations.bare_loop.requirements import Requirements
+from hookline.loop.event_context import EventContext
+from hookline.loop.model_watch import CalledModules, ModelGroup, ModelWatch
 
 __all__ = ["LoopChecks", "is_compiled_in_place"]
 
@@ -27,13 +29,11 @@ log = logging.getLogger("hookline")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
-def is_compiled_in_place(context: BareLoopEventContext) -> bool:
+def is_compiled_in_place(model: torch.nn.Module, called: CalledModules) -> bool:
     """Return whether `model.compile()` was called, on the model or on what is called instead."""
-    model = context.model
     models = list(model) if isinstance(model, ModelGroup) else [model]
     return any(
-        getattr(each, "_compiled_call_impl", None) is not None
-        for each in (*models, *context.called.parts)
+        getattr(each, "_compiled_call_impl", None) is not None for each in (*models, *called.parts)
     )
 
 
@@ -43,19 +43,23 @@ class LoopChecks:
     Attributes:
         is_first_step: whether no step has ended since the session was attached.
         allow_missing: whether hooks do without what the loop does not provide.
+        on_refusal: called with the error before it is raised in the first step.
     """
 
     def __init__(
         self,
-        context: BareLoopEventContext,
+        context: EventContext,
         hooks: HookManager,
+        requirements: Requirements,
+        called: CalledModules,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._context = context
+        self._context, self._requirements, self._called = context, requirements, called
         self._hooks = hooks
         self._scaler = scaler
         self.is_first_step = True
         self.allow_missing = False
+        self.on_refusal: Callable[[HooklineError], None] | None = None
         self._warned: set[str] = set()
 
     def warn_once(self, key: str, message: str) -> None:
@@ -69,23 +73,50 @@ class LoopChecks:
         if problems and self.is_first_step and not self.allow_missing:
             problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             lines = (f"  - {problem}" for problem in problems)
-            raise NotSuppliedError("Hooks need what this loop does not provide:", *lines)
+            self._refuse(NotSuppliedError("Hooks need what this loop does not provide:", *lines))
         for problem in problems:
             self.warn_once(problem, problem)
 
     def _report(self, key: str, message: str) -> None:
         if self.is_first_step:
-            raise LoopError(message)
+            self._refuse(LoopError(message))
         self.warn_once(key, message)
 
-    def check_compiled(self) -> None:
-        """Raise for a model that was compiled in place."""
-        if is_compiled_in_place(self._context):
-            raise LoopError(
+    def _refuse(self, error: HooklineError) -> Never:
+        if self.on_refusal is not None:
+            self.on_refusal(error)
+        raise error
+
+    def check_hooks(self, *, on_calls: bool) -> None:
+        """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons.
+
+        Args:
+            on_calls: whether hooks on the model's calls are needed.
+        """
+        problems = self._closure_problems()
+        if on_calls and is_compiled_in_place(self._context.model, self._called):
+            problems.append(
                 "This model was compiled in place (model.compile()), so hooks on its call would "
                 "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
                 "loop and attach it."
             )
+        if problems:
+            raise LoopError(*problems)
+
+    def _closure_problems(self) -> list[str]:
+        """Return a line for hooks on the gradients of LBFGS, which evaluates its closure often."""
+        if not any(isinstance(each, torch.optim.LBFGS) for each in self._context.optimizers):
+            return []
+        events = ("on_gradients_ready", "on_before_optimizer_step", "update")
+        asking = [label for event in events for label in self._hooks.listeners(event)]
+        asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
+        if not asking:
+            return []
+        return [
+            f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
+            "evaluates its closure many times in a step. Remove the hook, or use "
+            "on_after_backward."
+        ]
 
     def check_attached(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise for an optimizer that was not attached."""
@@ -110,20 +141,6 @@ class LoopChecks:
                 "scaler",
                 "attach was given a scaler, but the loop calls optimizer.step() itself, on scaled "
                 "gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
-            )
-
-    def check_closure(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise for hooks on the gradients of an optimizer that evaluates its closure often."""
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            return
-        events = ("on_gradients_ready", "on_before_optimizer_step", "update")
-        asking = [label for event in events for label in self._hooks.listeners(event)]
-        asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
-        if asking:
-            raise LoopError(
-                f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
-                "evaluates its closure many times in a step. Remove the hook, or use "
-                "on_after_backward."
             )
 
     def check_versions(self, versions: Versions, optimizer: torch.optim.Optimizer) -> None:
@@ -184,7 +201,7 @@ class LoopChecks:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
         return (
-            [f"{listeners} needs on_gradient_clip. {self._context.calls['clip']}"]
+            [f"{listeners} needs on_gradient_clip. {self._requirements.calls['clip']}"]
             if listeners
             else []
         )
@@ -196,13 +213,13 @@ class LoopChecks:
         if forward and not model.calls_seen:
             problems.append(
                 f"{', '.join(forward)} needs calls of the model, but the optimizer steps and the "
-                f"attached model was not called. {self._context.calls['forward']}"
+                f"attached model was not called. {self._requirements.calls['forward']}"
             )
         backward = [*self._listeners("on_after_backward"), *asks_for_loss]
         if backward and not model.backwards_seen:
             problems.append(
                 f"{', '.join(backward)} needs backward, but none was seen that gives the "
-                f"optimizer's parameters gradients. {self._context.calls['backward']}"
+                f"optimizer's parameters gradients. {self._requirements.calls['backward']}"
             )
         if self._hooks.dispatchers.update is not None and (shared := self._shared_parameter()):
             problems.append(

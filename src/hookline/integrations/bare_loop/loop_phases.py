@@ -1,76 +1,160 @@
-"""Begin and end of batches, epochs and validations, as the loop or its host tells of them."""
+"""Batches, epochs and validations of a loop that is not ours, as it tells of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.context import Metrics
-from hookline.integrations.bare_loop.attached_loop import AttachedLoop
-from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.integrations.bare_loop.requirements import CALLS, Requirements
+from hookline.integrations.bare_loop.step_watch import StepWatch
+from hookline.loop.loop import Loop
 from hookline.loop.means import Means
 
-__all__ = ["LoopPhases"]
+__all__ = ["Batch", "LoopPhases"]
 
 
-class LoopPhases(AttachedLoop):
-    """A loop that is told when batches, epochs and validations begin and end."""
+@dataclass(slots=True)
+class Batch:
+    """A batch that the loop loads through the session."""
 
-    _validation_began = 0.0
+    batch: Any
+    index: int
+    loader_idx: int
+    loader_name: str
+    tokens: int | None = None
+    logged: dict[str, Any] = field(default_factory=dict)
+    ended: bool = False
 
-    def _begin_batch(self, batch: Batch) -> None:
+
+class LoopPhases:
+    """Begins and ends batches, epochs and validations, and fires their events.
+
+    Args:
+        loop: the loop.
+        requirements: what the loop provides.
+        fire: fires an event by its name.
+        count_tokens: returns the tokens of a batch; None if batches have none.
+
+    Attributes:
+        watch: watches model and optimizers; it ends the batches that complete a step.
+        validation: the means of the validation in progress; None outside of one.
+        resumed_epoch: the epoch that was in progress when a checkpoint was saved.
+        epoch_is_over: whether no epoch has begun since the last one.
+        other_metrics: returns further metrics of a training batch that ends.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        requirements: Requirements,
+        fire: Callable[[str], None],
+        count_tokens: Callable[[Any], int | None] | None,
+    ) -> None:
+        self._loop, self._requirements = loop, requirements
+        self._fire, self._count_tokens = fire, count_tokens
+        self.watch: StepWatch
+        self.validation: Means | None = None
+        self._validation_began = 0.0
+        self.resumed_epoch: int | None = None
+        self.epoch_is_over = False
+        self.other_metrics: Callable[[], Mapping[str, Any]] | None = None
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch in progress, or the last one; None if the loop does not tell of batches."""
+        batch: Batch | None = self._loop.context.known("current_batch")
+        return batch
+
+    @batch.setter
+    def batch(self, batch: Batch | None) -> None:
+        context = self._loop.context
+        context.provide("current_batch", batch)
+        if batch is None:
+            for name in ("batch", "batch_idx", "dataloader_idx", "dataloader_name"):
+                context.provide(name, None)
+        else:
+            context.batch, context.batch_idx = batch.batch, batch.index
+            context.dataloader_idx, context.dataloader_name = batch.loader_idx, batch.loader_name
+
+    def begin_batch(self, batch: Batch) -> None:
         """Begin a batch, of training or validation."""
-        watch, trains = self._step_watch, self._validation is None
+        watch, trains = self.watch, self.validation is None
         if trains and watch.phases.timed:
             watch.phases.begin_batch()
-        self._context.known_batch = batch
+        self.batch = batch
         watch.losses.batch_begins()
-        if self._tokens_fn is not None and (tokens := self._tokens_fn(batch.batch)) is not None:
-            batch.tokens = tokens
-            self._supplied.add("tokens")
-        fire = self.hooks.dispatchers
+        if self._count_tokens is not None and (n := self._count_tokens(batch.batch)) is not None:
+            batch.tokens = n
+            self._requirements.provided.add("tokens")
         if not trains:
             self._fire("on_validation_batch_start")
-        elif fire.on_train_batch_start is not None:
+        elif watch.dispatchers.on_train_batch_start is not None:
             self._fire("on_train_batch_start")
 
-    def _begin_epoch(self, epoch: int) -> None:
-        self._context.known_epoch = epoch
-        if self._resumed_epoch != epoch:  # else it was interrupted, and has means already
-            self._context.means = Means()
-            self._validated = {}
-        self._resumed_epoch, self._epoch_is_over = None, False
+    def end_batch(self) -> None:
+        """End the batch in progress, if there is one."""
+        context, watch, batch = self._loop.context, self.watch, self.batch
+        if batch is None or batch.ended:
+            return
+        batch.ended = True
+        if watch.phases.timed:
+            watch.phases.end_part()
+        if self.validation is not None:
+            context.event_metrics = Metrics(batch.logged)
+            context.provide("loss", batch.logged.get("loss"))
+            self._requirements.why_no_loss = f". {CALLS['log']}"
+            self._fire("on_validation_batch_end")
+            return
+        if batch.tokens is not None:
+            context.tokens_seen = (context.known("tokens_seen") or 0) + batch.tokens
+        if watch.dispatchers.on_train_batch_end is not None:
+            loss = watch.batch_loss() if watch.losses.wanted else None
+            known = {} if loss is None else {"loss": loss}
+            wants_more = self.other_metrics is not None and watch.needs.batch_metrics
+            more = self.other_metrics() if wants_more and self.other_metrics is not None else {}
+            context.event_metrics = Metrics({**known, **batch.logged, **more})
+            self._fire("on_train_batch_end")
+
+    # -- epochs -----------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch; one that was interrupted has means already."""
+        context = self._loop.context
+        context.epoch = epoch
+        if self.resumed_epoch != epoch:
+            context.means, context.validated = Means(), {}
+        self.resumed_epoch, self.epoch_is_over = None, False
         self._fire("on_epoch_start")
-        self._step_watch.phases.wait_for_data()
+        self.watch.phases.wait_for_data()
 
-    def _end_epoch(self) -> None:
-        self._epoch_is_over = True
-        own, agreement = self._context.means, self._agreement
-        means = own.means() if agreement is None else agreement.epoch_means(own, self.run)
-        self._context.metrics = Metrics(means | self._validated)
-        self._fire("on_epoch_end")
-        self._agree()
-        if self._recorder is not None:
-            self._recorder.epoch(self._context.step, self._context.known_epoch, means)
+    def end_epoch(self) -> None:
+        """End the epoch, with the means over all ranks."""
+        self.epoch_is_over = True
+        loop = self._loop
+        if not loop.ranks.is_alone:
+            loop.ranks.records.report(loop.record.sink)
+        loop.end_epoch(loop.ranks.means(loop.context.means), self._fire)
 
-    def _begin_validation(self) -> Means:
-        self._validation = means = Means()
-        self._validation_began = self._step_watch.phases.begin_span()
-        self._context.evaluating = True
+    # -- validations ------------------------------------------------------------------------------
+
+    def begin_validation(self) -> Means:
+        """Begin a validation; return what its values are added to."""
+        self.validation = means = Means()
+        self._validation_began = self.watch.phases.begin_span()
+        self._loop.context.evaluating = True
         return means
 
-    def _end_validation(self, values: Mapping[str, Any]) -> None:
+    def end_validation(self, values: Mapping[str, Any]) -> None:
         """Give hooks the metrics of a validation, and record them."""
-        self._context.metrics = metrics = Metrics(values)
-        self._fire("on_validation_end")
-        self._validated = dict.copy(metrics)
-        if self._recorder is not None:
-            self._recorder.metrics(self._context.step, self._context.known_epoch, metrics)
-        if "val/accuracy" in metrics:
-            self.best_accuracy = max(self.best_accuracy, float(metrics["val/accuracy"]))
+        self._loop.end_validation(values, self._fire)
 
-    def _leave_validation(self) -> None:
-        if self._validation is not None:
-            self._step_watch.phases.end_span("validation", self._validation_began)
-        self._validation = None
-        self._context.evaluating = False
+    def leave_validation(self) -> None:
+        """Leave a validation, also one that has failed."""
+        if self.validation is not None:
+            self.watch.phases.end_span("validation", self._validation_began)
+        self.validation = None
+        self._loop.context.evaluating = False

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hookline.context import LazyFloat
+from hookline.context import NO_LOSS, LazyFloat
 from hookline.integrations.bare_loop.backward_watch import running_backward
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext
+from hookline.integrations.bare_loop.requirements import Requirements
+from hookline.loop.event_context import EventContext
 
 __all__ = ["LossTracker"]
 
@@ -48,6 +49,7 @@ class LossTracker:
 
     Args:
         context: gets the losses.
+        requirements: gets why there is no loss.
         scaler: what multiplies the loss before backward.
         divided: whether the loop divides its losses by the number of batches in a step; None to
             find out.
@@ -60,14 +62,15 @@ class LossTracker:
 
     def __init__(
         self,
-        context: BareLoopEventContext,
+        context: EventContext,
+        requirements: Requirements,
         scaler: torch.amp.GradScaler | None,
         divided: bool | None = None,
     ) -> None:
         self.wanted = False
         self.turns = 0
         self.divisor: float | None = None
-        self._context = context
+        self._context, self._requirements = context, requirements
         self._scaler = scaler
         self._divided = divided
         self._step: list[BackwardLoss] = []
@@ -131,7 +134,9 @@ class LossTracker:
             self._step.clear()
         seen.host_divisor, seen.turn = self.divisor, self.turns
         self._step.append(seen)
-        self._batch.append(seen)
+        batch = self._context.known("current_batch")
+        if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
+            self._batch.append(seen)
 
     def keep_first(self) -> None:
         """Keep the loss of a closure's first evaluation as that of the step."""
@@ -144,7 +149,7 @@ class LossTracker:
     def set_batch_loss(self) -> LazyFloat | None:
         """Set the context's loss to that of the batch that ends; return it."""
         self._set(self._batch, self._counts)
-        loss: LazyFloat | None = self._context.known_loss
+        loss: LazyFloat | None = self._context.known("loss")
         return loss
 
     def set_step_loss(self) -> None:
@@ -160,7 +165,7 @@ class LossTracker:
             self._learn([seen for seen in losses if seen.turn == turn])
         own = self._set(losses, self._counts)
         if own:
-            self._context.latest_loss = self._context.known_loss
+            self._context.latest_loss = self._context.loss
             for loss in own:
                 self._context.means.add("train/loss", loss)
 
@@ -218,32 +223,33 @@ class LossTracker:
 
     def _set(self, losses: list[BackwardLoss], counts: dict[int, int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
-        context = self._context
-        context.known_loss, context.why_no_loss = None, ""
+        context, absent = self._context, self._requirements
+        context.provide("loss", None)
+        absent.why_no_loss = ""
         own: list[torch.Tensor] = []
         for seen in losses:
             divisor = self._divisor(seen, counts.get(seen.turn, 0))
             if seen.loss is not None and divisor is not None:
                 own.append(seen.loss if divisor == 1.0 else seen.loss * divisor)
             elif seen.loss is not None:
-                context.why_no_loss = (
+                absent.why_no_loss = (
                     ", because it comes out of a compiled function, and it cannot be seen whether "
                     "it was divided for gradient accumulation. Say so: "
                     "`attach(…, loss_divided=True)` or `False`."
                 )
         if not losses and self.wanted:
             self._report_no_backward()
-            context.known_loss = LazyFloat(math.nan)
+            context.loss = NO_LOSS
             return []
         if len(own) < len(losses) or not losses:
-            context.why_no_loss = context.why_no_loss or (
-                f", because backward was not called on a single number. {context.calls['backward']}"
+            absent.why_no_loss = absent.why_no_loss or (
+                f", because backward was not called on a single number. {absent.calls['backward']}"
             )
             return []
         if len(own) == 1:
-            context.known_loss = LazyFloat(own[0])
+            context.loss = LazyFloat(own[0])
         else:
-            context.known_loss = LazyFloat(
+            context.loss = LazyFloat(
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own

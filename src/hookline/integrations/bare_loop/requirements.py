@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from hookline.dispatch import HookManager
 from hookline.errors import NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 
-__all__ = ["CALLS", "calls_for", "not_supplied", "pending_requirements", "unmet_requirements"]
+__all__ = ["CALLS", "Requirements", "calls_for"]
 
 CALLS: Mapping[str, str] = {
     "epoch": "Wrap each epoch: `with session.epoch():`.",
@@ -58,36 +59,61 @@ _ARGUMENTS = {
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
-def not_supplied(argument: str, calls: Mapping[str, str] = CALLS) -> NotSuppliedError:
-    """Return the error for an argument that this loop has not provided."""
-    call = calls[_ARGUMENTS[argument]]
-    return NotSuppliedError(f"This loop has not provided '{argument}'. {call}")
+class Requirements:
+    """What hooks need of a loop, what it provides, and what to do about the rest.
 
-
-def unmet_requirements(
-    hooks: HookManager,
-    supplied: set[str],
-    needs: Iterable[str] = CALLS,
-    calls: Mapping[str, str] = CALLS,
-) -> Iterator[str]:
-    """Yield a line for everything that hooks need and the loop has not provided.
-
-    Args:
-        hooks: the hooks.
-        supplied: the keys of `CALLS` for what the loop provides.
-        needs: the keys of `CALLS` to look at; by default all.
+    Attributes:
+        provided: the keys of `CALLS` for what the loop provides.
         calls: what to do about each need, where it is not a call of the loop.
+        why_no_loss: the end of the sentence that the loop has not provided the loss.
     """
-    looked_at = set(needs) - supplied
-    yield from _waiting(hooks, looked_at - _MAY_COME_LATER, "needs", calls)
-    for event, _ in _listening(hooks):
-        if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
-            continue  # its arguments come with it
-        known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
-        for argument, asking in hooks.required_arguments(event).items():
-            need = _ARGUMENTS.get(argument)
-            if need in looked_at - known:
-                yield f"{', '.join(asking)} asks for '{argument}'. {calls[need]}"
+
+    def __init__(self) -> None:
+        self.provided: set[str] = set()
+        self.calls: Mapping[str, str] = CALLS
+        self.why_no_loss = f". {CALLS['backward']}"
+
+    def read_absent(self, name: str) -> Any:
+        """Raise for an argument that this loop has not provided."""
+        if name == "loss":
+            raise NotSuppliedError(f"This loop has not provided 'loss'{self.why_no_loss}")
+        if name not in _ARGUMENTS:
+            raise AttributeError(f"The event context has no '{name}'.")
+        call = self.calls[_ARGUMENTS[name]]
+        raise NotSuppliedError(f"This loop has not provided '{name}'. {call}")
+
+    def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
+        """Yield a line for everything that hooks need and the loop has not provided.
+
+        Args:
+            hooks: the hooks.
+            needs: the keys of `CALLS` to look at; by default all.
+        """
+        looked_at = set(needs) - self.provided
+        yield from self._waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
+        for event, _ in _listening(hooks):
+            if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
+                continue  # its arguments come with it
+            known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
+            for argument, asking in hooks.required_arguments(event).items():
+                need = _ARGUMENTS.get(argument)
+                if need in looked_at - known:
+                    yield f"{', '.join(asking)} asks for '{argument}'. {self.calls[need]}"
+
+    def pending(self, hooks: HookManager) -> Iterator[str]:
+        """Yield a line for everything that may still come: validation and checkpoints."""
+        yield from self._waiting(hooks, _MAY_COME_LATER - self.provided, "waits for")
+
+    def _waiting(self, hooks: HookManager, needs: set[str], verb: str) -> Iterator[str]:
+        """Yield a line for each of these needs that hooks have events for."""
+        by_need: dict[str, list[tuple[str, list[str]]]] = {}
+        for event, listeners in _listening(hooks):
+            if (need := _EVENTS.get(event)) is not None and need in needs:
+                by_need.setdefault(need, []).append((event, listeners))
+        for need, events in by_need.items():
+            labels = ", ".join(label for _, listeners in events for label in listeners)
+            names = " and ".join(event for event, _ in events)
+            yield f"{labels} {verb} {names}. {self.calls[need]}"
 
 
 def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
@@ -96,26 +122,6 @@ def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
     if event == "on_train_start":
         needs -= {"epoch", "tokens"}
     return needs | ({_EVENTS[event]} if event in _EVENTS else set())
-
-
-def pending_requirements(
-    hooks: HookManager, supplied: set[str], calls: Mapping[str, str] = CALLS
-) -> Iterator[str]:
-    """Yield a line for everything that may still come: validation and checkpoints."""
-    yield from _waiting(hooks, _MAY_COME_LATER - supplied, "waits for", calls)
-
-
-def _waiting(
-    hooks: HookManager, needs: set[str], verb: str, calls: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield a line for each of these needs that hooks have events for."""
-    by_need: dict[str, list[tuple[str, list[str]]]] = {}
-    for event, listeners in _listening(hooks):
-        if (need := _EVENTS.get(event)) is not None and need in needs:
-            by_need.setdefault(need, []).append((event, listeners))
-    for need, events in by_need.items():
-        labels = ", ".join(label for _, listeners in events for label in listeners)
-        yield f"{labels} {verb} {' and '.join(event for event, _ in events)}. {calls[need]}"
 
 
 def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:

@@ -9,14 +9,15 @@ bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
-__all__ = ["ScalerWatch"]
+from hookline.integrations.hosts.wrapped_methods import WrappedMethods
 
-_REPLACED = ("step", "unscale_")
+__all__ = ["ScalerWatch"]
 
 
 class Listener(Protocol):
@@ -34,57 +35,57 @@ class ScalerWatch:
     _all: ClassVar[WeakKeyDictionary[torch.amp.GradScaler, ScalerWatch]] = WeakKeyDictionary()
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._replaced = {name: scaler.__dict__.get(name) for name in _REPLACED}
-        self._step = scaler.step
-        self._unscale = scaler.unscale_
-        self._enabled = scaler.is_enabled
-        self._listeners: list[Listener] = []
+        self._scaler = scaler
+        self.listeners: list[Listener] = []
         self._unscaled: set[int] = set()
-        scaler.step = self.step  # type: ignore[method-assign]
-        scaler.unscale_ = self.unscale_  # type: ignore[method-assign]
+        self._wrapped = WrappedMethods()  # which are not in copies and pickles of the scaler
+        self._wrapped.wrap(scaler, "step", self._step)
+        self._wrapped.wrap(scaler, "unscale_", self._unscale)
 
     @classmethod
     def listen(cls, scaler: torch.amp.GradScaler, listener: Listener) -> None:
         """Add a listener to the scaler's watch."""
         if scaler not in cls._all:
             cls._all[scaler] = cls(scaler)
-        cls._all[scaler]._listeners.append(listener)
+        cls._all[scaler].listeners.append(listener)
 
     @classmethod
     def leave(cls, scaler: torch.amp.GradScaler | None, listener: Listener) -> None:
         """Remove a listener; the last one restores the scaler."""
         watch = cls._all.get(scaler) if scaler is not None else None
-        if scaler is None or watch is None or listener not in watch._listeners:
+        if scaler is None or watch is None or listener not in watch.listeners:
             return
-        watch._listeners.remove(listener)
-        if not watch._listeners:
+        watch.listeners.remove(listener)
+        if not watch.listeners:
             del cls._all[scaler]
-            for name, value in watch._replaced.items():
-                if value is None:
-                    delattr(scaler, name)
-                else:
-                    setattr(scaler, name, value)
+            watch.restore()
+
+    def restore(self) -> None:
+        """Put the scaler's own methods back."""
+        self._wrapped.restore()
 
     def _listening(self, optimizer: torch.optim.Optimizer) -> list[Listener]:
-        return [listener for listener in self._listeners if listener.watches(optimizer)]
+        return [listener for listener in self.listeners if listener.watches(optimizer)]
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def _unscale(self, unscale: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
         """Unscale as the scaler does, then call the listeners."""
-        self._unscale(optimizer)
+        unscale(optimizer)
         self._unscaled.add(id(optimizer))
         for listener in self._listening(optimizer):
             listener.unscaled(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self, step: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
         """Step as the scaler does, with gradients unscaled before the optimizer is called."""
         listeners = self._listening(optimizer)
-        if not self._enabled() or not listeners:
-            return self._step(optimizer, *args, **kwargs)
+        if not self._scaler.is_enabled() or not listeners:
+            return step(optimizer, *args, **kwargs)
         if id(optimizer) not in self._unscaled:
-            self.unscale_(optimizer)
+            self._scaler.unscale_(optimizer)
         for listener in listeners:
             listener.scaler_steps(optimizer)
-        result = self._step(optimizer, *args, **kwargs)
+        result = step(optimizer, *args, **kwargs)
         self._unscaled.discard(id(optimizer))
         for listener in listeners:
             listener.scaler_stepped(optimizer)

@@ -1,20 +1,33 @@
-"""Session: what `attach` returns, with the calls that give hooks more."""
+"""Session: what `attach` returns. It connects hooks to a loop that is not ours, and detaches them.
+
+    attach → __init__ → _connect      watch model, optimizers and scaler
+    with, or the first call → begin   join the ranks, start the run, on_train_start
+    the loop calls                    batches, epoch, validation, backward, log, save_checkpoint …
+    each step → _after_step           the ranks agree; what was requested is saved before the next
+    the end → detach                  on_train_end; everything is removed again
+
+The file is long because it is the list of what a loop may call, each with its contract.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 from math import inf
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 
 from hookline.arguments import (
+    as_reason,
     check_flag,
     check_instance,
     check_mapping,
@@ -25,23 +38,68 @@ from hookline.arguments import (
     describe_value,
 )
 from hookline.context import LazyFloat
-from hookline.dispatch.compiler import DISPATCHER_FILE
-from hookline.errors import ArgumentError, HooklineError, LoopError
-from hookline.integrations.bare_loop.bare_loop_context import BareLoopEventContext, Batch
-from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
-from hookline.integrations.bare_loop.loop_phases import LoopPhases
-from hookline.loop.evaluation import samples_in
+from hookline.dispatch import HookManager, HookSettings
+from hookline.dispatch.calling_hook import is_firing
+from hookline.errors import (
+    ArgumentError,
+    HooklineError,
+    LoopError,
+    NotSuppliedError,
+    StopTraining,
+    listed,
+)
+from hookline.files.plain_names import is_plain_name
+from hookline.hook import Hook
+from hookline.integrations.bare_loop.exit_handler import detach_at_exit
+from hookline.integrations.bare_loop.generation import GenerationWatch
+from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
+from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
+from hookline.integrations.bare_loop.requirements import CALLS, Requirements
+from hookline.integrations.bare_loop.step_watch import StepWatch
+from hookline.integrations.bare_loop.stop_request import StopRequest
+from hookline.interrupts import AllowedInterrupts, HeldInterrupts
+from hookline.loop.control_requests import SaveRequest
+from hookline.loop.evaluation import count_tokens, make_counter, samples_in
+from hookline.loop.event_context import EventContext, device_of
+from hookline.loop.forked_process import leave_in_forks, stay_in_forks
+from hookline.loop.loop import Loop, Phase, announce
+from hookline.loop.loop_state import SavedAttributes, StateItem, adapt_means, adapt_tokens
+from hookline.loop.model_watch import CalledModules, ModelGroup
+from hookline.loop.phase_times import PhaseTimes
+from hookline.loop.processes import is_main_process, local_rank
+from hookline.loop.random_state import restore_random_state
+from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
+from hookline.loop.record import Record
+from hookline.loop.signals import HeldTermination, TerminationWatch
+from hookline.loop.weak_methods import weak_method, weaken_methods
 
 if TYPE_CHECKING:
-    from hookline.runs.run import Kind
+    from hookline.config.trainer_config import CheckpointConfig
+    from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+    from hookline.integrations.bare_loop.session_saves import SessionSaves
+    from hookline.runs.identity import Identity
+    from hookline.runs.run import Kind, Run
 
-__all__ = ["Session"]
+__all__ = ["DefaultRuns", "Session"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
 
+_attached: WeakSet[Session] = WeakSet()
 
-class Session(LoopPhases):
+_STATE = (  # what a checkpoint of the loop's own, or of another library, has of a session
+    *("hooks", "attributes", "disabled", "step", "best_accuracy", "run", "logged", "unreported"),
+    *("means", "tokens_seen", "epoch"),
+)
+
+
+class DefaultRuns(Enum):
+    """Where runs are written if the user does not say: `runs`, if a hook logs values to the run."""
+
+    IF_RECORDED = "runs"
+
+
+class Session:
     """What `attach` returns: the handle to detach, and the calls that give hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
@@ -49,9 +107,791 @@ class Session(LoopPhases):
     `detach()` ends it. Hooks get it as `trainer`, and may set attributes of their own on it.
 
     Attributes:
+        model: the model.
+        optimizers: the optimizers.
+        schedulers: the learning-rate schedulers.
+        scaler: the GradScaler; None without one.
+        config: the configuration.
+        hooks: the hooks.
         run: the run and its folder; None without `attach(…, runs=…)`, before training starts, and
             on ranks other than the first.
+        started: whether training has started.
+        has_failed_to_start: whether an error or Ctrl-C has ended it in `attach` or
+            `on_train_start`.
     """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        hooks: Iterable[Hook] | HookManager,
+        *,
+        schedulers: list[Any],
+        scaler: torch.amp.GradScaler | None,
+        config: Any,
+        tokens: Callable[[Any], int] | Literal["auto"] | None,
+        settings: HookSettings | None,
+        loss_divided: bool | None,
+        on_stop: Literal["warn", "raise"],
+        stop_grace: int,
+        runs: str | os.PathLike[str] | Run | DefaultRuns | None,
+        checkpoints: CheckpointConfig,
+        hparams: dict[str, Any],
+        name: str | None,
+        tags: Iterable[str],
+        trackers: Any = None,
+        report: bool = True,
+        watch_generation: bool = False,
+        accumulated_batches: int = 0,
+    ) -> None:
+        if isinstance(hooks, HookManager):
+            given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
+        else:
+            hooks = hooks if isinstance(hooks, Hook) else list(hooks)  # one alone is refused below
+            given_hooks = [] if isinstance(hooks, Hook) else hooks
+        if isinstance(runs, DefaultRuns):
+            records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
+            records = records or trackers is not None or any(map(saves_checkpoints, given_hooks))
+            runs = runs.value if records else None
+        self.model, self.optimizers = model, optimizers
+        self.schedulers, self.scaler = schedulers, scaler
+        self.hparams, self.name, self.tags = hparams, name, list(tags)
+        self.config = SimpleNamespace(debug=False) if config is None else config
+        self.run: Run | None = None
+        self._runs, self._wants_report = runs, report
+        self._loss_divided, self._accumulated_batches = loss_divided, accumulated_batches
+        self._watches_generation = watch_generation
+        self._requirements = Requirements()
+        given = {"config": config, "run": runs}
+        self._requirements.provided = {n for n, value in given.items() if value is not None}
+        self.hooks, self.loop = self._make_loop(
+            hooks, settings, config, Record(runs, trackers), checkpoints
+        )
+        own_count = None if tokens is None or isinstance(tokens, str) else make_counter(tokens)
+        count = count_tokens if isinstance(tokens, str) else own_count
+        self._phases = LoopPhases(self.loop, self._requirements, self._fire, count)
+        self._batch_idx = 0  # of the next batch, where another library's trainer counts them
+        self._stop = StopRequest(self.loop.requests, on_stop, stop_grace)
+        self._saves: SessionSaves | None = None  # made when it is needed
+        self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
+        self._unreported: list[Any] = []  # values of steps that were not recorded when it was saved
+        self._identity: Identity | None = None
+        self._undo = ExitStack()  # what was attached to model, optimizers and scaler, and the run
+        self._cancel_detach_at_exit: Callable[[], None] | None = None
+        self._termination: TerminationWatch | None = None
+        self._generation: GenerationWatch | None = None
+        self.started = self.has_failed_to_start = False
+        self._ended = self._has_left = False  # hooks are called no more when it has left
+        self._is_in_block = False  # whether a `with` block of this session is being run
+        self._warned_late_log = self._warned_no_run = False
+        if optimizers:
+            self._describe()
+            for other in list(_attached):
+                if self._trains_like(other) and self.is_equal_to(other):
+                    self.replace(other)
+            self._connect()
+
+    def _make_loop(
+        self,
+        hooks: Iterable[Hook] | HookManager,
+        settings: HookSettings | None,
+        config: Any,
+        record: Record,
+        checkpoints: CheckpointConfig,
+    ) -> tuple[HookManager, Loop]:
+        context = EventContext(self, self._requirements.read_absent)
+        context.connect(self.model, self.optimizers)
+        context.provide("config", config)
+        if self._runs is not None:
+            context.run = None  # until training starts, and on ranks other than the first
+        manager = HookManager(source=context, settings=settings)
+        manager.raise_on_missing_args = True  # until the first step
+        manager.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
+        manager.register_hooks(hooks)
+        loop = Loop(
+            context,
+            manager,
+            record,
+            checkpoints,
+            attributes=SavedAttributes(self),
+            weights=weak_method(self._weights),
+            no_folder=LoopError(
+                "There is no run folder to save into. Give a path: `save_checkpoint('…')`, or a "
+                "folder for runs: `attach(…, runs='runs')`."
+            ),
+        )
+        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
+        loop.state.scaler = self.scaler
+        return manager, loop
+
+    # -- attaching --------------------------------------------------------------------------------
+
+    def _trains_like(self, other: Session) -> bool:
+        """Return whether another session is attached to the same models and optimizers.
+
+        One in a `with` block will end there, and so may have another within.
+        """
+        mine, others = (
+            list(map(id, [*_parts(session.model), *session.optimizers]))
+            for session in (self, other)
+        )
+        return mine == others and not other.has_ended and not other.is_in_block
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether training with these hooks has ended."""
+        return self._ended
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether a `with` block of this session is being run."""
+        return self._is_in_block
+
+    def is_equal_to(self, other: Session) -> bool:
+        """Return whether another session has equal hooks, in name, class and options, and runs."""
+        from hookline.runs.jsonable import canonical_json
+
+        return canonical_json(self.describe()) == canonical_json(other.describe())
+
+    def describe(self) -> list[Any]:
+        """Return what makes two sessions equal: their hooks, and where they write."""
+        hooks = [
+            [hook.name, hook.cls, hook.schedule, hook.events, hook.unmasked_options]
+            for hook in self.hooks.describe()
+        ]
+        return [*hooks, self._runs, self.name]
+
+    def replace(self, other: Session) -> None:
+        """End a session that was attached by an equal call, so that hooks are called once."""
+        log.warning(
+            "An equal session (hooks: %s) was attached already, after step %d. It ends now, and "
+            "this one replaces it. To end it yourself, call session.detach(), or use `with "
+            "hookline.attach(…):`.",
+            *(listed(other.hooks.list_hooks()), other.step),
+        )
+        if other.started:
+            other.stop("an equal session has replaced it")
+        try:
+            other.detach()
+        except HooklineError:
+            log.exception("A hook failed at the end of the session that was replaced.")
+
+    def _describe(self) -> None:
+        """Describe what is trained, and its configuration, before anything changes them."""
+        if self.loop.record.is_wanted and self._identity is None:
+            self._identity = self._make_identity()
+
+    def _make_identity(self) -> Identity:
+        from hookline.runs.identity import Identity
+        from hookline.runs.jsonable import to_jsonable
+        from hookline.runs.training_description import describe_training, list_parameters
+
+        given = to_jsonable(self.loop.context.known("config"))
+        config = given if isinstance(given, dict) else {} if given is None else {"config": given}
+        training, names = describe_training(self), list_parameters(self)
+        return Identity(config, training, names, self.name, self.tags, self.hparams)
+
+    def _connect(self, called: CalledModules | None = None) -> None:
+        """Watch the model and the optimizers; if that fails, they are as before."""
+        loop = self.loop
+        watch = self._watch = self._phases.watch = StepWatch(
+            loop,
+            self._requirements,
+            begin=self.begin,
+            end_batch=self._phases.end_batch,
+            called=called,
+            loss_divided=self._loss_divided,
+        )
+        watch.losses.expect_divisor(self._accumulated_batches)
+        generation = self._generation = GenerationWatch(self.model, self._set_generating)
+        loop.watch, loop.on_fork = watch.hooks_changed, self._leave_in_fork
+        loop.state.add_items = weak_method(self._state_items)
+        undo = self._undo.callback
+        try:
+            with HeldInterrupts():
+                # Each is undone also if it fails halfway; what has not begun is left alone.
+                undo(self._leave_cycles)
+                undo(self._stop_watching_termination)
+                undo(self._close_record)
+                undo(self._close_checkpoints)
+                undo(self._stop_listening)
+                _attached.add(self)
+                undo(generation.stop)
+                generation.start()
+                undo(watch.detach)
+                watch.attach()
+                undo(loop.probes.close)
+                loop.phase = Phase.BETWEEN_STEPS
+                loop.listen()
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
+    def _state_items(self) -> list[StateItem]:
+        """Return the items of a checkpoint's state that our own trainer does not have, or else."""
+        context, record, phases = self.loop.context, self.loop.record, self._phases
+
+        def save_means() -> Any:
+            return {} if phases.epoch_is_over else context.means.state_dict()
+
+        def save_epoch() -> int | None:
+            epoch: int | None = context.known("epoch")
+            return epoch + 1 if epoch is not None and phases.epoch_is_over else epoch
+
+        def load_epoch(epoch: int | None) -> None:
+            context.provide("epoch", epoch - 1 if epoch else None)
+            phases.resumed_epoch = epoch
+
+        def load_tokens(tokens: int | None) -> None:
+            if tokens is not None:
+                context.tokens_seen = tokens
+                self._requirements.provided.add("tokens")
+
+        def load_means(state: Any) -> None:
+            context.means.load_state_dict(state)
+
+        def load_random(state: Any) -> None:
+            if state:
+                restore_random_state(state, device_of(self.model))
+
+        def load_unreported(values: Any) -> None:
+            self._unreported = list(values)
+
+        def save_tokens() -> Any:
+            return context.known("tokens_seen")
+
+        return [
+            StateItem("means", save_means, load_means, adapt_means),
+            StateItem("tokens_seen", save_tokens, load_tokens, adapt_tokens),
+            StateItem("epoch", save_epoch, load_epoch),
+            StateItem("logged", record.unwritten_values, record.load_unwritten_values),
+            StateItem("unreported", self._own_values, load_unreported),
+            StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
+            StateItem("random", self._random_state, load_random, _own_random),
+        ]
+
+    def _own_values(self) -> list[Any]:
+        ranks = self.loop.ranks
+        return [] if ranks.is_alone else ranks.records.own_values()
+
+    def _random_state(self) -> dict[str, Any]:
+        return {} if self._saves is None else self._saves.random()
+
+    def _weights(self) -> Mapping[str, Any]:
+        from hookline.integrations.bare_loop.session_saves import unwrapped
+
+        return unwrapped(self.model).state_dict()
+
+    def refuse(self, error: HooklineError) -> None:
+        """End the session before the first step: hooks would not get what they need."""
+        self.has_failed_to_start = True
+        self.__exit__(type(error), error, None)
+
+    def refuse_quietly(self) -> None:
+        """End the session if the loop is refused in its first step, outside of a `with` block."""
+        self._watch.checks.on_refusal = self.refuse
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Undo `attach`, which has failed or was not followed by training, without any event."""
+        with HeldInterrupts():
+            status = "stopped" if error is None else self._status_after(error)
+            self.loop.context.status = status
+            self._ended = self.has_failed_to_start = True
+            self._leave_loop()
+
+    def _leave_loop(self) -> None:
+        """Undo all that was attached, and close the run; Ctrl-C and SIGTERM wait for that."""
+        with HeldInterrupts(), HeldTermination():
+            self.loop.phase = Phase.IDLE
+            self._undo.close()
+
+    def _stop_listening(self) -> None:
+        """Have nothing attached again when hooks are toggled later."""
+        self._has_left = True
+        _attached.discard(self)
+        self.loop.stop_listening()
+        self.hooks.run_ended()
+        stay_in_forks(self.loop)
+        if self._cancel_detach_at_exit is not None:
+            self._cancel_detach_at_exit()
+
+    def _stop_watching_termination(self) -> None:
+        if self._termination is not None:
+            self._termination.__exit__()
+
+    def _close_checkpoints(self) -> None:
+        if self._saves is not None:
+            self._saves.leave()
+        self.loop.close_checkpoints()
+
+    def _set_generating(self, generating: bool) -> None:
+        context = self.loop.context
+        context.generating = generating
+        context.shows_generation = generating and self._watches_generation
+
+    # -- start and end ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self._check_not_ended()
+            self._watch.checks.on_refusal = None  # the error leaves the block
+            self._is_in_block = True
+            self.begin()
+            return self  # noqa: TRY300  Ctrl-C may come before this
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._end_after(error)
+        except BaseException as later:
+            if not self._ended:  # Ctrl-C before anything was done
+                self._end_after(later)
+            raise
+
+    def _end_after(self, error: BaseException | None) -> None:
+        """End training, after this error, if there is one."""
+        if error is None or self._ended:
+            self.detach()
+            return
+        self.hooks.raise_on_missing_args = False  # one error is enough
+        self._set_failed(error)
+        if not self.loop.ranks.is_alone and self.status != "preempted":
+            self.loop.ranks.processes.report_error(error)
+        try:
+            self._end_quietly(self._fire_exception)
+        finally:  # also after a second Ctrl-C
+            self._end_quietly(self.detach)
+
+    @staticmethod
+    def _end_quietly(end: Callable[[], None]) -> None:
+        """Call this; if a hook fails, the user's own error matters more, and is raised."""
+        try:
+            end()
+        except HooklineError:
+            log.exception("A hook failed at the end of training.")
+
+    def _set_failed(self, error: BaseException) -> None:
+        self.loop.context.exception = error
+        self.loop.context.status = self._status_after(error)
+
+    def _status_after(self, error: BaseException) -> str:
+        """Return how training ends with this exception."""
+        if self._termination is not None and self._termination.has_received:
+            return "preempted"
+        if isinstance(error, SystemExit | GeneratorExit | StopTraining):
+            return "stopped"  # leaving early is not a failure
+        return "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+
+    def _fire_exception(self) -> None:
+        if self.started and self.status not in ("stopped", "preempted"):
+            self._fire("on_exception")
+
+    def begin(self) -> None:
+        """Start training; nothing happens after the first call, which the session makes itself."""
+        if not self.started:
+            self._check_not_ended()
+            with HeldInterrupts():
+                try:
+                    self._start()
+                except BaseException as error:
+                    self.has_failed_to_start = True
+                    self.__exit__(type(error), error, error.__traceback__)
+                    raise
+
+    def _start(self) -> None:
+        """Start training; an error ends the session, and model and optimizers are as before."""
+        loop, context = self.loop, self.loop.context
+        with AllowedInterrupts():
+            self._join_ranks()
+        self._start_saving()
+        with AllowedInterrupts():
+            self._start_record()
+        self._cancel_detach_at_exit = detach_at_exit(self)
+        self.started = True
+        loop.phase = Phase.IN_STEP
+        leave_in_forks(loop)
+        self._watch_termination()
+        self.hooks.run_started()
+        with AllowedInterrupts():
+            known = context.known("epoch"), context.known("tokens_seen")
+            context.epoch, context.tokens_seen = (number or 0 for number in known)  # known here
+            self._fire("on_train_start")
+            context.provide("epoch", known[0])
+            context.provide("tokens_seen", known[1])
+            if self._restored is not None:
+                self._fire_load()
+        self._watch.start()
+
+    def _check_not_ended(self) -> None:
+        if self._ended:
+            raise LoopError(
+                "This session has ended, so its hooks would not be called. Attach again: "
+                "`with hookline.attach(…) as session:`."
+            )
+
+    def _join_ranks(self) -> None:
+        """Agree with the other processes that train the model, if there are any."""
+        wrapper, loop = self._watch.called.wrapper, self.loop
+        if not trains_together(self.model if wrapper is None else wrapper, self.optimizers):
+            return
+        processes = join_ranks(self.hooks)
+        loop.ranks = RankSync(processes, self.hooks, loop.context)
+        loop.ranks.begin()
+        loop.is_sharded = is_sharded_loop(self.optimizers)
+        self._watch.always_sees_calls = True
+        loop.ranks.watch_ranks(self._find_place, loop.record.event)
+        self._stop.needs_agreement = True
+        self._watch.skips.share(lambda skips: processes.any(skips)[0])
+        self._watch.after_step = self._after_step
+        if loop.is_sharded:
+            self._make_saves()  # in all processes, because a hook of any may ask for one
+
+    def _find_place(self) -> tuple[int, int, int]:
+        """Return where this process stands, for `RankWatch`."""
+        epoch = self.loop.context.known("epoch")
+        return -1 if epoch is None else epoch, *self._watch.find_place()
+
+    def _start_saving(self) -> None:
+        """Prepare for hooks that save."""
+        if any(saves_checkpoints(self.hooks.get_hook(name)) for name in self.hooks):
+            self._watch.checks.check_hooks(on_calls=True)
+            self._requirements.provided |= {"checkpoint", "resumed"}  # they cause these events
+            self._make_saves()
+
+    def _start_record(self) -> None:
+        loop, record = self.loop, self.loop.record
+        if not record.is_wanted or not is_main_process():
+            return
+        from hookline.runs.run import Run
+        from hookline.runs.run_lookup import shorten_path
+
+        self._describe()
+        assert self._identity is not None
+        restored, state = self._restored or (None, {})
+        position, is_own = state.get("run"), isinstance(self._runs, Run)
+        record.begin(
+            self._identity,
+            self.hooks.describe(),
+            seed=self._identity.config.get("seed"),
+            device=device_of(self.model),
+            # `notify_checkpoint_loaded` may set it
+            step=None if is_own and restored is None else self.step,
+            resumed_run=None if restored is None else self._find_resumed_run(restored),
+            restored=restored,
+            position=position,
+        )
+        if is_own and restored is not None:
+            record.rewind(position or {"step": self.step})
+        self._record_unreported()
+        self.run = record.run
+        if record.run is not None:
+            loop.context.run = record.run
+            record.start_monitor(
+                device_of(self.model), self.hooks, lambda: loop.context.known("tokens_seen")
+            )
+            self._watch.phases = record.phases
+            announce(f"run {shorten_path(record.run.path)}")
+
+    def _record_unreported(self) -> None:
+        """Write the values that were kept for a mean over all ranks when a checkpoint was saved."""
+        unreported, self._unreported = self._unreported, []
+        for step, epoch, name, value in unreported:
+            self.loop.record.value(step, epoch, name, value, "scalar")
+
+    def _find_resumed_run(self, restored: Path) -> Path | None:
+        """Return the folder of the run that the checkpoint belongs to."""
+        from hookline.runs.run_lookup import find_run_of_checkpoint
+
+        run_id = (self._restored or (None, {}))[1].get("run_id")
+        if isinstance(self._runs, str) and is_plain_name(run_id):
+            folder = Path(self._runs) / run_id
+            return folder if (folder / "manifest.json").is_file() else None
+        return find_run_of_checkpoint(restored)
+
+    def _watch_termination(self) -> None:
+        """Leave the loop at SIGTERM; where a handler of the user's does so, notice it."""
+        # It is known here before it is entered: the signal may come at once.
+        self._termination = TerminationWatch(self.loop.requests, weak_method(self._end_soon))
+        self._termination.__enter__()
+        # A session that nobody detaches is freed with its model, and must leave no handler.
+        weakref.finalize(self, self._termination.__exit__).atexit = False
+
+    def _end_soon(self) -> None:
+        """Record SIGTERM, and look at the end of the step whether it was swallowed."""
+        self._watch.after_step = self._after_step
+        self.loop.record.event("signal", step=self.step, signal="SIGTERM")
+
+    def detach(self) -> None:
+        """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
+        if self._ended:
+            return
+        context = self.loop.context
+        with HeldInterrupts():
+            self._ended = True
+            try:
+                with AllowedInterrupts():
+                    self._end_training()
+            except BaseException as error:
+                if context.exception is None:
+                    self._set_failed(error)
+                raise
+            finally:
+                self._leave_loop()
+        if context.status == "stopped" and self._stop.is_active:
+            reason = f": {self._stop.reason}" if self._stop.reason else ""
+            announce(f"stopped after {context.step} steps{reason}")
+        if context.status in ("completed", "stopped"):
+            for line in self._requirements.pending(self.hooks):
+                log.warning("The loop has ended. %s", line)
+
+    def _end_training(self) -> None:
+        """Save what was requested, and fire `on_train_end`."""
+        loop, context = self.loop, self.loop.context
+        together = False
+        if context.status == "training":
+            ends_early = self._stop.is_active and not self._stop.is_ignored
+            context.status = "stopped" if ends_early else "completed"
+            if self._termination is not None and self._termination.has_received:
+                context.status = "preempted"
+            together = loop.ranks.end_together(loop.record.sink)
+        try:
+            self._finish_checkpoints(together=together)
+        except BaseException as error:  # hooks are told that training ends in any case
+            together = False
+            if context.exception is None:
+                self._set_failed(error)
+            raise
+        finally:
+            if self.started and together:  # in all processes or in none: a hook of rank 0 may save
+                self._make_saves()
+                loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+            elif self.started:
+                self._fire_end()
+
+    def _fire_end(self) -> None:
+        self._fire("on_train_end")
+
+    def _finish_checkpoints(self, *, together: bool) -> None:
+        """Save what was requested, and report it, also to the other processes."""
+        if self._saves is not None:
+            status, exception = self.status, self.loop.context.exception
+            failed = status in ("error", "interrupted")
+            failed |= status == "preempted" and exception is not None  # perhaps within a step
+            self._saves.finish(failed=failed, together=together)
+        if together:
+            self._agree()  # on the checkpoints that have just been finished
+            if self._saves is not None:
+                self._saves.save_requested()
+
+    def _leave_in_fork(self) -> None:
+        self._ended = True
+        self._stop.needs_agreement = False
+        if self._saves is not None:
+            self._saves.leave()
+            self._saves = None
+        self._watch.leave()
+        if self._generation is not None:
+            self._generation.stop()
+
+    def _leave_cycles(self) -> None:
+        """Let what this session refers to, as the model, be freed without the garbage collector."""
+        context = self.loop.context
+        context.trainer = weakref.proxy(self)
+        self.hooks.source = weakref.proxy(context)
+        self.loop.watch = self.loop.on_fork = None
+        self._generation = self._termination = context.exception = None
+        self._watch.checks.on_refusal = None
+        self._saves = None
+        weaken_methods(self._phases)
+
+    def _close_record(self) -> None:
+        """End the run, if there is one, and write its report."""
+        loop, context = self.loop, self.loop.context
+        loop.ranks.stop_watching()
+        if loop.record.sink is None:
+            return
+        error = context.exception
+        if context.status == "preempted":  # no failure, and there is little time left
+            error, self._wants_report = None, False
+        loop.close_record(error, self._stop.reason)
+        self._watch.phases = PhaseTimes()
+        if self.run is not None:
+            from hookline.report.at_end import write_report_at_end
+
+            with AllowedInterrupts():
+                made = write_report_at_end(self.run, context.status, wanted=self._wants_report)
+            if made is not None:
+                announce(f"report {made}")
+
+    # -- the end of a step ------------------------------------------------------------------------
+
+    def _after_step(self) -> None:
+        """Do what is rarely needed at the end of a step, or where several processes train."""
+        if self._termination is not None:
+            self._termination.exit_again()
+        if self._saves is not None:
+            if self._saves.is_waiting:
+                self._saves.event_ended()
+            self._saves.prepare()
+        self._agree()
+        if self._stop.is_active:
+            self._stop.check()
+
+    def _agree(self) -> None:
+        """Apply what hooks of any process have requested."""
+        loop, step = self.loop, self.step
+        if loop.ranks.is_alone:
+            if loop.has_checkpoints and loop.checkpoints.is_busy:
+                loop.checkpoints.report()
+            return
+        if loop.ranks.records.is_due(step):
+            loop.ranks.records.report(loop.record.sink)
+        agreed = loop.agree()
+        if agreed.stop:
+            if self._stop.reason is None:
+                loop.record.stop_requested(step, "another process asked for it")
+            self._stop.agree(step)
+        if agreed.save:
+            self._make_saves().wait_for_boundary(requested=True)
+
+    def _make_saves(self) -> SessionSaves:
+        """Return what saves and loads checkpoints; importing it takes long."""
+        if self._saves is None:
+            from hookline.integrations.bare_loop.session_saves import SessionSaves
+
+            self._saves = SessionSaves(self.loop, self._watch)
+            self._watch.at_boundary = self._reach_boundary
+        self._watch.after_step = self._after_step
+        return self._saves
+
+    def _reach_boundary(self) -> None:
+        """Save what hooks have requested: the loop is between two steps."""
+        if self._saves is not None:
+            self._saves.save_requested()
+
+    def _fire_load(self) -> None:
+        if self._restored is not None:
+            self.loop.context.checkpoint_path = self._restored[0]
+            self._fire("on_checkpoint_load")
+
+    def _fire(self, event: str) -> None:
+        dispatch = getattr(self.hooks.dispatchers, event)
+        if dispatch is None or self._has_left:
+            return
+        try:
+            dispatch(self.loop.context)
+            if self._saves is not None and not self._ended:
+                self._saves.event_ended()
+        except NotSuppliedError:
+            if self.hooks.raise_on_missing_args:  # for all that is known by now
+                needs = CALLS if event.startswith("on_train_batch") else ("config", "run")
+                self._watch.checks.raise_or_warn(list(self._requirements.unmet(self.hooks, needs)))
+            raise
+
+    # -- where training stands --------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The first optimizer."""
+        return self.optimizers[0]
+
+    @property
+    def step(self) -> int:
+        """The number of completed optimizer steps."""
+        return self.loop.context.step
+
+    @property
+    def status(self) -> str:
+        """`training`, or how it ended: `completed`, `stopped`, `interrupted` or `error`."""
+        return self.loop.context.status
+
+    @property
+    def best_accuracy(self) -> float:
+        """The best `val/accuracy` so far."""
+        return self.loop.state.best_accuracy
+
+    @best_accuracy.setter
+    def best_accuracy(self, accuracy: float) -> None:
+        self.loop.state.best_accuracy = accuracy
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    @property
+    def hook_manager(self) -> HookManager:
+        """Another name for `hooks`."""
+        return self.hooks
+
+    def add_hook(
+        self, hook: Hook | Callable[..., Any], name: str | None = None, **options: Any
+    ) -> str:
+        """Register a hook and return its name; see `HookManager.add_hook`."""
+        return self.hooks.add_hook(hook, name, **options)
+
+    def remove_hook(self, name: str) -> Hook:
+        """Remove a hook and return it."""
+        return self.hooks.remove_hook(name)
+
+    def enable_hook(self, name: str) -> None:
+        """Enable a hook."""
+        self.hooks.enable_hook(name)
+
+    def disable_hook(self, name: str) -> None:
+        """Disable a hook."""
+        self.hooks.disable_hook(name)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether `stop` was called; setting it is the same as calling it.
+
+        A loop that reads it is expected to end itself.
+        """
+        self._stop.has_been_read |= self._stop.is_active
+        return self._stop.is_active
+
+    @should_stop.setter
+    def should_stop(self, should_stop: bool) -> None:
+        if should_stop:
+            self.stop("trainer.should_stop was set")
+        else:
+            self._stop.withdraw()
+
+    def stop(self, reason: str = "") -> None:
+        """Ask the loop to end: `should_stop` is True from now on; the first reason is kept.
+
+        A loop over `session.batches` ends after the batch in progress. Where several processes
+        train together, `should_stop` is True in all of them from the end of the step on.
+        """
+        reason = as_reason(reason)
+        if self._stop.reason is None:
+            self.loop.record.stop_requested(self.step, reason)
+        self._ask_to_stop(reason)
+
+    def _ask_to_stop(self, reason: str) -> None:
+        self._stop.make(reason, self.loop.context.step_in_progress)
+        self._watch.after_step = self._after_step
+
+    def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
+        """Skip the next step of an optimizer, or of all of them.
+
+        Its gradients are removed just before the step, which then changes nothing.
+
+        Args:
+            idx: the optimizer's number; None for all.
+            reason: given to `on_step_skipped`.
+        """
+        self.loop.requests.skip(idx, reason, len(self.optimizers))
+        self._watch.skips.activate()
+
+    # -- what a loop may call ---------------------------------------------------------------------
 
     def batches(self, loader: Iterable[T], name: str | None = None, idx: int = 0) -> Iterator[T]:
         """Iterate over a loader, and fire the events of each batch.
@@ -73,21 +913,22 @@ class Session(LoopPhases):
         if name is not None:
             check_instance("batches(…, name=…)", name, str, "the loader's name or None")
         self.begin()
-        self._supplied.add("batches")
-        trains = self._validation is None
+        self._requirements.provided.add("batches")
+        phases = self._phases
+        trains = phases.validation is None
         if self._stop.is_active and trains:
             return
         if trains:
             self._reach_boundary()
         for i, batch in enumerate(batches):
-            self._begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
+            phases.begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
-            self._end_batch()
+            phases.end_batch()
             if self._stop.is_active and trains:
                 break
             if trains:
                 self._reach_boundary()
-        self._context.known_batch = None
+        phases.batch = None
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
@@ -96,12 +937,16 @@ class Session(LoopPhases):
             check_whole_number("epoch(number)", number)
         self.begin()
         self._reach_boundary()
-        self._supplied.add("epoch")
-        before = self._context.known_epoch
+        self._requirements.provided.add("epoch")
+        before = self.loop.context.known("epoch")
         epoch = number if number is not None else 0 if before is None else before + 1
-        self._begin_epoch(epoch)
+        self._phases.begin_epoch(epoch)
         yield epoch
         self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._phases.end_epoch()
+        self._agree()
 
     @contextmanager
     def validation(self) -> Generator[None]:
@@ -116,20 +961,19 @@ class Session(LoopPhases):
         """
         self.begin()
         self._reach_boundary()
-        self._supplied.add("validation")
-        training_batch, self._context.known_batch = self._context.known_batch, None
-        means = self._begin_validation()
-        agreement = self._agreement
-        together = agreement if agreement is not None and agreement.begin_validation() else None
+        self._requirements.provided.add("validation")
+        phases, ranks = self._phases, self.loop.ranks
+        training_batch, phases.batch = phases.batch, None
+        means = phases.begin_validation()
+        together = ranks.begin_validation()
         try:
             self._fire("on_validation_start")
             yield
-            found = means.means() if together is None else together.validation_means(means)
-            self._end_validation(found)
+            phases.end_validation(ranks.means(means) if together else means.means())
         finally:
-            self._leave_validation()
-            self._context.known_batch = training_batch
-        if together is not None:
+            phases.leave_validation()
+            phases.batch = training_batch
+        if together:
             self._agree()
 
     def backward(self, loss: torch.Tensor, *, accumulate: int = 1, **options: Any) -> None:
@@ -147,12 +991,12 @@ class Session(LoopPhases):
         if type(accumulate) is not int or not 1 <= accumulate <= sys.maxsize:
             check_whole_number("backward(…, accumulate=…)", accumulate, 1, sys.maxsize)
         self.begin()
-        self._supplied.add("backward")
+        self._requirements.provided.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
-        self._context.known_loss = divided
+        self.loop.context.loss = divided
         self._fire("on_before_backward")
         scaled = self.scaler.scale(divided) if self.scaler is not None else divided
-        self._step_watch.run_backward(loss, lambda: scaled.backward(**options))
+        self._watch.run_backward(loss, lambda: scaled.backward(**options))
 
     def updates(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fire `on_gradients_ready` and run updates. Call it before clipping gradients.
@@ -166,7 +1010,7 @@ class Session(LoopPhases):
         if optimizer is not None and not any(optimizer is own for own in self.optimizers):
             raise _unknown_optimizer("updates", optimizer)
         self.begin()
-        self._step_watch.gradients_ready(optimizer)
+        self._watch.gradients_ready(optimizer)
 
     def clip(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
@@ -199,12 +1043,27 @@ class Session(LoopPhases):
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
         return norms[0] if len(norms) == 1 else total
 
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def register_for_checkpoint(self, *names: str) -> None:
+        """Save attributes of this object, which a hook has set on it, in checkpoints.
+
+            def on_train_start(self, trainer):
+                trainer.best_epoch = 0
+                trainer.register_for_checkpoint("best_epoch")
+
+        In a resumed run, this call restores them. A value is what a checkpoint can hold, or an
+        object with `state_dict` and `load_state_dict`.
+        """
+        self.loop.attributes.register(*names)
+
     def save_checkpoint(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
+        weights_only: bool = False,
     ) -> Path | None:
         """Save models, optimizers, schedulers, scaler, hooks, counters and random states.
 
@@ -220,24 +1079,34 @@ class Session(LoopPhases):
             path: the checkpoint's folder; None: `checkpoints/step_…` in the run's folder.
             extra: the loop's own values, which `load_checkpoint` returns.
             wait: until the checkpoint is durable.
+            weights_only: save only the models' weights, from which no run can be resumed.
 
         Returns:
             The checkpoint's folder if it is durable already, else None.
         """
         self.begin()
-        self._supplied.add("checkpoint")
-        checkpoints = self._make_checkpoints()
+        self._requirements.provided.add("checkpoint")
+        saves = self._make_saves()
         folder = None
         if path is not None:
             folder = Path(check_path("save_checkpoint(path)", path, "a folder")).absolute()
         extra = {} if extra is None else check_mapping("save_checkpoint(…, extra=…)", extra)
         check_flag("save_checkpoint(…, wait=…)", wait)
-        if self._ended:
-            return checkpoints.save(folder, extra, wait=True)
-        if _is_in_event(self._context) or self._step_watch.has_new_gradients:
-            checkpoints.request(folder, extra)
+        check_flag("save_checkpoint(…, weights_only=…)", weights_only)
+        if weights_only and extra:
+            raise LoopError(
+                "save_checkpoint(…) got `extra`, which `load_checkpoint` returns, and "
+                "`weights_only=True`: such a checkpoint cannot be resumed from. Give one of them."
+            )
+        request = SaveRequest(folder, weights_only)
+        if self.loop.is_forked:
             return None
-        return checkpoints.save(folder, extra, wait=wait)
+        if self._ended:
+            return saves.save(request, extra, wait=True)
+        if is_firing(self.loop.context) or self._watch.has_new_gradients:
+            saves.request(request, extra)
+            return None
+        return saves.save(request, extra, wait=wait)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str] = "auto", *, strict: bool = True
@@ -264,7 +1133,31 @@ class Session(LoopPhases):
         """
         path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
         check_flag("load_checkpoint(…, strict=…)", strict)
-        return self._make_checkpoints().load(path, strict=strict)
+        return self._load(os.fspath(path), strict=strict)
+
+    def _load(self, path: str, *, strict: bool) -> LoadedCheckpoint | None:
+        if path == "auto" and self.started:
+            raise LoopError(
+                "load_checkpoint('auto') continues a run, but training has started in a new one. "
+                "Load before that: `session = attach(…)`, `session.load_checkpoint()`, and then "
+                "`with session:`."
+            )
+        self._describe()
+        # Earlier versions described a loop when it started to train.
+        others = [] if self._identity is None else [self._make_identity()]
+        saves = self._make_saves()
+        found = saves.find(path, self._runs, self._identity, others)
+        if found is None:
+            return None
+        checkpoint, loaded = saves.load(found, strict=strict)
+        self._requirements.provided.add("resumed")
+        self._restored = found, checkpoint.state
+        if self.started:  # else the run is continued when training starts
+            if self.run is not None and checkpoint.info.get("run_id") == self.run.id:
+                self.loop.record.rewind(checkpoint.state.get("run") or {"step": loaded.step})
+                self._record_unreported()
+            self._fire_load()
+        return loaded
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of hooks, updates and counters, for a checkpoint of the loop's own.
@@ -275,7 +1168,7 @@ class Session(LoopPhases):
         """
         from hookline.integrations.bare_loop.state_dicts import pack_state  # most loops save none
 
-        return pack_state(self)
+        return pack_state(self.collect_state())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, and continue its run; before training starts.
@@ -286,32 +1179,39 @@ class Session(LoopPhases):
 
         path = self._find_loaded_path()
         self._restore_state(path, unpack_state(state_dict, path))
-        self._supplied.add("resumed")
+        self._requirements.provided.add("resumed")
+
+    def collect_state(self) -> dict[str, Any]:
+        """Return the state of hooks, counters and run, for a checkpoint that the loop writes."""
+        run, state = self.run, self.loop.state.collect(only=_STATE)
+        return {
+            **state,
+            "random": {},
+            "batch_idx": 0 if self._phases.epoch_is_over else self._batch_idx,
+            "run_id": None if run is None else run.id,
+        }
 
     def _find_loaded_path(self) -> Path:
         """Return the path of the checkpoint that the loop has read, if it can be known."""
         return Path("<state_dict>")
 
     def _restore_state(self, path: Path, state: Mapping[str, Any]) -> None:
-        from hookline.integrations.bare_loop.session_state import restore_progress
-
         if self.started:
             raise LoopError(
                 "session.load_state_dict() continues a training, but this one has started. Load "
                 "before that: `session = attach(…)`, `session.load_state_dict(…)`, and then "
                 "`with session:`."
             )
-        restore_progress(self, state)
+        self.loop.state.restore({name: state[name] for name in _STATE if name in state})
         self._restored = path, state
 
     def notify_checkpoint_saved(self, path: Any) -> None:
         """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own."""
         check_path("notify_checkpoint_saved(path)", path, "the checkpoint")
         self.begin()
-        self._supplied.add("checkpoint")
-        self._context.checkpoint_path = path
-        if self._recorder is not None:
-            self._recorder.event("checkpoint", path=str(path), step=self._context.step)
+        self._requirements.provided.add("checkpoint")
+        self.loop.context.checkpoint_path = path
+        self.loop.record.event("checkpoint", path=str(path), step=self.step)
         self._fire("on_checkpoint_save")
 
     def notify_checkpoint_loaded(
@@ -330,17 +1230,17 @@ class Session(LoopPhases):
                 check_whole_number(f"notify_checkpoint_loaded(…, {name}=…)", number)
         check_path("notify_checkpoint_loaded(path)", path, "the checkpoint")
         self.begin()
-        self._supplied.add("resumed")
-        self._context.step, self._context.step_in_progress = step, step + 1
+        self._requirements.provided.add("resumed")
+        context, record = self.loop.context, self.loop.record
+        context.step, context.step_in_progress = step, step + 1
         if epoch is not None:
-            self._context.known_epoch = epoch - 1 if epoch else None
+            context.provide("epoch", epoch - 1 if epoch else None)
         if tokens_seen is not None:
-            self._context.known_tokens = tokens_seen
-            self._supplied.add("tokens")
-        self._context.checkpoint_path = path
-        if self._recorder is not None:
-            self._recorder.rewind({"step": step})
-            self._recorder.event("resumed", path=str(path), step=step)
+            context.tokens_seen = tokens_seen
+            self._requirements.provided.add("tokens")
+        context.checkpoint_path = path
+        record.rewind({"step": step})
+        record.event("resumed", path=str(path), step=step)
         self._fire("on_checkpoint_load")
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
@@ -357,19 +1257,18 @@ class Session(LoopPhases):
             value: a number, or a tensor with one element, which is not read before it is needed.
             kind: what the value is: a scalar, text, histogram or image.
         """
-        context = self._context
+        loop, context = self.loop, self.loop.context
         if type(name) is not str or type(kind) is not str:
             check_name("session.log(name)", name)
             check_instance("session.log(…, kind=…)", kind, str, "a kind of value")
-        if kind != "scalar" or "/" in name or _is_in_event(context):
+        if kind != "scalar" or "/" in name or is_firing(context):
             self.begin()
-            if self._recorder is not None:
-                self._recorder.value(context.step, context.known_epoch, name, value, kind)
-            elif self.run is None and not context.has_run and not self._warned_no_run:
+            if loop.record.sink is not None:
+                loop.record.value(context.step, context.known("epoch"), name, value, kind)
+            elif self.run is None and self._runs is None and not self._warned_no_run:
                 self._warned_no_run = True
-                log.warning(
-                    "'%s' and what is logged like it is not kept. %s", name, context.calls["run"]
-                )
+                advice = self._requirements.calls["run"]
+                log.warning("'%s' and what is logged like it is not kept. %s", name, advice)
             return
         if not _is_number(value):
             raise ArgumentError(
@@ -379,22 +1278,15 @@ class Session(LoopPhases):
         self.begin()
         if isinstance(value, torch.Tensor):
             value = value.detach().clone()  # the loop may change it in place
-        batch = context.known_batch
-        has_ended = batch.ended if batch is not None else self._step_watch.is_between_steps
-        is_late = has_ended and self._validation is None
-        if self._validation is not None:
+        batch, validation = self._phases.batch, self._phases.validation
+        has_ended = batch.ended if batch is not None else self._watch.is_between_steps
+        is_late = has_ended and validation is None
+        if validation is not None:
             weight = 1.0 if batch is None else float(samples_in(batch.batch))
-            self._validation.add(f"val/{name}", value, weight)
+            validation.add(f"val/{name}", value, weight)
         else:
             context.means.add(f"train/{name}", value)
-            if self._agreement is not None:
-                self._log_together(f"train/{name}", value, is_late=is_late)
-            elif self._recorder is not None and is_late:  # its step has been written
-                self._recorder.value(
-                    context.step, context.known_epoch, f"train/{name}", value, "scalar"
-                )
-            elif self._recorder is not None:
-                self._recorder.add_to_step(name, value)
+            self._log_in_step(f"train/{name}", value, is_late=is_late)
         if batch is not None and not is_late:
             batch.logged[name] = LazyFloat(value) if isinstance(value, torch.Tensor) else value
         elif is_late and self.hooks.dispatchers.on_train_batch_end and not self._warned_late_log:
@@ -405,14 +1297,21 @@ class Session(LoopPhases):
                 name,
             )
 
-    def _log_together(self, name: str, value: Any, *, is_late: bool) -> None:
-        """Keep a number of a step, for the mean over all processes in the run."""
-        assert self._agreement is not None
-        if self._is_recorded and is_late:
-            step, epoch = self._context.step, self._context.known_epoch
-            self._agreement.records.add(step, epoch, name, value)
-        elif self._is_recorded:
-            self._agreement.logged.add(name, value)
+    def _log_in_step(self, name: str, value: Any, *, is_late: bool) -> None:
+        """Record a number of the step in progress, or of one that has been recorded already."""
+        record, ranks = self.loop.record, self.loop.ranks
+        step, epoch = self.step, self.loop.context.known("epoch")
+        if not is_late:
+            record.add_to_step(name, value)
+        elif ranks.is_alone:
+            record.value(step, epoch, name, value, "scalar")
+        elif record.is_wanted:
+            ranks.records.add(step, epoch, name, value)
+
+    def log_dict(self, values: Mapping[str, Any]) -> None:
+        """Record several numbers with this step."""
+        for name, value in check_mapping("log_dict(values)", values).items():
+            self.log(name, value)
 
 
 def _unknown_optimizer(method: str, given: object) -> HooklineError:
@@ -427,14 +1326,13 @@ def _unknown_optimizer(method: str, given: object) -> HooklineError:
     )
 
 
-def _is_in_event(context: BareLoopEventContext) -> bool:
-    """Return whether a hook of this session is being called on this thread."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(DISPATCHER_FILE):
-            return frame.f_locals.get("context") is context
-        frame = frame.f_back
-    return False
+def _own_random(saved: Any, processes: Any) -> Any:
+    """Return the random state of this rank; a rank that has saved none keeps its own."""
+    return saved[processes.rank] if processes.rank < len(saved) else None
+
+
+def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return list(model) if isinstance(model, ModelGroup) else [model]
 
 
 def _is_number(value: object) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,32 +19,17 @@ from hookline.checkpoint.checkpoint_folder import Checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError, listed
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
-from hookline.integrations.bare_loop.session_state import collect_progress, rank_state
 from hookline.loop.saved_state import check_host_state, reported_damage
 
-if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.attached_loop import AttachedLoop
-
-__all__ = ["collect_state", "pack_state", "unpack_state"]
+__all__ = ["pack_state", "unpack_state"]
 
 _VERSION = 1
 
 
-def collect_state(session: AttachedLoop) -> dict[str, Any]:
-    """Return the state of hooks, counters and run."""
-    run = session.run
-    return {
-        **collect_progress(session),
-        **rank_state(session, {}),
-        "batch_idx": 0 if session._epoch_is_over else session._batch_idx,
-        "run_id": None if run is None else run.id,
-    }
-
-
-def pack_state(session: AttachedLoop) -> dict[str, Any]:
-    """Return the session's state as a string and tensors."""
+def pack_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a session as a string and tensors."""
     encoder = Encoder("session")
-    tree = encoder.encode(collect_state(session))
+    tree = encoder.encode(state)
     if encoder.shards:
         raise CheckpointError(
             "session.state_dict() cannot hold sharded tensors, which hooks or updates have: "

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from hookline.loop.control_requests import ControlRequests
+
 __all__ = ["StepSkips"]
 
 
@@ -17,18 +19,17 @@ class StepSkips:
             three times in each step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: ControlRequests) -> None:
         self.is_active = False
         self._any_rank: Callable[[bool], bool] | None = None
-        self._reasons: dict[int, str] = {}  # by optimizer; -1 for all
+        self._reasons = requests.skips  # by optimizer; -1 for all
 
     def share(self, any_rank: Callable[[bool], bool]) -> None:
         """Skip in all processes together; `any_rank` returns whether any of them has set a flag."""
         self._any_rank, self.is_active = any_rank, True
 
-    def request(self, i: int, reason: str) -> None:
-        """Skip an optimizer's next step; -1 stands for all."""
-        self._reasons[i] = reason
+    def activate(self) -> None:
+        """Look at the requests before the next step: there is one."""
         self.is_active = True
 
     def reason(self, i: int) -> str | None:
@@ -39,7 +40,7 @@ class StepSkips:
         """Remove the gradients of a step that is to be skipped, in all processes together."""
         skips = self.reason(i) is not None
         if self._any_rank is not None and self._any_rank(skips) and not skips:
-            self.request(i, "another process asked")
+            self._reasons[i] = "another process asked"
             skips = True
         if skips:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):

@@ -18,9 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.integrations.bare_loop.clip_tracker import gradient_versions
 from hookline.integrations.bare_loop.gradient_watch import GradientWatch
+from hookline.integrations.bare_loop.nested_steps import for_outer_steps
 from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
 from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
 from hookline.loop.model_watch import active_dynamo, keep_out_of_graphs
+from hookline.loop.phase_times import PhaseTimes
+from hookline.loop.weak_methods import weaken_methods
 
 __all__ = ["StepWatch"]
 
@@ -33,13 +36,16 @@ class StepWatch(GradientWatch):
 
     _found_inf: torch.Tensor | None = None
     _in_scaler_step = False
+    _handles: tuple[RemovableHandle, ...] = ()
 
     def attach(self) -> None:
-        """Add hooks to the optimizers and the scaler."""
-        self._handles: list[RemovableHandle] = []
+        """Add hooks to model, optimizers and scaler; `detach` removes them, also after an error."""
+        self.hooks_changed()
         for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            before = for_outer_steps(optimizer, self._before_step)
+            self._handles += (optimizer.register_step_pre_hook(before),)
+            after = for_outer_steps(optimizer, self._after_step)
+            self._handles += (optimizer.register_step_post_hook(after),)
         keep_out_of_graphs(StepWatch._before_step)
         keep_out_of_graphs(StepWatch._after_step)
         if self.scaler is not None:
@@ -54,6 +60,13 @@ class StepWatch(GradientWatch):
         self._clips.listen(False)
         self._indirect.listen(False)
         self.losses.wanted = False
+        weaken_methods(self, self.model, self._clips, self._indirect)  # else only gc frees them
+
+    def leave(self) -> None:
+        """Remove all hooks, and call nobody at the end of a step: this process was forked."""
+        self.detach()
+        self.phases = PhaseTimes()
+        self.at_boundary = self.after_step = None
 
     # -- the scaler -------------------------------------------------------------------------------
 
@@ -102,7 +115,7 @@ class StepWatch(GradientWatch):
         return None
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self.callbacks.begin()
+        self._begin()
         i = self._index[id(optimizer)]
         if i in self._stepped and self.ends_with_batch:
             self._start_again(i)
@@ -110,7 +123,6 @@ class StepWatch(GradientWatch):
             self.checks.report_second_step(i)
             self._end_all_turns()
         if find_closure(args, kwargs) is not None:
-            self.checks.check_closure(optimizer)
             return notify_first_call(args, kwargs, partial(self._closure_ends, i))
         self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
@@ -161,7 +173,7 @@ class StepWatch(GradientWatch):
         self._end_turn(i, stepped=True)
 
     def _skip_turn(self, i: int, reason: str) -> None:
-        self.callbacks.record_skip(reason, i)
+        self.loop.record.step_skipped(self.context.step, reason, i)
         if self.dispatchers.on_step_skipped is not None:
             self.context.optimizer_idx = i
             self.context.reason = reason
@@ -193,7 +205,7 @@ class StepWatch(GradientWatch):
         self.checks.is_first_step = False
 
     def _end_step(self, *, skipped: bool) -> None:
-        context, losses, record = self.context, self.losses, self.callbacks.record_step
+        context, losses, record = self.context, self.losses, self.loop.record
         latest_loss = context.latest_loss
         context.skipped = skipped
         if self.skips.is_active:
@@ -202,10 +214,10 @@ class StepWatch(GradientWatch):
             context.step += 1
         if losses.wanted:
             losses.end_step()
-        if context.known_batch is not None:
-            self.callbacks.end_batch()
-        if context.norm_agreement is not None:
-            context.prepare_norm(context.known_epoch)
+        if context.known("current_batch") is not None:
+            self._end_batch()
+        if context.norm_schedule is not None:
+            context.prepare_norm()
         if self.dispatchers.on_step_end is not None:
             if losses.wanted:
                 losses.set_step_loss()
@@ -220,12 +232,14 @@ class StepWatch(GradientWatch):
         self.has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self.model.calls_seen
         self._indirect.thread = get_ident()
-        if self.end_probes is not None:
-            self.end_probes()
+        self.loop.end_step_of_probes()
         context.skipped = False
         context.step_in_progress = context.step + 1
-        if record is not None:
-            is_new = context.latest_loss is not latest_loss
-            record(context.latest_loss if is_new else None)
+        if record.is_wanted:
+            loss = context.latest_loss if context.latest_loss is not latest_loss else None
+            ranks = self.loop.ranks
+            records = None if ranks.is_alone else ranks.records
+            record.end_step(context.step, context.known("epoch"), loss, records)
+            self.phases.end_batch()
         if self.after_step is not None:
             self.after_step()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from hookline.errors import StopTraining
 from hookline.integrations.bare_loop.requirements import CALLS
+from hookline.loop.control_requests import ControlRequests
 
 __all__ = ["StopRequest"]
 
@@ -17,23 +18,31 @@ class StopRequest:
     """Whether the loop is asked to stop, and whether it does.
 
     Args:
+        requests: has the reason.
         on_stop: what happens if the loop goes on.
         grace: how many steps it may still take before an exception ends it.
 
     Attributes:
-        reason: why, if a hook of this process asks; the first reason.
         needs_agreement: whether the loop stops only when all processes know.
         has_been_read: whether the loop has read that it should stop.
         is_ignored: whether the loop went on.
     """
 
-    def __init__(self, on_stop: Literal["warn", "raise"], grace: int) -> None:
-        self.reason: str | None = None
+    def __init__(
+        self, requests: ControlRequests, on_stop: Literal["warn", "raise"], grace: int
+    ) -> None:
+        self._requests = requests
         self.needs_agreement = False
         self.has_been_read = self.is_ignored = False
         self._is_agreed = False
         self._on_stop, self._grace = on_stop, grace
         self._step = 0
+        self._steps_since = -1  # steps that ended after that one, skipped ones included
+
+    @property
+    def reason(self) -> str | None:
+        """Why, if a hook of this process asks; the first reason."""
+        return self._requests.stop_reason
 
     @property
     def is_active(self) -> bool:
@@ -43,22 +52,24 @@ class StopRequest:
     def make(self, reason: str, step: int) -> None:
         """Ask the loop to stop in this step."""
         if self.reason is None:
-            self.reason, self._step = reason, step
+            self._step, self._steps_since = step, -1
+        self._requests.stop(reason)
 
     def agree(self, step: int) -> None:
         """Stop: another process asks for it, or all processes know of this one's request."""
         if not self._is_agreed:
-            self.make("another process asked for it", step)
-            self._is_agreed, self._step = True, step
+            self.make("another process asked for it", step)  # the first reason is kept
+            self._is_agreed, self._step, self._steps_since = True, step, -1
 
     def withdraw(self) -> None:
         """Do not stop."""
-        self.reason, self._is_agreed = None, False
+        self._requests.stop_reason, self._is_agreed = None, False
 
-    def check(self, step: int) -> None:
-        """Warn about a loop that goes on; raise if the user chose so."""
-        steps = step - self._step
-        if steps < 0 or self.has_been_read:
+    def check(self) -> None:
+        """Warn, at the end of a step, about a loop that goes on; raise if the user chose so."""
+        self._steps_since += 1
+        steps = self._steps_since
+        if self.has_been_read:
             return
         why = f" ({self.reason})" if self.reason else ""
         if self._on_stop == "raise" and steps >= self._grace:

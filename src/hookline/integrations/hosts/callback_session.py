@@ -16,7 +16,6 @@ def make_callback_session(
     host: Host,
     hooks: Any,
     *,
-    log_to_host: Callable[[dict[str, float]], None],
     batch_metrics: Callable[[], Mapping[str, Any]] | None = None,
     allow_missing: bool = False,
     watch_generation: bool = False,
@@ -27,7 +26,7 @@ def make_callback_session(
         host,
         allow_missing=allow_missing,
         watch_generation=watch_generation,
-        log_to_host=log_to_host,
+        forwards_logs=True,
         batch_metrics=batch_metrics,
         **session_options(hooks, **options),
     )

@@ -6,23 +6,24 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from hookline.context import LazyFloat
+from hookline.context import LazyFloat, to_float
 from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.bare_loop_context import Batch
+from hookline.integrations.bare_loop.loop_phases import Batch
 from hookline.integrations.bare_loop.session import Session
-from hookline.integrations.bare_loop.session_state import restore_progress
 from hookline.integrations.hosts.host_events import Host
 from hookline.integrations.hosts.host_metrics import with_common_names
-from hookline.loop.control_requests import ControlRequests
+from hookline.interrupts import HeldInterrupts
 from hookline.loop.means import Means
 from hookline.loop.model_watch import CalledModules
+from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.signals import SignalWatch
 
 __all__ = ["HostSession"]
@@ -38,9 +39,12 @@ class HostSession(Session):
 
     Args:
         host: what the host gives to hooks.
-        log_to_host: gets, after each step, the numbers that hooks have logged in it.
+        forwards_logs: whether numbers that hooks log are kept for the host (`take_logged`).
         batch_metrics: returns what the host has logged in the training batch that ends, for hooks
             that ask for its metrics.
+        on_log: called with the name and value of each number that is logged.
+        before_state: called before the state of the hooks is collected.
+        find_loaded_path: returns the path of the checkpoint that the host reads; None if unknown.
 
     Attributes:
         ends_for_signal: whether training ends because a process has received a signal; None while
@@ -54,8 +58,11 @@ class HostSession(Session):
         *,
         allow_missing: bool = False,
         watch_generation: bool = False,
-        log_to_host: Callable[[dict[str, float]], None] | None = None,
+        forwards_logs: bool = False,
         batch_metrics: Callable[[], Mapping[str, Any]] | None = None,
+        on_log: Callable[[str, Any], None] | None = None,
+        before_state: Callable[[], None] | None = None,
+        find_loaded_path: Callable[[], Path | None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(  # the model comes later
@@ -68,20 +75,22 @@ class HostSession(Session):
             **options,
         )
         self.host = host
+        self.was_attached = False  # by `attach`, and not listed as a callback by the user
         self._allow_missing = allow_missing
-        self._log_to_host, self._batch_metrics = log_to_host, batch_metrics
-        self._for_host: dict[str, Any] = {}
+        self._forwards_logs, self._on_log = forwards_logs, on_log
+        self._before_state, self._loaded_path = before_state, find_loaded_path
+        self._phases.other_metrics = batch_metrics
+        self._logged_in_steps: dict[str, Any] = {}
+        self._logged_otherwise: dict[str, Any] = {}  # at the end of an epoch or validation
         self._is_connected = False
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
-        self._batch_idx = 0
         self._known_before: tuple[int | None, int | None] = (None, None)  # before a validation
         self._unwatched: torch.optim.Optimizer | None = None  # that the user was told about
         self._has_told_signal = False
         self.ends_for_signal: bool | None = None
-        self._requests = ControlRequests()
         self._cleanup = ExitStack()
-        self._supplied |= host.supplied
-        self._context.calls = {**self._context.calls, **host.calls}
+        self._requirements.provided |= host.supplied
+        self._requirements.calls = {**self._requirements.calls, **host.calls}
         self._refuse_missing()
 
     def _refuse_missing(self) -> None:
@@ -108,14 +117,24 @@ class HostSession(Session):
         return self.started and not self._ended
 
     @property
-    def has_run(self) -> bool:
-        """Whether the first process writes a run."""
-        return self._context.has_run
+    def is_connected(self) -> bool:
+        """Whether the host has begun to train, and its model is watched."""
+        return self._is_connected
 
     @property
-    def has_ended(self) -> bool:
-        """Whether training with these hooks has ended."""
-        return self._ended
+    def is_validating(self) -> bool:
+        """Whether a validation is in progress."""
+        return self._phases.validation is not None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the host is asked to end training."""
+        return self._stop.is_active
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the first process writes a run."""
+        return self._runs is not None
 
     def __enter__(self) -> Self:
         return self  # the host starts training
@@ -128,6 +147,13 @@ class HostSession(Session):
     ) -> None:
         if self._is_connected:
             super().__exit__(kind, error, traceback)
+        elif not self._ended:  # the host has not trained: it may do so later, without these hooks
+            self.abandon(error)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End training, after this error, if there is one; unless the host has not begun."""
+        if self._is_connected:
+            self.__exit__(None if error is None else type(error), error, None)
 
     def begin(self) -> None:
         """Start training (`on_train_start`), when the host has started it."""
@@ -157,24 +183,49 @@ class HostSession(Session):
             ends_with_batch: whether a batch ends a step in which some of the optimizers have not
                 stepped.
         """
-        if self._is_connected:
+        if self._is_connected or self._ended:
             raise LoopError(
                 f"{self.host.name} has started a second training, and a session belongs to one. "
                 "Attach again before each: `hookline.attach(trainer, …)`."
             )
+        if signals is not None:  # first: from now on, Ctrl-C waits for the end of a step
+            self._cleanup.enter_context(SignalWatch(self.loop.requests, signals))
         self.model, self.optimizers = model, optimizers
         self.schedulers, self.scaler = list(schedulers), scaler
-        self._context.connect(model, optimizers)
-        if called is not None:
-            self._context.called = called
-        self._connect()
-        self._step_watch.ends_with_batch = ends_with_batch
+        self.hooks.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
+        self.loop.context.connect(model, optimizers)
+        state = self.loop.state
+        state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
+        self._connect(called)
         self._is_connected = True
+        self._watch.ends_with_batch = ends_with_batch
         if self._allow_missing:
-            self._step_watch.checks.allow_missing = True
+            self._watch.checks.allow_missing = True
             self.hooks.raise_on_missing_args = False
-        if signals is not None:
-            self._cleanup.enter_context(SignalWatch(self._requests, signals))
+
+    def replace_equal(self, others: Iterable[HostSession]) -> None:
+        """End the sessions of the same trainer that were attached by an equal call of `attach`."""
+        for other in list(others):
+            if other.was_attached and not other.has_ended and self.is_equal_to(other):
+                self.replace(other)
+        self.was_attached = True
+
+    def add_undo(self, step: Callable[[], None]) -> None:
+        """Have this called when training ends, or cannot start; the latest is called first."""
+        self._undo.callback(step)
+
+    def abandon(self, error: BaseException | None) -> None:
+        """Undo `attach` or `connect`, which has failed or was not used, without any event."""
+        with HeldInterrupts():
+            self._cleanup.close()
+            super().abandon(error)
+
+    def _leave_cycles(self) -> None:
+        super()._leave_cycles()
+        self._on_log = self._before_state = self._loaded_path = None
+
+    def _watch_termination(self) -> None:
+        """Do nothing: the host's own handlers, or those of `connect`, see the signal."""
 
     def is_watched(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the steps of this optimizer are seen; if not, warn once.
@@ -198,18 +249,43 @@ class HostSession(Session):
 
     def use_config(self, config: Any) -> None:
         """Give hooks the host's configuration, unless the user has given one."""
-        if self._context.known_config is None:
-            self._context.known_config = self.config = config
-            self._supplied = self._supplied | {"config"}
+        if self.loop.context.known("config") is None:
+            self.loop.context.config = self.config = config
+            self._requirements.provided.add("config")
+
+    def warn_about_copy(self) -> None:
+        """Log that the copy of a host's object has no hooks, unless they are done anyway."""
+        if not self._ended:
+            log.warning(
+                "The copy of %s has no hooks: they belong to one training. Attach others to it, "
+                "`hookline.attach(copy, …)`.",
+                self.host.name,
+            )
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from the host's objects."""
-        self._cleanup.close()
-        if self._is_connected:
-            super().detach()
-        elif self._context.status == "training":  # the host had nothing to train
-            self._context.status = "completed"
-        self._ended = True
+        if self._ended:
+            if self.loop.is_forked:
+                self._cleanup.close()
+            return
+        try:
+            if self._is_connected:
+                super().detach()
+            else:
+                if self.status == "training":  # the host had nothing to train
+                    self.loop.context.status = "completed"
+                self._ended = True
+                self._leave_loop()
+        finally:  # until here, signals are only noted: the run is closed
+            self._cleanup.close()
+            self._phases.other_metrics = None
+        name, ends_for_signal = self.received_signal, self.status in ("preempted", "interrupted")
+        if name not in (None, "SIGINT") and not ends_for_signal:
+            log.warning(
+                "%s came when training was ending with the status '%s': a script that continues "
+                "should end soon.",
+                *(name, self.status),
+            )
 
     def stop(self, reason: str = "") -> None:
         """Ask the host to end training after the step in progress; the first reason is kept."""
@@ -219,19 +295,20 @@ class HostSession(Session):
 
     def preempt(self, signal: str) -> None:
         """End training because of a signal that the host has handled."""
+        if self.loop.requests.signal is None:
+            self.loop.requests.receive_signal(Signals[signal])
         self._stop_because_of(signal)
-        self._context.status = "preempted"
+        self.loop.context.status = "preempted"
         self.detach()
 
     def _stop_because_of(self, signal: str) -> None:
-        if self._recorder is not None:
-            self._recorder.event("signal", step=self._context.step, signal=signal)
+        self.loop.record.event("signal", step=self.step, signal=signal)
         self._ask_to_stop(signal)
 
     @property
     def received_signal(self) -> str | None:
         """The name of the signal that asked the process to end, such as `SIGTERM`."""
-        received = self._requests.signal
+        received = self.loop.requests.signal
         return None if received is None else received.name
 
     def take_stop(self) -> bool:
@@ -239,7 +316,7 @@ class HostSession(Session):
 
         Several processes call this at the same places, and end training together.
         """
-        if self._requests.signal is None and self._stop.reason is None:
+        if self.loop.requests.signal is None and self._stop.reason is None:
             return False
         if (name := self.received_signal) is not None and not self._has_told_signal:
             self._has_told_signal = True
@@ -252,29 +329,40 @@ class HostSession(Session):
 
     def _agree_on_signal(self) -> None:
         """Find out in all processes whether a signal that one of them has received ends them."""
-        name, agreement = self.received_signal, self._agreement
-        flags = [name is not None, name == "SIGINT"]
-        if agreement is not None:
-            flags = [agreement.any_rank(flag) for flag in flags]
-        self.ends_for_signal, is_interrupt = flags
-        if self.ends_for_signal and self._context.status == "training":
-            self._context.status = "interrupted" if is_interrupt else "preempted"
+        name, ranks = self.received_signal, self.loop.ranks.processes
+        self.ends_for_signal, is_interrupt = ranks.any(name is not None, name == "SIGINT")
+        if self.ends_for_signal:
+            self.loop.requests.end_for(Signals.SIGINT if is_interrupt else Signals.SIGTERM)
+        if self.ends_for_signal and self.status == "training":
+            self.loop.context.status = "interrupted" if is_interrupt else "preempted"
 
     # -- epochs, batches, steps -------------------------------------------------------------------
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch, counted from 0."""
-        if self._resumed_epoch != epoch:
+        resumed = self._phases.resumed_epoch
+        if resumed is not None and resumed < epoch:
+            self.end_resumed_epoch()
+        if resumed != epoch:
             self._batch_idx = 0
         self._reach_boundary()
-        self._begin_epoch(epoch)
+        self._phases.begin_epoch(epoch)
+
+    def end_resumed_epoch(self) -> None:
+        """End an epoch that was saved after its last step, and which the host does not resume.
+
+        A host that continues from such a checkpoint begins with the next epoch, or ends training.
+        """
+        if self._phases.resumed_epoch is not None and self._batch_idx:
+            self._phases.begin_epoch(self._phases.resumed_epoch)
+            self.end_epoch()
 
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
         """End the epoch; `metrics` are the host's own."""
         found = with_common_names(metrics or {})
         found.pop("train/loss", None)  # its mean is that of the losses which backward ran on
-        self._validated |= found
-        self._context.known_batch = None
+        self.loop.context.validated |= found
+        self._phases.batch = None
         self._end_epoch()
 
     def start_batch(
@@ -291,12 +379,11 @@ class HostSession(Session):
         Without a divisor, it is found out from the loss, as in a bare loop. Without `idx`, batches
         are counted here.
         """
-        self._step_watch.losses.divisor = divisor
+        self._watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        if self._checkpoints is not None:
-            self._reach_boundary()
-        self._begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
+        self._reach_boundary()
+        self._phases.begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
         self._batch_idx += 1
 
     def end_batch(self) -> bool:
@@ -305,99 +392,106 @@ class HostSession(Session):
         Returns:
             Whether the host is between two steps now.
         """
-        context = self._context
-        if self._step_watch.ends_with_batch:
-            self._step_watch.end_open_step()
-        batch = context.known_batch
+        if self._watch.ends_with_batch:
+            self._watch.end_open_step()
+        batch = self._phases.batch
         has_stepped = batch is None or batch.ended
         if not has_stepped:
-            self._end_batch()
-        context.known_batch = None
+            self._phases.end_batch()
+        self._phases.batch = None
         return has_stepped
-
-    def _host_batch_metrics(self) -> Mapping[str, Any]:
-        if self._batch_metrics is None or not self._step_watch.needs.batch_metrics:
-            return {}
-        return self._batch_metrics()
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Fire `on_before_backward` with the loss that will be differentiated."""
         if self.hooks.dispatchers.on_before_backward is not None:
-            self._context.known_loss = loss
+            self.loop.context.loss = loss
             self._fire("on_before_backward")
-            self._context.known_loss = None
+            self.loop.context.provide("loss", None)
 
-    def end_step(self) -> None:
-        """Give the host's logger what hooks have logged; the host has counted its step."""
-        if self._for_host and self._log_to_host is not None:
-            values, self._for_host = self._for_host, {}
-            self._log_to_host({name: float(value) for name, value in values.items()})
+    def take_logged(self, *, of_steps: bool) -> dict[str, float]:
+        """Return what hooks have logged since the last call, the latest value of each name.
+
+        Values of steps wait until the host logs its own; those of an epoch or a validation do not.
+
+        Args:
+            of_steps: whether the host logs now; else only what does not wait is returned.
+        """
+        taken, self._logged_otherwise = self._logged_otherwise, {}
+        if of_steps:
+            taken = self._logged_in_steps | taken
+            self._logged_in_steps = {}
+        return {name: to_float(value) for name, value in taken.items()}
 
     def log(self, name: str, value: Any, kind: Any = "scalar") -> None:
         """Give hooks, the run and the host's logger a number; see `Session.log`."""
         super().log(name, value, kind)
-        if kind == "scalar" and self._log_to_host is not None:
+        if kind == "scalar" and self._on_log is not None:
+            self._on_log(name, value)
+        if kind == "scalar" and self._forwards_logs:
+            waits = not (self.loop.context.evaluating or self._phases.epoch_is_over)
+            values = self._logged_in_steps if waits else self._logged_otherwise
             is_tensor = isinstance(value, torch.Tensor)
-            self._for_host[name] = LazyFloat(value.detach().clone()) if is_tensor else value
+            values[name] = LazyFloat(value.detach().clone()) if is_tensor else value
 
     def record_host_values(self, values: Mapping[str, Any]) -> None:
         """Record what the host has logged, under its own names."""
-        if self._recorder is not None:
-            own = {name: value for name, value in values.items() if _is_number(value)}
-            self._recorder.metrics(self._context.step, self._context.known_epoch, own)
+        own = {name: value for name, value in values.items() if _is_number(value)}
+        self.loop.record.metrics(self.step, self.loop.context.known("epoch"), own)
 
     # -- validation -------------------------------------------------------------------------------
 
     def start_validation(self) -> None:
         """Begin a validation; one before the first epoch and batch has the numbers of the start."""
         self._reach_boundary()
-        context = self._context
-        context.known_batch = None
-        self._known_before = context.known_epoch, context.known_tokens
-        context.known_epoch = context.known_epoch or 0
-        context.known_tokens = context.known_tokens or 0
-        self._begin_validation()
+        context = self.loop.context
+        self._phases.batch = None
+        self._known_before = context.known("epoch"), context.known("tokens_seen")
+        context.epoch, context.tokens_seen = (number or 0 for number in self._known_before)
+        self._phases.begin_validation()
         self._fire("on_validation_start")
 
     def start_validation_batch(self, batch: Any, idx: int, loader_idx: int = 0) -> None:
         """Begin a batch of a validation."""
-        self._begin_batch(Batch(batch, idx, loader_idx, "val"))
+        self._phases.begin_batch(Batch(batch, idx, loader_idx, "val"))
 
     def end_validation_batch(self, loss: Any = None) -> None:
         """End a batch of a validation."""
-        batch = self._context.known_batch
+        batch = self._phases.batch
         if batch is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             batch.logged["loss"] = LazyFloat(loss.detach())
         elif batch is not None and isinstance(loss, int | float):
             batch.logged["loss"] = loss
-        self._end_batch()
-        self._context.known_batch = None
+        self._phases.end_batch()
+        self._phases.batch = None
 
     def end_validation(self, metrics: Mapping[str, Any]) -> None:
         """End a validation with the host's metrics, which hooks get as `val/<name>`, too."""
-        own = self._validation or Means()
-        self._end_validation({**own.means(), **with_common_names(metrics)})
+        own = self._phases.validation or Means()
+        self._phases.end_validation({**own.means(), **with_common_names(metrics)})
         self.leave_validation()
 
     def leave_validation(self) -> None:
         """Leave a validation, also one that has failed."""
-        if self._validation is None:
+        if self._phases.validation is None:
             return
-        self._leave_validation()
-        self._context.known_batch = None
-        self._context.known_epoch, self._context.known_tokens = self._known_before
+        self._phases.leave_validation()
+        self._phases.batch = None
+        self.loop.context.provide("epoch", self._known_before[0])
+        self.loop.context.provide("tokens_seen", self._known_before[1])
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def notify_saved(self, path: str, *, step: int, epoch: int | None) -> None:
         """Fire `on_checkpoint_save` for a checkpoint of this step, which may be an earlier one."""
-        context = self._context
-        now = context.step, context.known_epoch
-        context.step, context.known_epoch = step, epoch
+        context = self.loop.context
+        now = context.step, context.known("epoch")
+        context.step = step
+        context.provide("epoch", epoch)
         try:
             self.notify_checkpoint_saved(path)
         finally:
-            context.step, context.known_epoch = now
+            context.step = now[0]
+            context.provide("epoch", now[1])
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the host, before `begin`.
@@ -411,10 +505,11 @@ class HostSession(Session):
             log.warning(
                 "%s was saved without this session: hooks start anew, at step %d.", path, step
             )
-            self._context.step, self._context.step_in_progress = step, step + 1
+            context = self.loop.context
+            context.step, context.step_in_progress = step, step + 1
             state = {}
         else:
-            restore_progress(self, state)
+            super()._restore_state(path, state)
             self._batch_idx = int(state.get("batch_idx", 0))
         self._restored = path, state
 
@@ -425,11 +520,23 @@ class HostSession(Session):
             )
         self._loaded = path, state  # the model comes with `connect`
 
-    def _restore_loaded(self) -> None:
-        """Restore what `load_state_dict` was given, when the model is known."""
-        if self._loaded is not None:
-            path, state = self._loaded
-            self.restore(path, state, step=state["step"])
+    def restore_loaded(self) -> bool:
+        """Restore what `load_state_dict` was given; return whether it was given anything."""
+        if self._loaded is None:
+            return False
+        path, state = self._loaded
+        self.restore(path, state, step=state["step"])
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of hooks, updates and counters; see `Session.state_dict`."""
+        if self._before_state is not None and self.is_training:
+            self._before_state()
+        return super().state_dict()
+
+    def _find_loaded_path(self) -> Path:
+        path = None if self._loaded_path is None else self._loaded_path()
+        return super()._find_loaded_path() if path is None else path
 
 
 def _is_number(value: Any) -> bool:

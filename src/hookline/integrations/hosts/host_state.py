@@ -18,7 +18,6 @@ from hookline.checkpoint import load_checkpoint, save_checkpoint
 from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
 from hookline.checkpoint.state_tree import Encoder
 from hookline.errors import CheckpointError, CollectiveError
-from hookline.integrations.bare_loop.state_dicts import collect_state
 from hookline.loop.processes import is_main_process
 from hookline.loop.saved_state import check_host_state, reported_damage
 from hookline.tensors.full_tensor import full_tensor
@@ -43,7 +42,7 @@ def save(sessions: Mapping[str, HostSession], folder: Path) -> bool:
         host's checkpoint itself is there.
     """
     try:
-        states = {name: full_tensor(collect_state(session)) for name, session in sessions.items()}
+        states = {name: full_tensor(session.collect_state()) for name, session in sessions.items()}
         if not is_main_process():
             return True
         for name, session in sessions.items():
@@ -69,7 +68,7 @@ def pack(session: HostSession) -> dict[str, Any]:
     All ranks call this: what is sharded is gathered.
     """
     encoder = Encoder("session")
-    tree = encoder.encode(full_tensor(collect_state(session)))
+    tree = encoder.encode(full_tensor(session.collect_state()))
     text = json.dumps(tree, allow_nan=False)
     return {"version": 1, "state": text, "tensors": dict(encoder.tensors)}
 

@@ -2,7 +2,7 @@
 const MARKS = {
   checkpoint: ["checkpoint", "triangle-down", "--good"], stop: ["stop", "square", "--bad"],
   skipped: ["skipped step", "x-thin-open", "--warn"], toggle: ["hook switched", "diamond", "--soft"],
-  spike: ["loss spike", "triangle-up", "--bad"], failure: ["failure", "x", "--bad"],
+  spike: ["loss spike", "triangle-up", "--bad"], finding: ["debug finding", "hexagon", "--bad"], failure: ["failure", "x", "--bad"],
   start: ["resumed", "star-triangle-right", "--accent"],
 };
 
@@ -104,6 +104,17 @@ function curvesSection() {
       flag("Log scale", false, change("log")), flag("Marks", true, change("marks"))),
     chart);
   spikeList(node);
+  findingList(node);
+}
+
+function findingList(node) {
+  for (const run of RUNS) {
+    const { count, first } = run.facts.debug_findings;
+    if (!count) continue;
+    const rows = first.map((one) => [one.step === null ? "unknown" : number(one.step), one.module === null ? "–" : one.module || "the model", one.where, one.condition, one.probe, one.message]);
+    const shown = count > rows.length ? `: the first ${rows.length} of ${number(count)}` : "";
+    node.append(h("h3", {}, "What debug probes found" + (MANY ? " in " + runName(run) : "") + shown), table(["step", "module", "where", "condition", "probe", "message"], rows, [0]));
+  }
 }
 
 function spikeList(node) {

@@ -1,16 +1,16 @@
 // The top of the page, the manifest in words, and what differs between runs.
-const TONES = { completed: "good", stopped: "good", training: "good", interrupted: "warn", preempted: "warn" };
+const badge = (run) => h("span", { className: "pill " + run.badge[0] }, run.badge[1]);
 
 function header() {
   const top = document.getElementById("top");
   const theme = h("button", { type: "button", className: "theme", id: "theme", onclick: () => setTheme(root.dataset.theme === "dark" ? "light" : "dark") }, "Light or dark");
   const first = RUNS[0];
   const title = MANY ? `${RUNS.length} runs` : runName(first);
-  const pill = MANY ? null : h("span", { className: "pill " + (TONES[first.facts.status] || "bad") }, first.facts.status);
+  const pill = MANY ? null : badge(first);
   top.append(h("div", { className: "title" }, h("h1", {}, title), pill, theme));
   for (const [i, run] of RUNS.entries()) {
     if (MANY) {
-      top.append(h("h3", {}, h("span", { className: "swatch", style: `background:var(--c${i % 12})` }), runName(run), " ", h("span", { className: "pill " + (TONES[run.facts.status] || "bad") }, run.facts.status)));
+      top.append(h("h3", {}, h("span", { className: "swatch", style: `background:var(--c${i % 12})` }), runName(run), " ", badge(run)));
     } else {
       if (run.facts.name) top.append(h("p", { className: "id" }, run.facts.id));
       top.append(tiles(run));

@@ -1,23 +1,24 @@
-// Layers over steps as a heat map, and a profile through the depth at one step.
+// Layers over steps as a heat map, and a profile of all layers at one step.
 const SCALE = [[0, "#30123b"], [0.15, "#4662d7"], [0.3, "#36aaf9"], [0.45, "#1ae4b6"], [0.6, "#72fe5e"], [0.72, "#c8ef34"], [0.84, "#faba39"], [0.93, "#f66b19"], [1, "#c22403"]];
 
-function layerGrid(run, layers) {
-  const names = Object.keys(layers).filter((layer) => values(run, layers[layer])?.y.length);
+function layerGrid(run, pairs) {
+  const layers = new Map(pairs);
+  const names = [...layers.keys()].filter((layer) => values(run, layers.get(layer))?.y.length);
   const uses = new Map();
   for (const layer of names) {
-    const x = run.series[layers[layer]].x;
+    const x = run.series[layers.get(layer)].x;
     uses.set(x, (uses.get(x) || 0) + 1);
   }
   const main = [...uses].sort((a, b) => b[1] - a[1] || run.xs[b[0]].steps.length - run.xs[a[0]].steps.length)[0];
   if (!main) return null;
   const steps = run.xs[main[0]].steps;
   const rows = names.map((layer) => {
-    const s = values(run, layers[layer]);
+    const s = values(run, layers.get(layer));
     if (s.x === main[0]) return s.y;
     let i = 0;
     return steps.map((step) => {
       while (i < s.steps.length - 1 && s.steps[i] < step) i += 1;
-      return s.steps[0] > step ? null : s.y[i];
+      return s.steps[0] > step || s.steps[s.steps.length - 1] < step ? null : s.y[i];
     });
   });
   return { names, steps, rows };
@@ -29,7 +30,8 @@ function layerView(node, choices, options) {
   const read = () => {
     const [group, measure] = JSON.parse(state.key);
     const layers = RUNS[state.run].layers[group]?.[measure];
-    grid = layers ? layerGrid(RUNS[state.run], layers) : null;
+    grid = layers ? layerGrid(RUNS[state.run], layers.series) : null;
+    order.textContent = !layers ? "" : layers.order === "model" ? "Layers are in the order in which the model defines them, the first at the top." : "Layers are in the order in which they were first recorded, which need not be that of the model.";
     if (grid) {
       moment.input.max = grid.steps.length - 1;
       if (state.at < 0 || state.at >= grid.steps.length) state.at = grid.steps.length - 1;
@@ -91,8 +93,9 @@ function layerView(node, choices, options) {
     };
   }, "Profile through the layers at one step");
   const heading = h("h3", {});
+  const order = h("p", { className: "lead" });
   const show = () => {
-    heading.textContent = grid ? `Through the depth, at step ${number(grid.steps[state.at])}` : "This run has no such series.";
+    heading.textContent = grid ? `Layer by layer, at step ${number(grid.steps[state.at])}` : "This run has no such series.";
     redraw(map);
     redraw(profile);
   };
@@ -103,7 +106,7 @@ function layerView(node, choices, options) {
       MANY ? choice(RUNS.map((run, i) => [String(i), runName(run)]), "0", (value) => change("run")(Number(value)), "Run") : null,
       choices.length > 1 ? choice(choices, state.key, change("key"), "Measure") : null,
       flag("Log scale", options.log, change("log"))),
-    map, h("div", { className: "controls" }, moment.node), heading, profile);
+    order, map, h("div", { className: "controls" }, moment.node), heading, profile);
   read();
   show();
 }
@@ -126,15 +129,10 @@ function gradientSection() {
   const rank = (key) => (key === '["gradients","norm"]' ? 0 : /"norm"\]$/.test(key) ? 1 : 2);
   const choices = measureChoices(isGradient).sort((a, b) => rank(a[0]) - rank(b[0]));
   if (!choices.length) return;
-  const node = section("gradients", "Gradient flow", "The norm of each layer's gradient over the steps, the layer nearest to the input at the top. Click on the map to choose the step of the profile below.");
+  const node = section("gradients", "Gradient flow", "The norm of each layer's gradient over the steps. Click on the map to choose the step of the profile below.");
   for (const run of RUNS) {
-    const found = run.facts.gradients;
-    if (!found) continue;
     const prefix = MANY ? runName(run) + ": " : "";
-    const list = (layers) => Object.entries(layers).slice(0, 12).map(([name, norm]) => `${name} (${norm === null ? "not finite" : number(norm)})`).join(", ") + (Object.keys(layers).length > 12 ? " …" : "");
-    const parts = [["Vanishing", found.vanishing], ["Exploding", found.exploding]].filter(([, layers]) => Object.keys(layers).length);
-    for (const [what, layers] of parts) node.append(h("p", { className: "bad-text" }, `${prefix}${what}: ${list(layers)}`));
-    if (!parts.length) node.append(h("p", { className: "good-text" }, `${prefix}No layer's gradient vanishes or explodes.`));
+    for (const [tone, text] of run.gradients) node.append(h("p", { className: tone + "-text" }, prefix + text));
   }
   layerView(node, choices, { log: true });
 }

@@ -17,7 +17,7 @@ function timeSection() {
   const isProfile = (name) => /^profile\/.*time_.*_ms$/.test(name);
   const profiled = RUNS.filter((run) => Object.keys(run.series).some(isProfile));
   if (!timed.length && !profiled.length) return;
-  const node = section("time", "Where the time went", "Wall time of the training process. Long batches are all timed; of short ones some are, and count for the others. Hooks are not part of the phase in which they are called.");
+  const node = section("time", "Where the time went", "Wall time of the training process. Long batches are all timed; of short ones some are, and count for the others. Hooks are not part of the phase in which they are called. An accelerator times forward, backward and optimizer itself.");
   if (timed.length) {
     const phases = [...new Set(timed.flatMap((run) => Object.keys(run.phases)))];
     node.append(figure(120 + 46 * timed.length, () => ({

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import torch
 
 from hookline.config.trainer_config import TrainerConfig
-from hookline.loop.loading import load_optimizer, load_weights
+from hookline.errors import ConfigError
 from hookline.loop.processes import OneProcess
+from hookline.tensors.global_norm import global_norm
 
 __all__ = ["Precision", "SingleProcess", "parameters_of"]
 
@@ -116,10 +117,19 @@ class SingleProcess:
     ) -> torch.Tensor:
         """Clip an optimizer's gradients; return their norm before clipping."""
         parameters = parameters_of(optimizer)
-        if norm is not None:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        has_sparse = any(grad.is_sparse for grad in grads)
+        if has_sparse and value is not None:
+            raise ConfigError(
+                "clip_value needs dense gradients, but one of the model's is sparse. Create its "
+                "layer with sparse=False, or use clip_norm."
+            )
+        if has_sparse and norm is not None:  # torch computes no norm of sparse gradients
+            before = global_norm(grads)
+            torch.nn.utils.clip_grads_with_norm_(parameters, norm, before)
+        elif norm is not None:
             before = torch.nn.utils.clip_grad_norm_(parameters, norm)
         else:
-            grads = [p.grad for p in parameters if p.grad is not None]
             before = torch.nn.utils.get_total_norm(grads)
         if value is not None:
             torch.nn.utils.clip_grad_value_(parameters, value)
@@ -161,18 +171,6 @@ class SingleProcess:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-
-    def save(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's weights, unsharded."""
-        return model.state_dict()
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a state with whole tensors into an optimizer, whose parameters may be sharded."""
-        load_optimizer(optimizer, state)
-
-    def load(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load whole weights into the model, which may be sharded."""
-        load_weights(model, weights)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,290 @@
+"""The checkpoints of a loop that is not ours: saved between its steps, and loaded into it.
+
+What a hook requests in a step is saved between this step and the next, when the loop has updated
+its schedulers and its scaler. The random states are those at the end of the step: what is drawn for
+the next batch is drawn again after resuming.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hookline.checkpoint import Checkpoint, find_checkpoint
+from hookline.checkpoint.checkpoint_folder import load_checkpoint
+from hookline.errors import CheckpointError, LoopError
+from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
+from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
+from hookline.integrations.bare_loop.step_boundary import StepBoundary
+from hookline.integrations.bare_loop.step_watch import StepWatch
+from hookline.loop.control_requests import SaveRequest
+from hookline.loop.event_context import device_of
+from hookline.loop.loop import Loop, announce
+from hookline.loop.model_watch import ModelGroup
+from hookline.loop.processes import OneProcess, is_main_process, share_from_main, world_size
+from hookline.loop.random_state import random_state
+from hookline.loop.rank_sync import meet, trains_together
+from hookline.loop.restoring import compare_checkpoint, load_fitting
+from hookline.loop.saved_state import check_session_state
+from hookline.loop.state_differences import describe_random_state
+from hookline.loop.weak_methods import weak_method
+from hookline.runs.identity import Identity
+
+__all__ = ["SessionSaves", "unwrapped"]
+
+log = logging.getLogger("hookline")
+
+
+class SessionSaves:
+    """Saves between the steps of a loop, and loads what was saved.
+
+    Args:
+        loop: the loop.
+        watch: watches its model and optimizers.
+    """
+
+    def __init__(self, loop: Loop, watch: StepWatch) -> None:
+        self._loop, self._watch = loop, watch
+        self._boundary = StepBoundary(
+            loop.context.model,
+            lambda: watch.model.calls_seen > 0,
+            weak_method(self.save_requested),  # else only the garbage collector frees the model
+        )
+        self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
+        self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
+        self._has_ended = False
+
+    def random(self) -> dict[str, Any]:
+        """Return the random states of a checkpoint."""
+        return self._random or random_state(device_of(self._loop.context.model))
+
+    @property
+    def _is_together(self) -> bool:
+        """Whether all ranks write a checkpoint together, each its part."""
+        return self._loop.is_sharded and not self._loop.ranks.is_alone
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something has to be done at the end of steps."""
+        checkpoints = self._loop.checkpoints
+        waits = self._loop.requests.checkpoints or self._agreed
+        return bool(waits) or checkpoints.prepares or checkpoints.is_busy
+
+    def save(self, request: SaveRequest, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
+        """Save now; return the folder if it is durable already.
+
+        Rank 0 writes, and a sharded model is written by all ranks. If all of them call this, the
+        checkpoint has the state of each.
+        """
+        loop, checkpoints = self._loop, self._loop.checkpoints
+        processes = loop.ranks.processes
+        if self._is_together and loop.context.status in ("error", "interrupted"):
+            log.warning(
+                "A checkpoint was requested and is not saved: the loop ended with an exception, "
+                "and all processes have to save a sharded model together."
+            )
+            return None
+        if checkpoints.is_serving_end:
+            if not processes.is_main:
+                loop.requests.checkpoint(request)
+                return None
+            (request,) = loop.with_folders([request], in_all_ranks=False)
+            processes.share([request])  # with the others, which wait for it
+            checkpoints.extra = dict(extra)
+            return checkpoints.save([request], wait=True)
+        if self._is_together:
+            meet("save_checkpoint")
+            together = True
+        else:
+            together = not self._has_ended and loop.ranks.begin_save()
+        if not together and not processes.is_main:
+            return None
+        self.save_requested()
+        (request,) = loop.with_folders([request], in_all_ranks=together)
+        checkpoints.extra = dict(extra)
+        return checkpoints.save([request], wait=wait, together=together)
+
+    def request(self, request: SaveRequest, extra: Mapping[str, Any]) -> None:
+        """Save before the next step begins; several ranks agree on it until then.
+
+        Raises:
+            LoopError: the moment between two steps is not seen.
+        """
+        loop = self._loop
+        if is_compiled_in_place(loop.context.model, self._watch.called):
+            raise LoopError(
+                "This model was compiled in place (model.compile()), so the moment between two "
+                "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "
+                "loop and attach it; or call `session.save_checkpoint()` in the loop."
+            )
+        if request.path is None:
+            loop.check_folder()
+        loop.requests.checkpoint(request)
+        loop.checkpoints.extra |= extra
+
+    def event_ended(self) -> None:
+        """Wait for the next step, if something was requested and gradients are not in use."""
+        alone, requests = self._loop.ranks.is_alone, self._loop.requests
+        if alone and requests.checkpoints and not self._watch.has_new_gradients:
+            self.wait_for_boundary(requested=True)
+
+    def wait_for_boundary(self, *, requested: bool) -> None:
+        """Save at the next boundary what any rank has requested. All ranks call this together."""
+        loop = self._loop
+        if requested:
+            asked = loop.with_folders(loop.checkpoints.gather_requests())
+            self._agreed = list(dict.fromkeys([*self._agreed, *asked]))
+            self._random = random_state(device_of(loop.context.model))
+            if not self._is_together:
+                loop.checkpoints.gather_states()  # the ranks do not meet at the boundary
+            self._boundary.watch()
+
+    def prepare(self) -> None:
+        """Allocate the memory for the first checkpoint, if a hook will save one."""
+        if self._loop.checkpoints.prepares:
+            self._loop.checkpoints.prepare()
+
+    def save_requested(self) -> None:
+        """Save what was agreed on: the next step begins, or training ends."""
+        self._boundary.stop()
+        if self._agreed:
+            requests, self._agreed = self._agreed, []
+            self._loop.checkpoints.save(requests, together=self._is_together)
+            self._random = None
+
+    def finish(self, *, failed: bool, together: bool) -> None:
+        """Save what was requested, wait for what is being written, and report it.
+
+        Args:
+            failed: whether the loop ended with an exception.
+            together: whether all ranks end now, of several that train together.
+        """
+        self._boundary.stop()
+        loop = self._loop
+        if loop.ranks.is_alone and loop.requests.checkpoints and not failed:
+            self.wait_for_boundary(requested=True)
+            self._boundary.stop()
+        if not failed and (together or not self._is_together):
+            self.save_requested()
+        elif waiting := [*self._agreed, *loop.requests.checkpoints]:
+            log.warning(
+                "The checkpoint %s was requested, but not saved: the loop ended early, with an "
+                "exception that may have happened within a step.",
+                waiting[0].path or f"of step {loop.context.step}",
+            )
+        loop.checkpoints.finish(failed=failed)
+        self._has_ended = True
+
+    def leave(self) -> None:
+        """Stop watching the model."""
+        self._boundary.detach()
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def load(self, path: Path, *, strict: bool) -> tuple[Checkpoint, LoadedCheckpoint]:
+        """Restore the loop's objects from a checkpoint."""
+        loop = self._loop
+        model, device = unwrapped(loop.context.model), device_of(loop.context.model)
+        checkpoint = load_checkpoint(path)
+        check_session_state(checkpoint)
+        state = checkpoint.state
+        if state.get("ranks") is None:  # rank 0 has saved alone
+            state.pop("ranks", None)
+            state["random"] = state.get("random") if is_main_process() else None
+            processes = OneProcess()
+        else:
+            processes = self._loading_ranks(len(state["ranks"]))
+        checkpoint = compare_checkpoint(
+            checkpoint,
+            loop.state,
+            loop.hooks,
+            model,
+            processes,
+            what=f"this {type(loop.context.model).__name__}",
+            advice="Attach the model, the optimizers and the schedulers that it was saved with, "
+            "load what fits with load_checkpoint(…, strict=False), or start anew.",
+            strict=strict,
+            describe_more=_describe_random,
+        )
+        load_fitting(checkpoint, loop.state, model)
+        loop.context.validated = dict(checkpoint.info.get("metrics") or {})
+        state = checkpoint.state
+        extra, random = state.get("extra", {}), state.get("random")
+        loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
+        return checkpoint, loaded
+
+    def _loading_ranks(self, saved: int) -> OneProcess:
+        """Return which of how many ranks this process is, which may not have joined yet."""
+        context, processes = self._loop.context, OneProcess()
+        together = trains_together(context.model, context.optimizers)
+        if together or (saved == world_size() and dist.is_initialized()):
+            processes.rank, processes.size = dist.get_rank(), dist.get_world_size()
+        return processes
+
+    def find(
+        self, given: str, runs: Any, identity: Identity | None, others: Sequence[Identity]
+    ) -> Path | None:
+        """Return the checkpoint to load; None if "auto" finds nothing to continue.
+
+        Args:
+            given: a checkpoint, a run or "auto".
+            runs: the folder for runs, or a run that is open for writing.
+            identity: what the loop trains, to find a run by.
+            others: the same, as earlier versions would have described it.
+        """
+        context = self._loop.context
+        if trains_together(context.model, context.optimizers):
+            meet("load_checkpoint")
+        if given != "auto":
+            if "://" in given:
+                from hookline.checkpoint.remote import fetch_checkpoint
+
+                return Path(fetch_checkpoint(given, Path(str(runs or "runs")) / "fetched"))
+            return find_checkpoint(Path(given), verify=True)
+        found = self._find_run(runs, identity, others) if is_main_process() else None
+        decided: Path | None = share_from_main(found)
+        return decided
+
+    def _find_run(
+        self, runs: Any, identity: Identity | None, others: Sequence[Identity]
+    ) -> Path | None:
+        from hookline.runs.run import Run
+        from hookline.runs.unfinished_runs import find_unfinished_run
+
+        if isinstance(runs, Run):
+            try:
+                return find_checkpoint(runs.path, verify=True)
+            except CheckpointError:
+                return None
+        if runs is None or identity is None:
+            return None
+        hooks = self._loop.hooks.describe()
+        here, *further = ({**one.describe(hooks), "name": one.name} for one in (identity, *others))
+        found, message = find_unfinished_run(Path(os.fspath(runs)), here, *further)
+        announce(message)
+        return found
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP and `torch.compile`, whose weights have the model's own names."""
+    if isinstance(model, ModelGroup):
+        inner_models = [unwrapped(each) for each in model]
+        are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
+        return model if are_own else ModelGroup(inner_models)
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
+
+
+def _describe_random(state: Mapping[str, Any]) -> list[str]:
+    random = state.get("random")
+    return [] if random is None else describe_random_state(random)

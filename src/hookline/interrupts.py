@@ -1,0 +1,112 @@
+"""Ctrl-C that waits until a piece of work is done, so that nothing is left half done.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread: also when a hook
+was registered on a module and its handle is not stored yet, or within the code that removes it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = ["AllowedInterrupts", "HeldInterrupts", "find_active_handler", "is_main_thread"]
+
+
+class HeldInterrupts:
+    """While the block runs, Ctrl-C (SIGINT) waits for its end. A second one acts at once.
+
+        with HeldInterrupts():
+            self.handle = module.register_forward_hook(hook)
+            with AllowedInterrupts():
+                hook.on_train_start()  # of a user, and may take long
+
+    Blocks may be nested. Where SIGINT is ignored or handled outside of Python, and outside of the
+    main thread, nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self.is_holding = True
+        self._previous: Any = None  # the handler; None if it was not replaced
+        self._has_received = self._has_ended = False
+
+    def __enter__(self) -> Self:
+        previous = signal.getsignal(signal.SIGINT) if is_main_thread() else None
+        if callable(previous):
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if self._previous is None:
+            return
+        self._previous = find_active_handler(signal.SIGINT, self._previous)
+        if signal.getsignal(signal.SIGINT) == self._receive:  # else somebody has replaced it
+            signal.signal(signal.SIGINT, self._previous)
+        self.is_holding, self._has_ended = False, True
+        self.deliver()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.is_holding and not self._has_received:
+            self._has_received = True
+        else:
+            self._previous(number, frame)
+
+    def deliver(self) -> None:
+        """Do now what a Ctrl-C does that has been waiting, if there is one."""
+        if self._has_received:
+            self._has_received = False
+            self._previous(signal.SIGINT, None)
+
+    def handler_before(self, number: int) -> Any:
+        """Return the handler that this one has replaced; None while the block runs."""
+        return self._previous if self._has_ended else None
+
+
+class AllowedInterrupts:
+    """Within a block in which Ctrl-C waits: it acts at once in this one."""
+
+    def __init__(self) -> None:
+        self._held: HeldInterrupts | None = None
+
+    def __enter__(self) -> None:
+        handler = signal.getsignal(signal.SIGINT) if is_main_thread() else None
+        held = getattr(handler, "__self__", None)
+        if isinstance(held, HeldInterrupts) and held.is_holding:
+            self._held = held
+            held.is_holding = False
+            try:
+                held.deliver()
+            except BaseException:  # `__exit__` is not called
+                held.is_holding = True
+                raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        if self._held is not None:
+            self._held.is_holding = True
+
+
+def find_active_handler(number: int, handler: Any) -> Any:
+    """Return the handler to restore: blocks need not end in the order in which they are nested."""
+    while True:
+        block: Any = getattr(handler, "__self__", None)
+        before = block.handler_before(number) if hasattr(block, "handler_before") else None
+        if before is None:
+            return handler
+        handler = before
+
+
+def is_main_thread() -> bool:
+    """Return whether this is the thread in which Python handles signals."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,405 @@
+"""The checkpoints of a loop: saved at step boundaries, written in the background, then reported.
+
+    request or save   in a hook or the loop, in any rank
+    agree             between two steps, in all ranks: who has requested or saved something
+    save_requested    when the state is complete: it is copied, and written while training goes on
+    report            at a later boundary: what is durable is told to the run and the hooks
+
+Of several ranks, rank 0 writes; a sharded model is written by all of them, each its part.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hookline.arguments import show_value
+from hookline.checkpoint import CheckpointSaver, SaveResult
+from hookline.checkpoint.part_writer import SharedSave, SharedSaves
+from hookline.checkpoint.state_tree import Encoder
+from hookline.config.trainer_config import CheckpointConfig
+from hookline.context import LazyFloat
+from hookline.dispatch import HookManager
+from hookline.errors import CheckpointError, HooklineError
+from hookline.hook import HookGroup
+from hookline.loop.control_requests import (
+    ControlRequests,
+    SaveRequest,
+    elastic_timeout,
+    split_requests,
+)
+from hookline.loop.event_context import EventContext
+from hookline.loop.loop_state import LoopState
+from hookline.loop.rank_sync import RankSync
+from hookline.loop.record import Record
+
+__all__ = ["Checkpoints"]
+
+log = logging.getLogger("hookline")
+
+
+class Checkpoints:
+    """Saves the state of a loop, and tells the run and the hooks what is durable.
+
+    Args:
+        settings: how checkpoints are written.
+        context: where the loop stands.
+        hooks: the hooks, whose states are saved.
+        requests: has the checkpoints that were requested.
+        record: the run.
+        ranks: the ranks that train together.
+        state: what is saved apart from the weights.
+        weights: returns the weights.
+        is_sharded: whether each rank has a part of the parameters.
+
+    Attributes:
+        extra: the values of the user's own that the next save has.
+        prepares: whether memory is allocated after the next step.
+        is_announcing: whether hooks are being told of a checkpoint.
+        is_serving_end: whether all ranks call their hooks for `on_train_end`.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        *,
+        context: EventContext,
+        hooks: HookManager,
+        requests: ControlRequests,
+        record: Record,
+        ranks: RankSync,
+        state: LoopState,
+        weights: Callable[[], Mapping[str, Any]],
+        is_sharded: bool = False,
+    ) -> None:
+        self._settings, self._context, self._hooks = settings, context, hooks
+        self._requests, self._record, self._ranks = requests, record, ranks
+        self._state, self._weights, self._is_sharded = state, weights, is_sharded
+        self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
+        self._shared_saves: SharedSaves | None = None
+        self._is_weights_only = False  # the latest save
+        self._in_flight = 0
+        self._unshared: list[SaveResult] = []  # that the other ranks do not know of yet
+        self._rank_states: list[Any] | None = None  # of all ranks, for the next save
+        self._grace = settings.grace_seconds or elastic_timeout()
+        self.extra: dict[str, Any] = {}
+        self.is_announcing = self.is_serving_end = False
+        self.prepares = any(
+            getattr(hooks.get_hook(name), "hookline_group", None) is HookGroup.CHECKPOINT
+            for name in hooks
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint has not been reported yet."""
+        return self._in_flight > 0
+
+    @property
+    def has_unshared(self) -> bool:
+        """Whether the other ranks do not know yet what was saved."""
+        return bool(self._unshared)
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(
+        self, requests: Sequence[SaveRequest], *, wait: bool = False, together: bool = True
+    ) -> Path | None:
+        """Copy the state now, and write it for each request.
+
+        Args:
+            requests: what to save, with folders; those for weights only are written apart.
+            wait: until the checkpoints are durable.
+            together: whether all ranks call this; otherwise rank 0 saves its own state.
+
+        Returns:
+            The last save's first folder, if it is durable already.
+        """
+        is_main = self._ranks.processes.is_main
+        self.prepares = False
+        if together:
+            self.gather_states()
+        saved: Path | None = None
+        try:
+            for kind in split_requests(requests):
+                folders = [Path(str(one.path)) for one in kind]
+                shared = self._share_save() if together else None
+                if is_main or shared is not None:
+                    info = {"weights_only": True} if kind[0].weights_only else {}
+                    self._write(folders, shared, info)
+                if is_main:
+                    results = self.report(wait=wait)
+                    saved = next((r.path for r in results if r.requested == folders[0]), None)
+        finally:
+            self.extra, self._rank_states = {}, None
+        if wait and together:  # otherwise the ranks hear of it when they agree
+            self.share_saved()
+        return saved
+
+    def save_after_crash(self, folder: Path) -> None:
+        """Save the state after an exception, in this rank alone."""
+        self._write([folder], None, {"emergency": True})
+        self.report(wait=True)
+
+    def gather_states(self) -> None:
+        """Collect the states of all ranks for the next save. All of them have to call this."""
+        if not self._ranks.is_alone:
+            self._ranks.records.report(self._record.sink)  # before it is saved
+            own = self._state.collect_own()
+            self._rank_states = self._ranks.processes.gather_on_main(own)
+
+    def _share_save(self) -> SharedSave | None:
+        """Return what ranks share to save sharded tensors; None if rank 0 has them all."""
+        if not self._is_sharded or self._ranks.is_alone:
+            return None
+        if self._shared_saves is None:
+            processes = self._ranks.processes
+            key = processes.share(uuid.uuid4().hex[:12])
+            self._shared_saves = SharedSaves(key, processes.rank, processes.size)
+        return self._shared_saves.next()
+
+    def _write(
+        self, folders: Sequence[Path], shared: SharedSave | None, info: Mapping[str, Any]
+    ) -> None:
+        with self._record.phases.span("checkpoints"):
+            weights_only = "weights_only" in info
+            if weights_only is not self._is_weights_only:
+                self._saver.wait()  # one kind never replaces the other while it is written
+            self._is_weights_only = weights_only
+            collected = self._collect(info)
+            if weights_only:
+                collected["state"] = self._state_beside_weights(collected["state"])
+            try:
+                self._saver.save(folders, shared=shared, **collected)
+            except CheckpointError:
+                without = self._without_unsupported_states(collected["state"])
+                if without is None:
+                    raise
+                collected["state"] = without
+                self._saver.save(folders, shared=shared, **collected)
+            if shared is None or not shared.rank:  # rank 0 reports
+                self._in_flight += len(folders)
+
+    def _collect(self, further: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `CheckpointSaver.save`."""
+        context, run, state = self._context, self._record.run, self._state.collect()
+        if self._rank_states is not None:
+            state["ranks"] = self._rank_states
+        info = {
+            "step": context.step,
+            "epoch": context.known("epoch"),
+            "tokens_seen": context.known("tokens_seen"),
+            "run_id": getattr(context.known("run"), "id", None) if run is None else run.id,
+            "metrics": numbers_in(context.validated),
+            **further,
+        }
+        sync = [] if run is None else [run.metrics_file]
+        return {"model": self._weights(), "state": state, "info": info, "sync": sync}
+
+    def prepare(self) -> None:
+        """Allocate the memory for copies of the state, so that the first save does not.
+
+        After a step: optimizers have their state then.
+        """
+        self.prepares = False
+        is_main = self._ranks.processes.is_main
+        if is_main or self._is_sharded:
+            with self._record.phases.span("checkpoints"):
+                collected = self._collect({})
+                saving = self._saving_hooks().values()
+                if saving and all(getattr(hook, "saves_weights_only", False) for hook in saving):
+                    collected["state"] = self._state_beside_weights(collected["state"])
+                state = self._without_unsupported_states(collected["state"]) or collected["state"]
+                model, shards_only = collected["model"], not is_main
+                self._saver.prepare(model=model, state=state, shards_only=shards_only)
+
+    def _saving_hooks(self) -> dict[str, Any]:
+        """Return the hooks that save checkpoints."""
+        hooks = self._hooks.of_kind("loop")
+        return {name: hook for name, hook, _ in hooks if hasattr(hook, "checkpoint_saved")}
+
+    def _state_beside_weights(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint with weights only: hooks recognize theirs by it."""
+        saving = self._saving_hooks()
+        return {"hooks": {name: one for name, one in state["hooks"].items() if name in saving}}
+
+    def _without_unsupported_states(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a state without those of hooks that cannot be saved; None if all of them can.
+
+        It counts as a failure of the hook, as an exception in its `state_dict` does.
+        """
+        saved: dict[str, Any] = {}
+
+        def encode_state(name: str) -> None:
+            Encoder(f"hooks[{show_value(name)}]").encode(dict(state["hooks"][name]))
+            saved[name] = state["hooks"][name]
+
+        for name in state["hooks"]:
+            self._hooks.guard(name)(encode_state, name)
+        return None if len(saved) == len(state["hooks"]) else {**state, "hooks": saved}
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def gather_requests(self) -> list[SaveRequest]:
+        """Return and forget what was requested in any rank, all of which have to call this."""
+        own, self._requests.checkpoints = self._requests.checkpoints, []
+        if self._ranks.is_alone:
+            return own
+        gathered = self._ranks.processes.gather((own, self.extra))
+        for _, extra in reversed(gathered):  # rank 0's count most
+            self.extra |= extra
+        return list(dict.fromkeys(one for requests, _ in gathered for one in requests))
+
+    # -- reporting --------------------------------------------------------------------------------
+
+    def report(self, *, wait: bool = False) -> list[SaveResult]:
+        """Report the checkpoints that are durable, or could not be written.
+
+        Raises:
+            CheckpointError: one could not be written, and the settings say that training stops.
+        """
+        with self._record.phases.span("checkpoints"):
+            if wait:
+                self._saver.wait()
+            results = self._saver.finished()
+        self._in_flight -= len(results)
+        failure: CheckpointError | None = None
+        for result in results:
+            if result.error is not None:
+                failure = result.error
+                log.error("%s%s", result.error, _what_now(self._settings))
+            elif result.replaced:
+                log.warning(
+                    "The checkpoint %s was given up for a newer one, because it was still being "
+                    "written (checkpoints.when_busy is 'replace').",
+                    result.requested,
+                )
+            else:
+                self._check_duration(result.seconds)
+            if not self._ranks.is_alone:
+                self._unshared.append(result)
+            self._announce(result)
+        if failure is not None and self._settings.on_failure == "stop":
+            raise failure
+        return results
+
+    def _announce(self, result: SaveResult) -> None:
+        """Tell the run and the hooks that a checkpoint is durable, or that it failed."""
+        step, requested = result.info["step"], str(result.requested)
+        if result.path is None:
+            if result.error is not None:
+                error = result.error
+                self._record.event("checkpoint_failed", path=requested, step=step, error=error)
+            for name in self._hooks:
+                failed = getattr(self._hooks.get_hook(name), "checkpoint_failed", None)
+                if failed is not None:
+                    failed(requested, result.error)
+            return
+        tokens = result.info["tokens_seen"]
+        self._record.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
+        fire = self._hooks.dispatchers.on_checkpoint_save
+        if fire is not None:
+            context = copy.copy(self._context)  # training may be steps ahead of the checkpoint
+            context.step = step
+            context.provide("epoch", result.info["epoch"])
+            context.checkpoint_path = result.path
+            self.is_announcing = True
+            try:
+                fire(context)
+            finally:
+                self.is_announcing = False
+        for _, hook, is_enabled in self._hooks.of_kind("loop"):  # one may be disabled meanwhile
+            saved = getattr(hook, "checkpoint_saved", None)
+            if not is_enabled and saved is not None:
+                saved(str(result.path))
+
+    def share_saved(self) -> None:
+        """Report in all ranks what rank 0 has saved. All of them have to call this."""
+        if self._ranks.is_alone:
+            return
+        unshared, self._unshared = self._unshared, []
+        shared: list[SaveResult] = self._ranks.processes.share(unshared)
+        if self._ranks.processes.is_main:
+            return
+        self._saver.release_parts([result.requested.absolute() for result in shared])
+        for result in self._saver.finished():
+            if result.error is not None:
+                log.error("%s", result.error)
+        for result in shared:
+            self._announce(result)
+
+    def _check_duration(self, seconds: float) -> None:
+        if self._grace is not None and seconds > self._grace:
+            log.warning(
+                "Saving a checkpoint took %.1f s, but after a signal the process has only %.1f s "
+                "(checkpoints.grace_seconds, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT) before it is "
+                "killed. A checkpoint at that time would not be complete: save more often, or ask "
+                "the scheduler for more time.",
+                seconds,
+                self._grace,
+            )
+            self._grace = None  # said once
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def finish(self, *, failed: bool) -> None:
+        """Wait for the checkpoint that is being written, and report it."""
+        if not self.is_busy:
+            return
+        try:
+            self.report(wait=True)
+        except HooklineError:
+            if not failed:
+                raise
+            log.exception("The last checkpoint could not be saved.")
+
+    def serve_end(self, fire: Callable[[], None], with_folders: Callable[..., Any]) -> None:
+        """Fire `on_train_end` in all ranks; what a hook of one of them saves, all of them save.
+
+        A hook in rank 0 saves at once, and the others wait for that after their own hooks.
+
+        Args:
+            fire: calls the hooks.
+            with_folders: returns requests with the folders of their checkpoints.
+        """
+        processes, requests = self._ranks.processes, self._requests
+        self.is_serving_end = True
+        try:
+            fire()
+            if processes.is_main:
+                processes.share([])
+            while not processes.is_main and (asked := processes.share(None)):
+                self.save(asked, wait=True)
+                requests.checkpoints = [one for one in requests.checkpoints if one not in asked]
+            save, toggled = processes.any(bool(requests.checkpoints), self._ranks.hooks_toggled)
+            if save:
+                self.save(with_folders(self.gather_requests()), wait=True)
+            if toggled:
+                self._ranks.apply_toggles()
+        finally:
+            self.is_serving_end = False
+
+    def close(self) -> None:
+        """Wait for what is being written, report it, and free the memory."""
+        try:
+            self.report(wait=True)
+        finally:
+            self._saver.close()
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among values, read from the device."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float | LazyFloat)
+    }
+
+
+def _what_now(settings: CheckpointConfig) -> str:
+    if settings.on_failure == "stop":
+        return ""
+    return " Training continues; earlier checkpoints are as they were."

@@ -1,0 +1,274 @@
+"""The state of a loop: a list of named items, saved and restored in order.
+
+Collecting, comparing, adapting to another number of ranks, restoring and undoing are written once,
+over this list. A driver adds items to it. Items that draw or restore random numbers come last.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hookline.arguments import check_name, show_value
+from hookline.checkpoint.state_tree import Encoder, decode
+from hookline.dispatch import HookManager
+from hookline.errors import ArgumentError, CheckpointError
+from hookline.loop.event_context import EventContext
+from hookline.loop.loading import load_optimizer
+from hookline.loop.means import add_means
+from hookline.loop.processes import OneProcess
+from hookline.loop.record import Record
+
+__all__ = ["LoopState", "SavedAttributes", "StateItem", "adapt_means", "adapt_tokens"]
+
+log = logging.getLogger("hookline")
+
+
+@dataclass(frozen=True)
+class StateItem:
+    """One part of a loop's state.
+
+    Attributes:
+        name: its key in `state.json`.
+        save: returns its state.
+        load: restores what `save` returned; None if it is only compared.
+        adapt: makes the state of this rank from those of all ranks that saved, if there were more
+            or fewer of them: gets their states, and the processes. None if all ranks have the same
+            state.
+    """
+
+    name: str
+    save: Callable[[], Any]
+    load: Callable[[Any], None] | None = None
+    adapt: Callable[[Sequence[Any], OneProcess], Any] | None = None
+
+
+class LoopState:
+    """All that a checkpoint has of a loop, apart from the weights.
+
+    Attributes:
+        optimizers: the optimizers.
+        schedulers: the learning-rate schedulers.
+        scaler: what scales the loss; None without.
+        best_accuracy: the best `val/accuracy` so far.
+        restored_position: where the metrics log stood in the checkpoint that was loaded.
+        overrides: states to save instead of those that items have now.
+        add_items: returns the items of a driver; they are restored after all others, and one of the
+            same name is replaced.
+    """
+
+    def __init__(
+        self,
+        context: EventContext,
+        hooks: HookManager,
+        record: Record,
+        attributes: SavedAttributes,
+    ) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.scaler: Any = None
+        self.best_accuracy = 0.0
+        self.restored_position: Any = None
+        self.overrides: dict[str, Any] = {}
+        self.add_items: Callable[[], Sequence[StateItem]] = tuple
+        self.record = record
+        self._context, self._hooks, self._attributes = context, hooks, attributes
+
+    def _common_items(self) -> list[StateItem]:
+        """Return the items of every loop; they are not kept, which would make a cycle."""
+        context, hooks, attributes = self._context, self._hooks, self._attributes
+        return [
+            StateItem("classes", self._classes),
+            StateItem("optimizers", self._save_optimizers, self._load_optimizers),
+            StateItem("schedulers", self._save_schedulers, self._load_schedulers),
+            StateItem("scaler", self._save_scaler, self._load_scaler),
+            StateItem("hooks", hooks.state_dict, self._load_hooks),
+            StateItem("attributes", attributes.state_dict, attributes.load_state_dict),
+            StateItem("disabled", self._disabled, self._disable),
+            StateItem("step", lambda: context.step, self._load_step),
+            StateItem("means", lambda: context.means.state_dict(), self._load_means, adapt_means),
+            StateItem("tokens_seen", self._tokens, self._load_tokens, adapt_tokens),
+            StateItem("best_accuracy", lambda: self.best_accuracy, self._load_accuracy),
+            StateItem("run", lambda: self.record.position(), self._load_position),
+        ]
+
+    @property
+    def _items(self) -> list[StateItem]:
+        added = self.add_items()
+        names = {item.name for item in added}
+        return [item for item in self._common_items() if item.name not in names] + list(added)
+
+    def collect(self, only: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the state of this rank, or some items of it."""
+        chosen = [item for item in self._items if only is None or item.name in only]
+        return {item.name: item.save() for item in chosen} | self.overrides
+
+    def collect_own(self) -> dict[str, Any]:
+        """Return what each rank has of its own."""
+        return {item.name: item.save() for item in self._items if item.adapt is not None}
+
+    def copy(self, *names: str) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns these items as they are now.
+
+        Nothing if they cannot be saved: that is an error when a checkpoint is saved.
+        """
+        encoder = Encoder("state")
+        try:
+            tree = encoder.encode({i.name: i.save() for i in self._items if i.name in names})
+        except CheckpointError:
+            return dict
+        return partial(decode, tree, encoder.tensors)
+
+    def adapt(self, state: dict[str, Any], processes: OneProcess) -> None:
+        """Replace, in a saved state, what each rank has of its own by that of this rank."""
+        own = [item for item in self._items if item.adapt is not None]
+        alone = {item.name: state.get(item.name) for item in own}
+        saved = state.pop("ranks", None) or [alone]
+        if len(saved) == processes.size:
+            state.update(saved[processes.rank])
+            return
+        for item in own:
+            if item.adapt is not None:
+                state[item.name] = item.adapt([one[item.name] for one in saved], processes)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the items that a saved state has, in order."""
+        for item in self._items:
+            if item.load is not None and item.name in state:
+                item.load(state[item.name])
+
+    def undo(self, before: Mapping[str, Any]) -> None:
+        """Go back to the state before a restore that has failed, as far as that is possible."""
+        with suppress(Exception):  # the first error matters more
+            self.restore(before)
+            for info in self._hooks.describe():
+                if info.status == "disabled" and info.name not in before["disabled"]:
+                    self._hooks.enable_hook(info.name)
+
+    # -- items ------------------------------------------------------------------------------------
+
+    def _classes(self) -> dict[str, list[str]]:
+        return {
+            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
+        }
+
+    def _save_optimizers(self) -> list[Any]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def _load_optimizers(self, states: Sequence[Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, states, strict=True):
+            load_optimizer(optimizer, saved)
+
+    def _save_schedulers(self) -> list[Any]:
+        return [scheduler.state_dict() for scheduler in self.schedulers]
+
+    def _load_schedulers(self, states: Sequence[Any]) -> None:
+        for scheduler, saved in zip(self.schedulers, states, strict=True):
+            scheduler.load_state_dict(saved)
+
+    def _save_scaler(self) -> Any:
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def _load_scaler(self, saved: Any) -> None:
+        if self.scaler is not None and saved is not None:
+            self.scaler.load_state_dict(saved)
+
+    def _load_hooks(self, states: Any) -> None:
+        self._hooks.load_state_dict(states)
+
+    def _disabled(self) -> list[str]:
+        return [info.name for info in self._hooks.describe() if info.status == "disabled"]
+
+    def _disable(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name in self._hooks:
+                self._hooks.disable_hook(name)
+
+    def _load_step(self, step: int) -> None:
+        self._context.step, self._context.step_in_progress = step, step + 1
+
+    def _load_means(self, state: Any) -> None:
+        self._context.means.load_state_dict(state)
+
+    def _tokens(self) -> int | None:
+        tokens: int | None = self._context.known("tokens_seen")
+        return tokens
+
+    def _load_tokens(self, tokens: int | None) -> None:
+        if tokens is not None:
+            self._context.provide("tokens_seen", tokens)
+
+    def _load_accuracy(self, accuracy: float) -> None:
+        self.best_accuracy = accuracy
+
+    def _load_position(self, position: Any) -> None:
+        self.restored_position = position
+
+
+def adapt_means(saved: Sequence[Any], processes: OneProcess) -> Any:
+    """Return the sums of all ranks in rank 0, and nothing in the others."""
+    return add_means(saved) if processes.is_main else {}
+
+
+def adapt_tokens(saved: Sequence[int | None], processes: OneProcess) -> int | None:
+    """Return the tokens of this rank, so that all ranks together have as many as before."""
+    known = [tokens for tokens in saved if tokens is not None]
+    return sum(known) // processes.size if len(known) == len(saved) else None
+
+
+class SavedAttributes:
+    """Attributes that hooks have set on the trainer or session, and that checkpoints keep.
+
+    Args:
+        owner: what has the attributes; it is not kept alive.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+        self._names: tuple[str, ...] = ()
+        self._waiting: dict[str, Any] = {}  # restored when they are registered
+
+    def register(self, *names: str) -> None:
+        """Save these attributes from now on, and restore them if they were saved before."""
+        owner = self._owner()
+        for name in names:
+            check_name("register_for_checkpoint(name)", name)
+            if not hasattr(owner, name):
+                raise ArgumentError(
+                    f"There is no attribute {show_value(name)} to save. Set it before it is "
+                    "registered."
+                )
+            if name not in self._names:
+                self._names += (name,)
+            if name in self._waiting:
+                self._restore(owner, name, self._waiting.pop(name))
+
+    @staticmethod
+    def _restore(owner: Any, name: str, saved: Any) -> None:
+        value = getattr(owner, name)
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(saved)
+        else:
+            setattr(owner, name, saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes, also those that were not registered again after resuming."""
+        values = {name: getattr(self._owner(), name) for name in self._names}
+        own = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in values.items()
+        }
+        return {**self._waiting, **own}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Restore attributes; those that are not registered yet wait for that."""
+        self._waiting = dict(states)
+        self.register(*self._names)

@@ -1,0 +1,304 @@
+"""What the ranks of a loop tell each other: between two steps, and when they begin and end.
+
+A rank that stopped, skipped a step or toggled a hook alone would make the others wait for ever, or
+train another model. In a process that trains alone, everything here returns at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hookline.dispatch import HookManager, Schedule
+from hookline.errors import LoopError
+from hookline.loop.event_context import EventContext
+from hookline.loop.means import Means, means_of_all
+from hookline.loop.processes import OneProcess, ProcessGroup
+from hookline.loop.step_records import StepRecords
+from hookline.tensors.name_patterns import module_places
+from hookline.tensors.rank_rendezvous import missing_ranks
+from hookline.tensors.sharded import needs_collective
+
+if TYPE_CHECKING:
+    from hookline.loop.rank_watch import RankWatch
+
+__all__ = ["NormSchedule", "RankSync", "is_sharded_loop", "join_ranks", "meet", "trains_together"]
+
+log = logging.getLogger("hookline")
+
+_SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
+_VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
+_CALL_SECONDS = 60.0  # within which all processes have to save or load a checkpoint
+_SLOW_RANK_SECONDS = 60.0  # after which a process that the others wait for is named
+
+_NORM_EVENTS = ("on_gradient_clip", "on_step_end")
+_NORM_ARGUMENTS = ("grad_norm", "ctx")
+
+
+class RankSync:
+    """Keeps hooks, records and means of all ranks together.
+
+    Args:
+        processes: the processes that train together.
+        hooks: the hooks.
+        context: gets the schedule of the norm.
+
+    Attributes:
+        is_alone: whether no other process takes part.
+        hooks_toggled: whether hooks were toggled in this process since all of them agreed.
+        records: the values of steps, for means over all ranks.
+    """
+
+    def __init__(self, processes: OneProcess, hooks: HookManager, context: EventContext) -> None:
+        self.processes = processes
+        self.is_alone = processes.size == 1
+        self.hooks_toggled = False
+        self.records = StepRecords(processes)
+        self._hooks, self._context = hooks, context
+        self._agreed = self._read_status()
+        self._validates_alone = self._saves_alone = False
+        self._rank_watch: RankWatch | None = None
+
+    def begin(self) -> None:
+        """Start from the hooks as they are now, in all processes."""
+        self.records = StepRecords(self.processes)
+        self.hooks_toggled = False
+        self._agreed = self._read_status()
+        self._schedule_norm()
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def apply_toggles(self) -> None:
+        """Enable and disable hooks as they were in any process since the last agreement.
+
+        All processes have to call this.
+
+        Raises:
+            LoopError: an update was added or removed in some processes only.
+        """
+        self._check_updates()
+        now, before = self._read_status(), self._agreed
+        own = {name: on for name, on in now.items() if before.get(name, on) != on}
+        agreed = dict(now)
+        for changes in reversed(self.processes.gather(own)):  # rank 0's count most
+            agreed |= {name: on for name, on in changes.items() if name in agreed}
+        for name, on in agreed.items():
+            if on != now[name]:
+                (self._hooks.enable_hook if on else self._hooks.disable_hook)(name)
+        self._agreed = agreed
+        self.hooks_toggled = False
+        self._schedule_norm()
+
+    def _check_updates(self) -> None:
+        """Raise, in all processes, if they have different updates: their weights would differ."""
+        own = [info.name for info in self._hooks.describe() if info.kind == "update"]
+        gathered = self.processes.gather(own)
+        other = next((r for r, names in enumerate(gathered) if names != gathered[0]), None)
+        if other is not None:
+            raise LoopError(
+                f"Updates were added or removed in some processes only: rank 0 has {gathered[0]}, "
+                f"and rank {other} {gathered[other]}. Add and remove them in all processes, in the "
+                "same step: otherwise each would train a model of its own."
+            )
+
+    def _read_status(self) -> dict[str, bool]:
+        return {info.name: info.status == "enabled" for info in self._hooks.describe()}
+
+    def _schedule_norm(self) -> None:
+        """Agree on when the norm is computed; not a collective without sharded parameters."""
+        context = self._context
+        context.norm_schedule = None
+        if is_sharded_loop(context.optimizers):
+            context.norm_schedule = NormSchedule(self._hooks, self.processes)
+
+    # -- means ------------------------------------------------------------------------------------
+
+    def means(self, means: Means) -> dict[str, Any]:
+        """Return means over all processes, which all have to call this."""
+        return means_of_all(means, self.processes)
+
+    # -- loops in which not all ranks may make a call ---------------------------------------------
+
+    def begin_validation(self) -> bool:
+        """Return whether all processes validate, so that means are those of all of them.
+
+        A loop may validate in some processes only. They wait once for the others, and not again.
+        """
+        if self.is_alone or self._validates_alone:
+            return False
+        size = self.processes.size
+        missing = missing_ranks("validation", range(size), _VALIDATION_SECONDS)
+        if missing:
+            self._validates_alone = True
+            log.warning(
+                "Rank %s has not begun a validation within %g s. From now on val/… is that of each "
+                "process alone, and the record has that of rank 0. Validate in all processes, each "
+                "with its part of the batches: `with session.validation():`.",
+                _join(missing),
+                _VALIDATION_SECONDS,
+            )
+        return not missing
+
+    def begin_save(self) -> bool:
+        """Return whether all processes save now, so that the state of each is in the checkpoint.
+
+        A loop may save in rank 0 only. It waits once for the others, and not again.
+        """
+        if self.is_alone or self._saves_alone:
+            return False
+        missing = missing_ranks("save_checkpoint", range(self.processes.size), _CALL_SECONDS)
+        if missing:
+            self._saves_alone = True
+            log.warning(
+                "Rank %s has not called session.save_checkpoint() within %g s. From now on "
+                "checkpoints have the random state of rank 0 only: a resumed loop has other random "
+                "numbers in the other processes, such as those of dropout. Call it in all "
+                "processes, at the same place of the loop; rank 0 writes.",
+                _join(missing),
+                _CALL_SECONDS,
+            )
+        return not missing
+
+    def end_together(self, run: Any) -> bool:
+        """Record what remains; return whether all processes end their sessions now."""
+        if self.is_alone:
+            return False
+        if not dist.is_initialized():
+            why = "The process group was destroyed before the session has ended"
+            advice = "End the session first: `with hookline.attach(…):` around the loop."
+        elif missing := missing_ranks("detach", range(self.processes.size), _SECONDS):
+            why = f"Rank {_join(missing)} has not ended its session within {_SECONDS:g} s"
+            advice = "Do all processes have equally many batches?"
+        else:
+            self.records.report(run)
+            return True
+        steps = self.records.report_own(run)
+        if run is not None and steps:
+            log.warning(
+                "%s: train/loss of the last %d steps is that of rank 0 instead of the mean over "
+                "all ranks. %s",
+                *(why, steps, advice),
+            )
+        return False
+
+    # -- ranks that make the others wait ----------------------------------------------------------
+
+    def watch_ranks(
+        self,
+        place: Callable[[], tuple[int, int, int]],
+        record: Callable[..., None],
+        after: float | None = None,
+    ) -> None:
+        """Name the processes that make the others wait, in rank 0; see `RankWatch`."""
+        from hookline.loop.rank_watch import STAGES, RankWatch  # its import takes a while
+
+        processes = self.processes
+
+        def find_place() -> tuple[int, int, int]:
+            epoch, batch, stage = place()
+            return epoch, batch, len(STAGES) - 1 if processes.is_waiting else stage
+
+        seconds = _SLOW_RANK_SECONDS if after is None else after
+        self._rank_watch = RankWatch(processes, seconds, find_place, record)
+
+    def stop_watching(self) -> None:
+        """Name no process any more."""
+        if self._rank_watch is not None:
+            self._rank_watch.close()
+            self._rank_watch = None
+
+
+class NormSchedule:
+    """When ranks compute the norm of sharded gradients together.
+
+    The norm of sharded gradients is a collective, and a hook that asks for it may be called in one
+    process only. So the processes agree, between two steps, on the hooks of all of them that ask
+    for it. In a step in which one of these is due, all processes compute it.
+    """
+
+    def __init__(self, hooks: HookManager, processes: OneProcess) -> None:
+        own = {event: hooks.schedules_of(event, _NORM_ARGUMENTS) for event in _NORM_EVENTS}
+        self._schedules: list[Mapping[str, Schedule]] = [
+            schedules for one in processes.gather(own) for schedules in one.values() if schedules
+        ]
+        self._has_warned = False
+
+    def is_due(self, step: int, epoch: int | None) -> bool:
+        """Return whether a hook of any process asks for the norm in this step."""
+        return any(
+            schedule.is_due(name, step, schedule.from_epoch if epoch is None else epoch)
+            for schedules in self._schedules
+            for name, schedule in schedules.items()
+        )
+
+    def warn_of_late_hook(self) -> None:
+        """Warn that a hook asks for a norm that was not computed, because it came too late."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "A hook that was added or enabled within a step asks for the gradient norm. The "
+                "gradients are sharded, so all processes have to compute it together, and they do "
+                "from the next step on. In this step the hook gets NaN."
+            )
+
+
+def join_ranks(hooks: HookManager) -> ProcessGroup:
+    """Return the processes of a bare loop, when all of them have attached the same hooks.
+
+    Raises:
+        LoopError: one of them has not attached within the time limit, or has other hooks.
+    """
+    if missing := missing_ranks("attach", range(dist.get_world_size()), _SECONDS):
+        raise LoopError(
+            f"Rank {_join(missing)} has not attached to the loop within {_SECONDS:g} s. Call "
+            "`hookline.attach` in all processes that train the model: a hook with "
+            "ranks='main' is still called in rank 0 only, and only rank 0 writes the run."
+        )
+    processes = ProcessGroup(started_here=False)
+    all_names = processes.gather(hooks.list_hooks())
+    for rank, names in enumerate(all_names):
+        if names != all_names[0]:
+            raise LoopError(
+                f"Rank 0 has attached the hooks {all_names[0]}, and rank {rank} {names}. Attach "
+                "the same hooks in all processes: `ranks='main'` of a hook says that it is called "
+                "in rank 0 only."
+            )
+    return processes
+
+
+def meet(call: str) -> None:
+    """Wait until all processes make the same call of the session.
+
+    Raises:
+        LoopError: One of them has not come within the time limit.
+    """
+    if missing := missing_ranks(call, range(dist.get_world_size()), _CALL_SECONDS):
+        raise LoopError(
+            f"Rank {_join(missing)} has not called session.{call}() within {_CALL_SECONDS:g} s. "
+            "Several processes train this model together: call it in all of them, at the same "
+            "place of the loop."
+        )
+
+
+def is_sharded_loop(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether each process has a part of the parameters only."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(needs_collective(parameter) for group in groups for parameter in group["params"])
+
+
+def trains_together(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether several processes train this model, with DDP or sharded parameters."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    wrappers = {type(place.module).__name__ for place in module_places(model) if place.is_wrapper}
+    if wrappers & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+        return True
+    return is_sharded_loop(optimizers)
+
+
+def _join(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

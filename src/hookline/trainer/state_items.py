@@ -1,0 +1,140 @@
+"""What a checkpoint of a trainer has, apart from what those of all loops have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hookline.loop.checkpoints import numbers_in
+from hookline.loop.loop_state import StateItem
+from hookline.loop.processes import OneProcess
+from hookline.tensors.sharded import shard_like
+from hookline.trainer.rank_states import adapt_position
+from hookline.trainer.strategies import parameters_of
+
+if TYPE_CHECKING:
+    from hookline.trainer.trainer import Trainer
+
+__all__ = ["EpochProgress", "describe_gradients", "make_items"]
+
+
+@dataclass
+class EpochProgress:
+    """Where a trainer stands in its epoch, apart from the data.
+
+    Attributes:
+        round: counts steps, to choose the optimizers that are due.
+        sanity_due: whether the validation before training has not ended yet.
+        validation_due: the same for a validation between two steps.
+        epoch_started: whether on_epoch_start was fired for the current position.
+        epoch_over: whether on_epoch_end was fired for the current position.
+        last_epoch: the epoch of the checkpoint that was loaded.
+    """
+
+    round: int = 0
+    sanity_due: bool = False
+    validation_due: bool = False
+    epoch_started: bool = False
+    epoch_over: bool = False
+    last_epoch: int = 0
+
+
+def make_items(trainer: Trainer) -> list[StateItem]:
+    """Return the items of a trainer's state; random states are restored with the position."""
+    loop, strategy, progress = trainer.loop, trainer.strategy, trainer.epoch_progress
+    tokens, context = trainer.token_count, trainer.loop.context
+
+    def flag(name: str) -> StateItem:
+        return StateItem(name, partial(getattr, progress, name), partial(setattr, progress, name))
+
+    def save_position() -> dict[str, Any]:
+        validated = numbers_in(context.validated)
+        return {**trainer.position.state_dict(trainer.device), "validated": validated}
+
+    def load_position(state: Mapping[str, Any]) -> None:
+        context.validated = dict(state["validated"])
+        trainer.position.load_state_dict(state, trainer.device)
+
+    def load_step(step: int) -> None:
+        context.step, context.step_in_progress = step, step + 1
+        for optimizer in trainer.optimizers:
+            # Else a scheduler that steps before the next optimizer step warns about their order.
+            optimizer._opt_called = step > 0  # type: ignore[attr-defined]
+
+    def load_epoch(epoch: int) -> None:
+        position, config = trainer.position, trainer.config
+        is_over = position.epoch == trainer.max_epochs or context.step == config.max_steps
+        progress.last_epoch = epoch
+        context.epoch = epoch if is_over else position.epoch
+
+    def adapt(saved: Sequence[Any], processes: OneProcess) -> Any:
+        length = None if trainer.train_data is None else trainer.train_data.length()
+        return adapt_position(saved, processes, length, trainer.device)
+
+    gradients = _PendingGradients(trainer)
+    return [
+        StateItem("step", lambda: context.step, load_step),
+        StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
+        flag("round"),
+        StateItem("pending_gradients", gradients.save, gradients.load),
+        flag("sanity_due"),
+        flag("validation_due"),
+        flag("epoch_started"),
+        flag("epoch_over"),
+        StateItem("settings", lambda: trainer.compared_settings),
+        StateItem("strategy", strategy.state, strategy.load_state),
+        StateItem("position", save_position, load_position, adapt),
+        StateItem("epoch", lambda: loop.context.epoch, load_epoch),
+    ]
+
+
+def _adapt_tokens(saved: Sequence[int], processes: OneProcess) -> int:
+    return sum(saved) // processes.size
+
+
+class _PendingGradients:
+    """The gradients of optimizers that do not step in every step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def save(self) -> list[list[Any] | None]:
+        optimizers = self._trainer.optimizers
+        every = self._trainer.config.optimizer_every or [1] * len(optimizers)
+        return [
+            None if n == 1 else [p.grad for p in parameters_of(optimizer)]
+            for optimizer, n in zip(optimizers, every, strict=True)
+        ]
+
+    def load(self, saved: list[list[Any] | None]) -> None:
+        for optimizer, gradients in zip(self._trainer.optimizers, saved, strict=True):
+            if gradients is not None:
+                for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                    parameter.grad = None
+                    if gradient is not None:
+                        parameter.grad = shard_like(gradient.to(parameter.device), parameter)
+
+
+def describe_gradients(
+    optimizers: list[torch.optim.Optimizer], state: Mapping[str, Any]
+) -> dict[tuple[str, int], list[str]]:
+    """Return a line if gradients that wait for their optimizer are those of other parameters."""
+    gradients = state["pending_gradients"]
+    if len(gradients) == len(optimizers) and all(map(_have_shapes, gradients, optimizers)):
+        return {}
+    line = "the gradients of the step in progress are those of other parameters"
+    return {("pending_gradients", -1): [line]}
+
+
+def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:
+    if gradients is None:
+        return True
+    parameters = parameters_of(optimizer)
+    return len(gradients) == len(parameters) and all(
+        gradient is None or gradient.shape == parameter.shape
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    )

@@ -1,0 +1,240 @@
+"""Probes in functional transforms, which they do not see, and on nested tensors, which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import batches, same, weights
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+
+import hookline
+from hookline.probes import Capture, Debug, Edit, Monitor, Probes
+from hookline.probes.call import Call
+from hookline.probes.probe import Probe
+
+
+class Model(nn.Module):
+    """Without dropout, whose random numbers `vmap` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+class Own(Probe):
+    """Reads every output, as a user's probe may."""
+
+    def __init__(self) -> None:
+        super().__init__("**")
+        self.means: list[float] = []
+
+    def after(self, call: Call) -> None:
+        self.means.append(call.output.mean().item())
+
+
+OBSERVERS: dict[str, Callable[[], Probe]] = {
+    "monitor": lambda: Monitor("**"),
+    "times": lambda: Monitor("**", ["forward_time_ms", "backward_time_ms", "memory"]),
+    "debug": lambda: Debug("**", gradients=True, keep=2),
+    "capture": lambda: Capture("**", gradient=True),
+    "own": Own,
+}
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "functional transforms" in r.getMessage()]
+
+
+def train_per_sample(*hooks: Any) -> tuple[nn.Module, Any]:
+    """Train with per-sample gradients in every other step."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(parameters: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(functional_call(model, parameters, (x,)), y)
+
+    with hookline.attach(model, optimizer, hooks=hooks) as session:
+        for i, (x, y) in enumerate(batches(6)):
+            if i % 2:
+                F.mse_loss(model(x), y).backward()
+            else:
+                parameters = {name: p.detach() for name, p in model.named_parameters()}
+                gradients = vmap(grad(loss), (None, 0, 0))(parameters, x, y)
+                for name, parameter in model.named_parameters():
+                    parameter.grad = gradients[name].mean(0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, session
+
+
+@pytest.mark.parametrize("kind", OBSERVERS)
+def test_a_loop_with_per_sample_gradients_is_observed_between_them(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = OBSERVERS[kind]()
+    model, session = train_per_sample(probe)
+    (info,) = session.hooks.describe()
+    assert (info.status, info.failures) == ("enabled", 0)
+    assert same(weights(model), weights(train_per_sample()[0]))
+    assert len(messages(caplog)) == 1
+    if isinstance(probe, Capture):
+        assert probe.counts.captured == 3 * len(list(model.modules()))
+    if isinstance(probe, Own):
+        assert len(probe.means) == 3 * len(list(model.modules()))
+
+
+@pytest.mark.parametrize("kind", OBSERVERS)
+def test_transforms_outside_of_training_are_not_disturbed(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Model(), batches(1)[0][0]
+    plain = vmap(model)(x), jvp(model, (x,), (x,))
+    with OBSERVERS[kind]().attach(model):
+        outputs = vmap(model)(x), jvp(model, (x,), (x,))
+    for one, other in zip((plain[0], *plain[1]), (outputs[0], *outputs[1]), strict=True):
+        assert torch.equal(one, other)
+    assert len(messages(caplog)) == 1
+    assert not [record for record in caplog.records if "saw no" in record.getMessage()]
+
+
+def test_a_transform_within_the_model_hides_only_what_is_in_it() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.outer(vmap(self.inner)(x))
+
+    model = Experts()
+    with hookline.probe(model, "**") as results:
+        for _ in range(2):
+            model(torch.ones(3, 8))
+    assert set(results) == {"", "outer"}
+    assert [state.call for state in results.states("outer")] == [0, 0]
+
+
+def test_a_probe_on_a_single_module_stands_aside_too(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(2, 2)
+    with Probes() as probes:
+        probes.register_monitoring_hook(layer, "a", ["mean"])
+        vmap(layer)(torch.ones(3, 2))
+        assert probes.get_metrics("a") == {}
+        layer(torch.ones(3, 2))
+        assert "mean" in probes.get_metrics("a")
+    assert len(messages(caplog)) == 1
+
+
+def test_an_edit_acts_within_a_transform_and_can_be_toggled_there() -> None:
+    model, x = Model(), batches(1)[0][0]
+    edit = Edit.scale("first", 0.0, enable_intervention=True)
+
+    def toggled(row: torch.Tensor) -> torch.Tensor:
+        assert edit.attachment is not None
+        edit.attachment.disable()
+        edit.attachment.enable()
+        return model(row)
+
+    with edit.attach(model):
+        expected = model(x)
+        torch.testing.assert_close(vmap(model)(x), expected)
+        torch.testing.assert_close(vmap(toggled)(x), expected)
+        assert not grad(lambda row: toggled(row).sum())(x[0]).any()
+
+
+def test_a_forward_hook_stands_aside_with_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[float] = []
+
+    class Sums(hookline.ForwardHook):
+        def __call__(self, activations: torch.Tensor) -> None:
+            seen.append(activations.sum().item())
+
+    _, session = train_per_sample(Sums())
+    assert (session.hooks.describe()[0].failures, len(seen), len(messages(caplog))) == (0, 3, 1)
+
+
+def test_a_step_without_backward_has_no_loss_that_could_be_nan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, session = train_per_sample(hookline.DebugHook())
+    assert "NaN" not in caplog.text
+    assert session.hooks.describe()[0].failures == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_transform_is_not_disturbed() -> None:
+    model, x = Model(), batches(1)[0][0]
+    with Monitor("**").attach(model):
+        compiled: Any = torch.compile(vmap(model), backend="aot_eager")
+        torch.testing.assert_close(compiled(x), vmap(model)(x))
+
+
+# -- nested tensors -------------------------------------------------------------------------------
+
+
+def make_encoder() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """Return an encoder that computes with nested tensors in eval mode, an input and its mask."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    mask[0, 3:] = mask[1, 1:] = True
+    return nn.TransformerEncoder(layer, 2).eval(), torch.randn(3, 5, 8), mask
+
+
+MEASURES: dict[str, Callable[[], Probe]] = {
+    "monitor": lambda: Monitor("**"),
+    "all": lambda: Monitor("**", ["histogram", "dead", "saturation", "forward_time_ms", "memory"]),
+    "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
+    "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"], keep=2),
+    "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
+    "capture": lambda: Capture("**"),
+    "reduced": lambda: Capture("**", reduce="mean"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", MEASURES)
+def test_inference_on_nested_tensors_is_not_disturbed(kind: str) -> None:
+    model, x, mask = make_encoder()
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        with MEASURES[kind]().attach(model) as probe:
+            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
+    if isinstance(probe, Debug):
+        assert probe.findings == []
+    if isinstance(probe, Capture):
+        assert "layers.1.norm2" in probe
+        assert repr(probe.states())
+
+
+def values_of(probe: Probe, layout: Any) -> Any:
+    inner = [torch.ones(2, 3), torch.tensor([[5.0, 0.0, 5.0]] * 4)]
+    nested = torch.nested.nested_tensor(inner, layout=layout)
+    model = nn.Sequential(nn.Identity())
+    with probe.attach(model):
+        model(nested)
+    return probe.report() if isinstance(probe, Monitor) else str(probe.findings)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_the_statistics_of_a_nested_tensor_are_those_of_its_values(layout: Any) -> None:
+    metrics = ["mean", "std", "min", "max", "zeros", "nonfinite", "norm", "dead", "histogram"]
+    inner = torch.cat([torch.ones(2, 3), torch.tensor([[5.0, 0.0, 5.0]] * 4)])
+    model, dense = nn.Sequential(nn.Identity()), Monitor("0", metrics)
+    with dense.attach(model):
+        model(inner)
+    assert values_of(Monitor("0", metrics), layout) == dense.report()
+    found = values_of(Debug("0", [{"magnitude": 4}, lambda x: x.min() == 0]), layout)
+    assert "magnitude above 4" in found
+    assert "high=5.0" in found
+    assert "lambda" in found
