@@ -44,7 +44,8 @@ class LoopMonitor:
         self.phases = PhaseTimes(device)
         self._run, self._hooks, self._tokens = run, hooks, tokens
         self._earlier = self._hook_seconds()  # of a training before, with the same hooks
-        weakref.finalize(self, self.sampler.stop).atexit = False
+        self._cleanup = weakref.finalize(self, self.sampler.stop)
+        self._cleanup.atexit = False
 
     def record(self, step: int, epoch: int | None) -> None:
         """Record the newest sample, and what was measured since the last one."""
@@ -58,6 +59,7 @@ class LoopMonitor:
     def close(self) -> dict[str, Any]:
         """End the thread; return the time of each phase, and the tokens, for the last event."""
         self.sampler.stop()
+        self._cleanup.detach()
         self._take_times()
         return {"times": self.phases.totals(), "tokens_seen": self._tokens()}
 

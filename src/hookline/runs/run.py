@@ -94,7 +94,7 @@ class Run:
             self._events = JsonlFile(path / "events.jsonl", lease.check)
             # A program that ends without closing its run loses no metrics.
             files = (self.metrics_log, self._events, lease)
-            weakref.finalize(self, _close_files, os.getpid(), *files)
+            self._cleanup = weakref.finalize(self, _close_files, os.getpid(), *files)
 
     @classmethod
     def create(
@@ -386,6 +386,7 @@ class Run:
         self.update(status=status, ended=ended, last_error=text, parts=parts)
         assert self._lease is not None
         _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
+        self._cleanup.detach()
         self.metrics_log = self._events = None
 
     def _describe_error(self, error: BaseException | str | None) -> dict[str, Any] | None:

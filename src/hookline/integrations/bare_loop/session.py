@@ -179,6 +179,7 @@ class Session:
         self._undo = ExitStack()  # what was attached to model, optimizers and scaler, and the run
         self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._termination: TerminationWatch | None = None
+        self._handler_cleanup: weakref.finalize[..., Session] | None = None
         self._generation: GenerationWatch | None = None
         self.started = self.has_failed_to_start = False
         self._ended = self._has_left = False  # hooks are called no more when it has left
@@ -418,6 +419,8 @@ class Session:
     def _stop_watching_termination(self) -> None:
         if self._termination is not None:
             self._termination.__exit__()
+        if self._handler_cleanup is not None:
+            self._handler_cleanup.detach()
 
     def _close_checkpoints(self) -> None:
         if self._saves is not None:
@@ -621,7 +624,8 @@ class Session:
         self._termination = TerminationWatch(self.loop.requests, weak_method(self._end_soon))
         self._termination.__enter__()
         # A session that nobody detaches is freed with its model, and must leave no handler.
-        weakref.finalize(self, self._termination.__exit__).atexit = False
+        self._handler_cleanup = weakref.finalize(self, self._termination.__exit__)
+        self._handler_cleanup.atexit = False
 
     def _end_soon(self) -> None:
         """Record SIGTERM, and look at the end of the step whether it was swallowed."""
