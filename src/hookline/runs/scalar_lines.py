@@ -15,7 +15,7 @@ from typing import Any
 
 from hookline.runs.jsonl_reader import JsonlReader
 
-__all__ = ["COLUMNS", "Row", "Scalar", "read_rows", "read_scalars"]
+__all__ = ["COLUMNS", "Row", "Scalar", "parse_rows", "read_rows", "read_scalars"]
 
 # A line as the metrics log writes most. The groups are step, time, name and value. Longer numbers
 # and names are left to the parser, which checks them.
@@ -79,7 +79,9 @@ def _parse_scalar(
     return step, seconds, name, repr(float(record["value"])).encode()
 
 
-def read_rows(reader: JsonlReader, patterns: Sequence[str]) -> Iterator[Row]:
+def read_rows(
+    reader: JsonlReader, patterns: Sequence[str], found: list[int] | None = None
+) -> Iterator[Row]:
     """Yield the records whose name matches a glob, in their order; without patterns, all.
 
     The JSON of a record has its name as it is, in quotes, or has a backslash. So a block of lines
@@ -88,11 +90,17 @@ def read_rows(reader: JsonlReader, patterns: Sequence[str]) -> Iterator[Row]:
     Args:
         reader: The metrics log.
         patterns: Globs as for `fnmatch`.
+        found: Gets where each line begins that was parsed.
     """
-    find_lines = _make_search(patterns) if patterns else _split_lines
+    find_lines = _make_search(patterns) if patterns else _find_all_lines
     matches: dict[str, bool] = {}
+    position = 0
     for block in reader.blocks():
-        for row in _parse_rows(reader, find_lines(block)):
+        spans = find_lines(block)
+        if found is not None:
+            found += [position + begin for begin, _ in spans]
+        position += len(block)
+        for row in parse_rows(reader, [block[begin:end] for begin, end in spans]):
             name = row["name"]
             is_wanted = matches.get(name)
             if is_wanted is None:
@@ -104,21 +112,22 @@ def read_rows(reader: JsonlReader, patterns: Sequence[str]) -> Iterator[Row]:
                 yield row
 
 
-def _split_lines(block: bytes) -> list[bytes]:
-    return block[:-1].split(b"\n")
+def _find_all_lines(block: bytes) -> list[tuple[int, int]]:
+    ends = [match.start() for match in re.finditer(b"\n", block)]
+    return list(zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True))
 
 
-def _make_search(patterns: Sequence[str]) -> Callable[[bytes], list[bytes]]:
-    """Return a function that returns the lines of a block that may have a name of these globs."""
+def _make_search(patterns: Sequence[str]) -> Callable[[bytes], list[tuple[int, int]]]:
+    """Return a function that finds the lines of a block that may have a name of these globs."""
     begins = [re.split(r"[*?[]", pattern, maxsplit=1) for pattern in patterns]
     needles = [
         f'"{begin}{"" if rest else chr(34)}'.encode("utf-8", "replace") for begin, *rest in begins
     ]
     several = re.compile(b"|".join(map(re.escape, [*needles, b"\\"])))
 
-    def search(block: bytes) -> list[bytes]:
+    def search(block: bytes) -> list[tuple[int, int]]:
         is_simple = len(needles) == 1 and b"\\" not in block
-        lines: list[bytes] = []
+        lines: list[tuple[int, int]] = []
         start = 0
         while True:
             if is_simple:  # several times as fast as the pattern
@@ -129,13 +138,13 @@ def _make_search(patterns: Sequence[str]) -> Callable[[bytes], list[bytes]]:
             if found < 0:
                 return lines
             begin, end = block.rfind(b"\n", start, found) + 1 or start, block.index(b"\n", found)
-            lines.append(block[begin:end])
+            lines.append((begin, end))
             start = end + 1
 
     return search
 
 
-def _parse_rows(reader: JsonlReader, lines: list[bytes]) -> Iterable[Row]:
+def parse_rows(reader: JsonlReader, lines: list[bytes]) -> Iterable[Row]:
     """Return the rows of lines, without those that are damaged."""
     text = b"\n".join(lines)
     found = _SCALAR_LINE_WITH_EPOCH.findall(text) if _is_utf8(text) else []
@@ -152,7 +161,7 @@ def _parse_rows(reader: JsonlReader, lines: list[bytes]) -> Iterable[Row]:
             for step, epoch, seconds, name, value in found
         ]
     if len(lines) > 1:
-        return chain.from_iterable(_parse_rows(reader, [line]) for line in lines)
+        return chain.from_iterable(parse_rows(reader, [line]) for line in lines)
     return [_to_row(record) for record in map(reader.parse, lines) if record is not None]
 
 
