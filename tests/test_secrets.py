@@ -540,7 +540,7 @@ def test_the_saved_state_of_hooks_is_not_masked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_secret_name(name: str) -> None:
-    from hookline.secret_names import is_secret_name
+    from hookline.masking import is_secret_name
 
     assert is_secret_name(name)
     assert is_secret_name(name.upper())
@@ -558,7 +558,7 @@ def test_a_secret_name(name: str) -> None:
     ],
 )
 def test_a_name_that_is_not_secret(name: str) -> None:
-    from hookline.secret_names import is_secret_name
+    from hookline.masking import is_secret_name
 
     assert not is_secret_name(name)
 
@@ -566,7 +566,7 @@ def test_a_name_that_is_not_secret(name: str) -> None:
 def test_every_option_of_a_built_in_hook_is_shown_unless_it_is_a_secret() -> None:
     from hookline.config.hook_names import BUILT_INS, load_hook_class
     from hookline.options import get_options
-    from hookline.secret_names import is_secret_name
+    from hookline.masking import is_secret_name
 
     declared = {name: load_hook_class(name) for name in BUILT_INS}
     masked = {
@@ -647,13 +647,10 @@ def test_long_texts_are_masked_in_linear_time(part: str) -> None:
         ("api_key=[hush\nnext", "api_key=***\nnext"),
         (r'"{\"token\": \"hush\", \"a\": 1}"', r'"{\"token\": \"***\", \"a\": 1}"'),
         ("https://hooks.zapier.com/hush", "https://hooks.zapier.com/***"),
-        ("the password = hush", "the password = ***"),
-        ("with password: hush, and then", "with password: ***, and then"),
-        ("db_password: hush\nuser: bob", "db_password: ***\nuser: bob"),
-        ("Password : hush.", "Password : ***."),
-        ("password: hush1 of bob", "password: *** of bob"),
-        ("My api_key: hush-12345-hush", "My api_key: ***"),
-        ("hf_token = hf_hush12345 is set", "hf_token = *** is set"),
+        ("key sk-proj-hush0123456789hush012345 is", "key *** is"),
+        ("hf_hushHUSHhushHUSHhushHUSHhush012345.", "***."),
+        ("AKIAHUSHHUSHHUSH0123, xoxb-0123456789-hush", "***, ***"),
+        ("(ghp_hush0123456789hush0123456789hush0)", "(***)"),
         ("Authorization: Basic aHVzaDpodXNo", "Authorization: ***"),
         ("got Basic aHVzaDpodXNo, and", "got Basic ***, and"),
         ("with basic aHVzaDpodXNoMQ==", "with basic ***"),
@@ -698,6 +695,7 @@ def test_a_private_key(kind: str, written: Any) -> None:
         "def connect(password: str) and def connect(api_key: str = '')",
         "password = getpass(); password = args.password; password = os.environ['X']",
         "The token: a part of a word. token = 5; token: 12345678; secret = True",
+        "task-sk-learn-pipelines-and-others, hf_hub_download, AKIA, github_pat_, eyJ",
         "max_tokens: 4096tokens, pad_token: pad12345, sort_key = name1234",
         "password: ${PASSWORD}; password: <password>; password: %s; password: ***",
         "A file that begins with -----BEGIN PRIVATE KEY----- is a key.",

@@ -4,10 +4,12 @@ Four kinds of secrets are replaced by `***`:
 
 - values of keys whose names look secret, such as `api_key`, `hfToken` or `slack-webhook-url`;
 - what grants access in a URL: user info, signed queries, the paths of known webhooks;
-- private keys, authorization headers, and passwords in running text (`secret_prose`);
+- texts of a known shape: private keys, authorization headers, tokens of well-known services;
 - known values, wherever they stand: those of environment variables with such names, and those that
-  `remember_secrets` was given. They have at least eight characters, so that ordinary words stay,
-  and are not words of the records themselves, such as `training`.
+  `remember_secrets` was given. They have at least eight characters and are no plain words, such as
+  `training`: records consist of such words.
+
+Running text is not interpreted: "the password is hush" stays, unless hush is a known value.
 """
 
 from __future__ import annotations
@@ -18,14 +20,13 @@ import os
 import re
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, urlsplit
 
-from hookline.secret_names import is_secret_name, split_words
-from hookline.secret_prose import MASK, mask_pem_blocks, mask_prose, mask_schemes
-
 __all__ = [
     "MASK",
+    "is_secret_name",
     "mask_arguments",
     "mask_known_values",
     "mask_log_records",
@@ -35,8 +36,74 @@ __all__ = [
     "remember_secrets",
 ]
 
+MASK = "***"
+
 _MIN_LENGTH = 8  # characters of a value that is masked wherever it stands
 _MIN_PATH = 12  # the same for the path of a URL
+_PLAIN_WORD = re.compile(r"[a-z]+\d{0,3}(?:_[a-z]+\d{0,3})*")
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def _split_words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]")
+_SECRET_WORDS = _split_words(
+    "apikeys apitoken auth authorization bearer cookie cookies credential credentials dsn jwt "
+    "passcode passphrases passwords pwd secret secrets token webhooks"
+)
+_SECRET_ENDINGS = (  # of words without separators, such as PGPASSWORD
+    *("accesskey", "accesstoken", "apikey", "authtoken", "hftoken", "passphrase", "passwd"),
+    *("password", "privatekey", "secretkey", "webhook"),
+)
+_KEYS = _split_words(  # before `key`: by itself it is the key of an ordinary mapping
+    "access account anthropic api auth aws azure client comet deploy deployment encryption gcp "
+    "google hf ingest integration license master mlflow neptune openai private secret service "
+    "session shared signing ssh storage subscription wandb webhook"
+)
+_TOKENS = _split_words("access api auth bearer hf refresh secret session")  # before `tokens`
+_PASSES = _split_words("admin db login mail mysql postgres redis root smtp user")
+_NOT_SECRET_TOKENS = _split_words(  # before `token`: parts of a text
+    "additional audio begin blank bos by class cls decoder distill each end eod eos eot first "
+    "image last mask max min n new next num pad per prev previous prompt register sep sink space "
+    "special start stop unk video"
+)
+_SUFFIXES = _split_words("header headers string text uri url value")
+_CONNECTION = (["connection"], ["conn"], ["database"])  # before a suffix: `connection_string`
+
+
+@lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return whether a key, option or variable of this name holds a secret.
+
+    The last word counts, in snake, kebab or camel case: `hf_token`, `HF-Token` and `hfToken` hold
+    a secret; `tokens`, `token_count`, `pad_token`, `sort_key` and `author` do not.
+    """
+    if "/" in name or " " in name:
+        return False  # a metric such as `loss/token`, or a text
+    words = [word.lower() for word in _WORDS.findall(name)]
+    has_suffix = False
+    while len(words) > 1 and words[-1] in _SUFFIXES:
+        words.pop()
+        has_suffix = True
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last in ("key", "keys"):
+        return before in _KEYS
+    if last == "tokens":
+        return before in _TOKENS
+    if last == "pass":
+        return before in _PASSES
+    if last == "token":
+        return before not in _NOT_SECRET_TOKENS
+    if has_suffix and words in _CONNECTION:
+        return True
+    return last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS)
+
 
 # -- texts ----------------------------------------------------------------------------------------
 
@@ -44,7 +111,7 @@ _MIN_PATH = 12  # the same for the path of a URL
 _URL = re.compile(r"(?<![a-zA-Z0-9])[a-zA-Z][a-zA-Z0-9+.-]{0,30}://[^\s\"'<>`]+")
 _USER_INFO = re.compile(r"([^:]+://)(?:[^\s/?#]+|[^\s/:?#]+:(?!\d+/)[^\s@]+)@")
 _QUERY = re.compile(r"(?<=[?&;#])([^?=&;#\s]+)=([^&;#\s]+)")
-_QUERY_NAMES = split_words(
+_QUERY_NAMES = _split_words(
     "awsaccesskeyid code googleaccessid hmac key se sig signature x-amz-credential x-amz-signature "
     "x-goog-credential x-goog-signature"
 )
@@ -55,6 +122,23 @@ _WEBHOOK = re.compile(
 )
 _HEADER = re.compile(
     r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie) ?: ?(?!['\"*\s])[^\r\n'\"]+"
+)
+_GAP = r"(?:\s|\\+[nr])*+"  # line feeds may be escaped
+_PRIVATE_KEY = re.compile(  # one may be cut, without its end
+    r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)"
+    rf"{_GAP}(?:[\w-]{{1,40}}: [^\r\n\\]{{1,200}}{_GAP}){{0,5}}(?:[A-Za-z0-9+/=]{{8,}}+{_GAP})++"
+)
+_SCHEME = re.compile(  # with a digit, a capital within, or several parts: not "bearer certificates"
+    r"(?i:\b(bearer|basic)) +(?=[A-Za-z]*\d|[A-Za-z0-9]+[._~][A-Za-z0-9]|[a-z]+[A-Z]|\S{24})"
+    r"[A-Za-z0-9+/._~-]{6,}=*"
+)
+_TOKEN = re.compile(  # of well-known services: they are recognised by how they begin
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"(?:sk|pk|rk)-[A-Za-z0-9_-]{20,}|(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}"  # OpenAI, Stripe
+    r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}"
+    r"|hf_[A-Za-z0-9]{30,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|AIza[A-Za-z0-9_-]{35}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    r")(?![A-Za-z0-9])"
 )
 _NAME = r"[A-Za-z_][\w.\[\]-]{0,120}"
 _ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --name value
@@ -78,13 +162,14 @@ def mask_text(text: str) -> str:
 
 def _mask_patterns(text: str) -> str:
     """Mask what looks secret in a text; the result depends on nothing but the text."""
-    text = mask_pem_blocks(text)
+    if "PRIVATE KEY" in text:
+        text = _PRIVATE_KEY.sub(rf"\1{MASK}", text)
     if "://" in text:
         text = _URL.sub(lambda found: _mask_url(found[0]), text)
     if ":" in text or "=" in text or "--" in text:
         text = _HEADER.sub(rf"\1: {MASK}", text)
-        text = mask_prose(_mask_assignments(text))
-    return mask_schemes(text)
+        text = _mask_assignments(text)
+    return _TOKEN.sub(MASK, _SCHEME.sub(rf"\1 {MASK}", text))
 
 
 def _mask_url(url: str) -> str:
@@ -245,24 +330,6 @@ def masked_repr(value: Any, *names: Any) -> str:
 # -- known values ---------------------------------------------------------------------------------
 
 _NOT_SECRET_VARIABLES = ("PWD", "OLDPWD")  # the shell's working folders
-_OWN_WORDS = split_words(  # of records: without them, a run could not be read
-    "accumulate background backward batch_size budget_after checkpoint checkpoints class_path "
-    "clip_norm clip_value completed config_hash continue_on_hook_error cpus_usable dampening "
-    "diff_sha256 differentiable failures maximize momentum nesterov weight_decay "
-    "early_stopping_config enable_early_stopping_hook enable_gradient_monitor enable_logging_hook "
-    "enable_lr_monitor enable_model_checkpoint_hook fast_forward find_unused_parameters "
-    "grace_seconds gradient_as_bucket_view gradient_monitor_config histogram hook_failed "
-    "hook_classes hook_configs hookline init_args interrupted "
-    "keep_every last_error log_errors log_hook_errors lost_records lr_monitor_config max_epochs "
-    "max_failures max_steps model_checkpoint_config on_crash on_exhausted on_failure optimizer "
-    "optimizer_every optimizers packages packages_sha256 parameters pid_namespace pid_started "
-    "platform precision preempted progress rank_behind ranks_together reshard_after_forward "
-    "resumed_from save_every_n_epochs schedule scheduler scheduler_every schedulers settings "
-    "shard_loaders skipped_steps slow_rank_seconds step_skipped strategy tokens_fn tokens_seen "
-    "torch_seed trainable training "
-    "debug_finding other_ranks loss_spike optimizer_idx traceback trackers untracked validation "
-    "validate_every_epochs validate_every_steps versions when_busy"
-)
 _remembered: set[str] = set()
 _scanned: Any = None  # the environment at the last scan
 _pattern: re.Pattern[str] | None = None
@@ -313,7 +380,7 @@ def _written_forms(value: str | int) -> set[str]:
         encoded = {quote(text), quote(text, safe=""), quote_plus(text)}
     except ValueError:  # too many digits, or lone surrogates
         return set()
-    if len(text) < _MIN_LENGTH or text in _OWN_WORDS:
+    if len(text) < _MIN_LENGTH or _PLAIN_WORD.fullmatch(text):
         return set()
     forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1], *encoded}
     if "://" in text:
