@@ -54,6 +54,16 @@ def _end_workers() -> Iterator[None]:
         _loader_iterators.discard(iterator)
 
 
+@pytest.fixture(autouse=True)
+def _restore_handlers() -> Iterator[None]:
+    """Restore signal handlers after each test: one that a failed test leaves ends the next ones."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that provides hooks, `acme-hooks`."""
