@@ -27,8 +27,7 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.trainer.data_stream import Stream
-from hookline.trainer.loader_arguments import length_of
+from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import LoaderPasses, make_passes
 
 __all__ = ["DataPosition"]

@@ -28,7 +28,7 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.trainer.loader_arguments import length_of, name_loaders
+from hookline.trainer.data_stream import length_of, name_loaders
 
 __all__ = ["end_together", "set_loader_epoch", "share_loaders"]
 
