@@ -23,7 +23,7 @@ from hookline.runs.manifest import read_run_manifest
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import find_unfinished_run
-from hookline.trainer.position_checks import describe_position
+from hookline.trainer.data_position import describe_position
 from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.state_items import describe_gradients
 

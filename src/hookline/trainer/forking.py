@@ -226,7 +226,7 @@ class _Fork:
         new_position = DataPosition()
         new_position.epoch = position["epoch"]
         fresh = new_position.state_dict(self._trainer.device)
-        self.state["position"] = {**fresh, "now": position["now"]}
+        self.state["position"] = {**fresh, "now": position["now"], "validated": {}}
         flags = {"validation_due", "epoch_started", "epoch_over"}
         self.state |= dict.fromkeys(self.state.keys() & flags, False)
 

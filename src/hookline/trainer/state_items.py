@@ -13,7 +13,7 @@ from hookline.loop.checkpoints import numbers_in
 from hookline.loop.loop_state import StateItem
 from hookline.loop.processes import OneProcess
 from hookline.tensors.sharded import shard_like
-from hookline.trainer.rank_states import adapt_position
+from hookline.trainer.data_position import adapt_position
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
