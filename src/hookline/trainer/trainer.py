@@ -84,27 +84,33 @@ from hookline.trainer.checks import (
     check_fit,
     check_gradient,
     check_metrics,
+    check_same_training,
     checked_config,
     checked_model,
     checked_optimizers,
     device_for,
     match_schedulers,
     needs_metric,
+    require_all_processes,
 )
 from hookline.trainer.continuation import find_start, load_trainer_checkpoint
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.forking import load_fork
-from hookline.trainer.losses import BatchPlace, LossComputer, mean_loss, mean_metrics
+from hookline.trainer.losses import (
+    BatchPlace,
+    LossComputer,
+    TokenCount,
+    mean_loss,
+    mean_metrics,
+)
 from hookline.trainer.progress import make_progress
-from hookline.trainer.rank_checks import check_same_training, require_all_processes
 from hookline.trainer.resumed_settings import compare_settings, describe_settings
 from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
 from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.state_items import EpochProgress, make_items
 from hookline.trainer.step_plan import StepPlan
 from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
-from hookline.trainer.token_count import TokenCount
 from hookline.trainer.validation import ValidationBatches, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
 
@@ -254,7 +260,7 @@ class Trainer:
 
     def _make_plan(self) -> StepPlan:
         several = self.train_data is not None and len(self.train_data.names) > 1
-        return StepPlan.of(
+        return StepPlan(
             self.config, self.strategy, self.optimizers, self.schedulers, multi_loader=several
         )
 

@@ -1,4 +1,4 @@
-"""A trainer of any kind with its data, in one call."""
+"""The trainer on Hugging Face Accelerate, and a trainer of any kind with its data in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,20 @@ from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.errors import TrainingError
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["get_trainer"]
+__all__ = ["AccelerateTrainer", "get_trainer"]
+
+
+class AccelerateTrainer(Trainer):
+    """A `Trainer` whose strategy is "accelerate".
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        trainer = AccelerateTrainer(config, model, optimizer, accelerator=accelerator)
+
+    Without an Accelerator it makes one, as `accelerate launch` says. Hooks find it in
+    `trainer.accelerator`.
+    """
+
+    _needs_accelerate = True
 
 
 def get_trainer(
@@ -45,11 +58,7 @@ def get_trainer(
     given = {name: options.pop(name) for name in parts if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)
-    make: type[Trainer] = Trainer
-    if kind == "accelerate":
-        from hookline.trainer.accelerate_trainer import AccelerateTrainer
-
-        make = AccelerateTrainer
+    make = AccelerateTrainer if kind == "accelerate" else Trainer
     trainer = make(config, model, optimizer, **given)
     trainer.set_data(dataloader, val_loaders)
     return trainer
