@@ -93,7 +93,7 @@ from hookline.trainer.checks import (
     needs_metric,
     require_all_processes,
 )
-from hookline.trainer.continuation import find_start, load_trainer_checkpoint
+from hookline.trainer.continuation import describe_settings, resume
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.forking import load_fork
@@ -105,7 +105,6 @@ from hookline.trainer.losses import (
     mean_metrics,
 )
 from hookline.trainer.progress import make_progress
-from hookline.trainer.resumed_settings import compare_settings, describe_settings
 from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
 from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.state_items import EpochProgress, make_items
@@ -689,7 +688,12 @@ class Trainer:
         self.compared_settings = describe_settings(config, identity.training)
         if not self.strategy.alone:
             check_same_training(self)
-        restored, parent = self._restore(identity, resume_from, fork_from, strict)
+        restored: Path | None = None
+        parent: Any = None
+        if fork_from is not None:
+            restored, parent = load_fork(self, fork_from, identity.training)
+        elif resume_from is not None:
+            restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
         if self._seeds_samples:
             self.position.per_sample_seed = config.seed or 0
         started = processes.call_on_main(lambda: self._start_run(identity, restored, parent))
@@ -738,40 +742,6 @@ class Trainer:
     def _find_place(self) -> tuple[int, int, int]:
         """Return where this process stands, for `RankWatch`."""
         return self.position.epoch, self.position.batches, self.strategy.processes.stage
-
-    def _restore(
-        self, identity: Identity, resume_from: Any, fork_from: Any, strict: bool
-    ) -> tuple[Path | None, Any]:
-        """Load a checkpoint; return its folder, and the parent of a run that is forked."""
-        if fork_from is not None:
-            return load_fork(self, fork_from, identity.training)
-        start: Path | None = None
-        if resume_from is not None:
-            find = self.strategy.processes.call_on_main
-            start = find(lambda: find_start(self, identity, resume_from))
-        if start is not None:
-            saved = load_trainer_checkpoint(self, start, strict=strict)
-            before, now = saved.get("settings", {}), self.compared_settings
-            self.compared_settings, message = compare_settings(before, now)
-            if message is not None:
-                log.warning("%s: %s", shorten_path(start), message)
-            self._check_end(start)
-        return start, None
-
-    def _check_end(self, checkpoint: Path) -> None:
-        """Warn if training has gone further than these settings say."""
-        config, position, epochs = self.config, self.position, self.max_epochs
-        ends = []
-        if epochs is not None and (position.epoch, position.batches) > (epochs, 0):
-            ends.append(f"max_epochs is {epochs}")
-        if config.max_steps is not None and self.step > config.max_steps:
-            ends.append(f"max_steps is {config.max_steps}")
-        if ends:
-            log.warning(
-                "Nothing is left to train: the checkpoint %s was saved after step %d and %d "
-                "epochs, and %s.",
-                *(checkpoint, self.step, position.epoch, " and ".join(ends)),
-            )
 
     def _start_run(
         self, identity: Identity, restored: Path | None, parent: Any
