@@ -110,15 +110,7 @@ def check_arguments(
 def check_fit(
     unknown: Iterable[str], resume_from: Any, fork_from: Any, known: Iterable[str], **flags: Any
 ) -> tuple[Any, Any]:
-    """Check the arguments of `fit`; return the paths to resume and to fork from.
-
-    Args:
-        unknown: names of arguments that it does not have.
-        resume_from: where to resume from.
-        fork_from: where to fork from.
-        known: names of the arguments that it has.
-        flags: arguments that are True or False.
-    """
+    """Check the arguments of `fit`; return the paths to resume and to fork from."""
     for name in unknown:
         hint = nearest(name, known)
         if name.startswith("train"):
@@ -154,12 +146,7 @@ def validates_in_fit(trainer: Any) -> bool:
 
 
 def check_metrics(trainer: Any) -> None:
-    """Raise if a hook or scheduler needs a metric of the validation, and there is none.
-
-    Raises:
-        MissingMetricError: a hook does.
-        TrainingError: a scheduler does.
-    """
+    """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
     if validates_in_fit(trainer):
         return
     missing = "there is no validation data: give val_loaders to fit(), or data.val in a config file"
@@ -347,13 +334,7 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
 
 
 def check_same_training(trainer: Trainer) -> None:
-    """Raise, in all processes, if they are about to train in different ways.
-
-    All processes have to call this.
-
-    Raises:
-        TrainingError: the hooks, settings, parameters, optimizers or loaders differ.
-    """
+    """Raise, in all processes, if their hooks, settings, optimizers or loaders differ."""
     processes = trainer.strategy.processes
     own = {part: to_jsonable(value) for part, value in _describe(trainer).items()}
     digests = processes.gather({part: _digest(value) for part, value in own.items()})
@@ -365,16 +346,7 @@ def check_same_training(trainer: Trainer) -> None:
 
 
 def require_all_processes(trainer: Trainer, function: str, *, unless: bool = False) -> None:
-    """Raise if a hook that is not called in all processes calls what all of them have to call.
-
-    Args:
-        trainer: the trainer.
-        function: what the hook calls.
-        unless: whether one process is enough.
-
-    Raises:
-        CollectiveError: it does.
-    """
+    """Raise if a hook that is not called in all processes calls what all of them have to call."""
     hook = find_limited_hook()
     if hook is not None and not unless and not trainer.strategy.alone:
         raise CollectiveError(

@@ -170,13 +170,10 @@ def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:
 
 
 def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
-    """Return the contents of a checkpoint, in all of a trainer's processes or in none.
+    """Return the contents of a checkpoint, in all of a trainer's processes, or raise in all.
 
     With sharded parameters, each process verifies the hashes of its own files, and reads its parts
     of the weights, of their averages and of the optimizers' states.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or a process could not read it.
     """
     processes = trainer.strategy.processes
     if processes.size == 1:

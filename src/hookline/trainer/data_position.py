@@ -153,12 +153,8 @@ class DataPosition:
     ) -> tuple[Iterator[Any], Counter[int]]:
         """Run through the epoch up to the checkpoint, with placeholders instead of batches.
 
-        Args:
-            stream: the stream.
-            continue_pass: returns the pass over a loader that was not over at the checkpoint.
-
-        Returns:
-            The rest of the epoch, and how many batches each loader gave until then.
+        `continue_pass` gives the pass over a loader that was not over at the checkpoint. Return the
+        rest of the epoch, and how many batches each loader gave until then.
         """
         lengths = [passes.ended_lengths() for passes in self._passes]
 
@@ -259,14 +255,7 @@ def describe_position(
     *,
     fast_forward: bool,
 ) -> list[str]:
-    """Return why training cannot continue at a saved position, one line each.
-
-    Args:
-        saved: A position of the right form.
-        stream: The training data; None if there is none yet.
-        val_loaders: The loaders for validation.
-        fast_forward: See `DataPosition`.
-    """
+    """Return why training cannot continue at a saved position of the right form, one line each."""
     lines = describe_random_state(saved["now"])
     lines += describe_generators(val_loaders, saved["val_generators"])
     if stream is None or not saved["loaders"]:
@@ -397,20 +386,11 @@ def adapt_position(
     length: int | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the position of this process, from those of all that saved.
+    """Return the position of this process, from those of all that saved, by rank.
 
     All continue after as many batches as all processes together had trained on, in rank 0's order
-    of samples, which all processes share.
-
-    Args:
-        saved: the positions, by rank.
-        processes: the processes that continue.
-        length: the number of batches in an epoch of this process; None if it is not known.
-        device: where this process trains.
-
-    Raises:
-        CheckpointError: the checkpoint was saved in the middle of an epoch, and its position cannot
-            be converted.
+    of samples, which all processes share. `length` is the number of batches in an epoch of this
+    process, if it is known.
     """
     position = saved[0]
     batches = position["batches"] * len(saved)

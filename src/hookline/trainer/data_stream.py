@@ -343,11 +343,9 @@ class _LoaderBatches:
 
 
 class LoaderOrder:
-    """The order in which batches come from several loaders.
+    """The order of several loaders: a pattern, or as evenly as weights allow.
 
-    Args:
-        weights: how often each loader comes in a period, which is as long as their sum.
-        pattern: the loaders of a period, in their order; empty: as evenly as the weights allow.
+    Each loader comes as often as its weight in a period, which is as long as their sum.
     """
 
     def __init__(self, weights: Sequence[int], pattern: Sequence[int] = ()) -> None:

@@ -75,19 +75,10 @@ def describe_parent(checkpoint: Path) -> dict[str, Any]:
 def load_fork(
     trainer: Trainer, path: Any, training: Mapping[str, Any]
 ) -> tuple[Path, dict[str, Any]]:
-    """Restore a trainer from a checkpoint, apart from changed settings.
+    """Restore a trainer from a checkpoint, or a run's newest, apart from changed settings.
 
     Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
-    settings that were changed: it is logged where INFO is, else printed.
-
-    Args:
-        trainer: A new trainer with its data.
-        path: A checkpoint, or a run for its newest one.
-        training: The description of what the trainer trains.
-
-    Raises:
-        CheckpointError: The model or an optimizer is another one, a changed setting cannot be
-            applied, or nothing is left to train. Nothing was restored then.
+    settings that were changed. If something does not fit, nothing is restored.
     """
     processes, model = trainer.strategy.processes, trainer.model
     found = processes.call_on_main(lambda: find_checkpoint(Path(path)))

@@ -357,11 +357,7 @@ def _restore_pass_state(state: Mapping[str, Any], generators: Sequence[Any]) -> 
 class IndexSampler:
     """Passes on what a sampler or batch sampler gives, and records it.
 
-    Args:
-        sampler: the sampler.
-        generators: the generators that the loader, its sampler and its dataset have.
-        seeder: the generator from which the loader draws the seed of its workers.
-        ahead: how many indices the loader may draw before they are delivered.
+    The loader draws the seed of its workers from `seeder`, and so many indices `ahead`.
     """
 
     def __init__(
@@ -386,13 +382,7 @@ class IndexSampler:
         return len(self._sampler)
 
     def begin(self, start: dict[str, Any], seed_key: SeedKey, *, draws_seed: bool) -> None:
-        """Prepare a new pass, before the loader is iterated over.
-
-        Args:
-            start: the random states now.
-            seed_key: what the seeds of samples are made from; None if they get none.
-            draws_seed: whether the loader will draw a seed for new workers.
-        """
+        """Prepare a new pass; the loader then draws a seed for new workers, or not."""
         self._seed_key, self._draws_seed = seed_key, draws_seed
         self._start, self._is_new = start, True
         self._first = self._continued = None

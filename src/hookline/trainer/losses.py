@@ -124,11 +124,7 @@ class LossComputer:
 
 
 def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:
-    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper.
-
-    Raises:
-        TrainingError: it is.
-    """
+    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return
     name, kind = error.name, type(model.module).__name__

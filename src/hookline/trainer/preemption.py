@@ -33,10 +33,7 @@ def save_for_signal(
 ) -> signal.Signals:
     """Save because of a signal, in all processes; return the signal that they end for.
 
-    Args:
-        trainer: the trainer.
-        say: shows a message with the progress.
-        can_save: whether all batches of a step were trained on; otherwise nothing is saved.
+    Nothing is saved unless `can_save`: all batches of a step were trained on.
     """
     loop, requests, processes = trainer.loop, trainer.loop.requests, trainer.strategy.processes
     signals = [one for one in processes.gather(requests.signal) if one]

@@ -121,16 +121,10 @@ def _take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> I
 
 
 def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:
-    """Return the loaders by name, each with the share of this process.
+    """Return the loaders by name, each with the share of this process, filled up or not.
 
     A loader whose sampler is a `DistributedSampler`, or that saves its own position, is shared
     already and stays as it is.
-
-    Args:
-        loaders: one loader, a list, or a mapping by name.
-        processes: the processes.
-        what: the name of a single loader that has none: "train" or "val".
-        fill: whether all processes get equally many batches.
     """
     return {
         name: _share_loader(loader, processes, fill=fill)

@@ -1075,11 +1075,7 @@ class Trainer:
     # -- between two steps ------------------------------------------------------------------------
 
     def _boundary(self, *, validate: bool | None = None) -> bool:
-        """Validate if it is due and apply requests, between two steps; return whether to stop.
-
-        Args:
-            validate: whether validation is due; None: as the configuration says.
-        """
+        """Validate if it is due (None: see the plan) and apply requests; return whether to stop."""
         every, context = self._plan.validate_every, self.loop.context
         if validate is None:
             validate = every is not None and not context.skipped and context.step % every == 0

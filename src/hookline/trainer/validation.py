@@ -42,11 +42,7 @@ class Validation:
         self._repeated: Any = None  # a batch for when this process has none and others have
 
     def run(self, stream: Stream | None, *, until_signal: bool = False) -> Metrics | None:
-        """Validate and return the metrics; None if a signal has ended it.
-
-        Raises:
-            TrainingError: there is no stream.
-        """
+        """Validate and return the metrics; None if a signal has ended it."""
         if stream is None:
             raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
         context = self._loop.context

@@ -19,16 +19,7 @@ __all__ = ["SingleProcess", "choose_accelerate", "make_strategy", "parameters_of
 def make_strategy(
     config: TrainerConfig, device: torch.device, accelerator: Any = None
 ) -> SingleProcess:
-    """Return the strategy that the configuration names, for a process on this device.
-
-    Args:
-        config: the configuration.
-        device: the device; an Accelerator has its own.
-        accelerator: the user's Accelerator, if the strategy is "accelerate".
-
-    Raises:
-        TrainingError: the strategy is for one process, and several were started.
-    """
+    """Return the strategy that the configuration names, for a process on this device."""
     if config.strategy == "accelerate" or (config.strategy == "auto" and _is_launched()):
         from hookline.trainer.strategies.accelerated import Accelerated
 
@@ -60,11 +51,7 @@ def _is_launched() -> bool:
 
 
 def choose_accelerate(config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration with the strategy for an Accelerator.
-
-    Raises:
-        TrainingError: the configuration has another strategy.
-    """
+    """Return the configuration with the strategy for an Accelerator; raise if it has another."""
     if config.strategy not in ("auto", "accelerate"):
         raise TrainingError(
             f"The configuration has strategy='{config.strategy}', which does not use an "

@@ -60,11 +60,7 @@ class Accelerated(SingleProcess):
     # -- settings ---------------------------------------------------------------------------------
 
     def complete_config(self, config: TrainerConfig) -> TrainerConfig:
-        """Return the configuration with the Accelerator's precision and accumulation.
-
-        Raises:
-            TrainingError: the configuration has other ones.
-        """
+        """Return the configuration with the Accelerator's precision and accumulation, or raise."""
         accelerator = self.accelerator
         precision = _PRECISIONS[accelerator.mixed_precision]
         if config.precision != precision and "precision" in config.model_fields_set:
