@@ -58,10 +58,6 @@ __all__ = [
 log = logging.getLogger("hookline")
 _OWN = ("device", "seed", "runs", "progress", "debug", "hooks", "slow_rank_seconds")  # of a rank
 _SHOWN = 3  # differences between ranks
-_ARGUMENTS = (
-    *("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams"),
-    "accelerator",
-)
 _CALLED_WITH = {
     "loss_fn": ("outputs", "targets"),
     "step_fn": ("model", "batch"),
@@ -74,6 +70,7 @@ def check_arguments(
     model: Any,
     optimizers: Any,
     unknown: Iterable[str],
+    known: Iterable[str],
     **functions: Any,
 ) -> None:
     """Raise for arguments in the wrong places, and for classes where instances are expected."""
@@ -83,7 +80,7 @@ def check_arguments(
         elif name.startswith(("val", "train", "loader", "data")):
             hint = " Data is given to fit(loader, val_loaders=…)."
         else:
-            hint = nearest(name, _ARGUMENTS)
+            hint = nearest(name, known)
         raise ArgumentError(f"Trainer() has no argument '{name}'.{hint}")
     if isinstance(config, torch.nn.Module):
         raise ArgumentError(

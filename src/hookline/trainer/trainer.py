@@ -170,7 +170,8 @@ class Trainer:
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
         count: Any = None if counts_itself else tokens_fn
         functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
-        check_arguments(config, model, optimizers, unknown, **functions)
+        known = inspect.signature(Trainer).parameters if unknown else ()
+        check_arguments(config, model, optimizers, unknown, known, **functions)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
@@ -209,7 +210,8 @@ class Trainer:
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
         )
-        self.hooks, self.loop = self._make_loop(hooks, listed_hooks)
+        self.hooks, context = self._make_hooks(hooks, listed_hooks)
+        self.loop = self._make_loop(context)
         self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
         self._watch = ModelWatch(self.model, self.loop.before_forward, self.loop.after_forward)
         self._validation = Validation(self.loop, self.strategy, self.model, self.compute_loss)
@@ -221,9 +223,9 @@ class Trainer:
         self.loop.watch, self.loop.on_fork = self._watch_model, self._leave_in_fork
         self.loop.listen()
 
-    def _make_loop(
+    def _make_hooks(
         self, hooks: Iterable[Hook] | HookManager | Mapping[str, Any], listed_hooks: Any
-    ) -> tuple[HookRegistry, Loop]:
+    ) -> tuple[HookRegistry, EventContext]:
         processes, tokens = self.strategy.processes, self.token_count
         context = tokens.context = EventContext(self, tokens.read_absent)
         context.connect(self.model, self.optimizers)
@@ -237,9 +239,12 @@ class Trainer:
         registry.add_configured(configured)
         registry.add_default(IdentityUpdate())
         registry.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
+        return registry, context
+
+    def _make_loop(self, context: EventContext) -> Loop:
         loop = Loop(
             context,
-            registry,
+            self.hooks,
             Record(None),
             self.config.checkpoints,
             attributes=SavedAttributes(self),
@@ -248,14 +253,13 @@ class Trainer:
                 "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
                 "`runs` in the configuration."
             ),
-            processes=processes,
+            processes=self.strategy.processes,
             is_sharded=self.strategy.is_sharded,
         )
         loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
         loop.state.scaler = self.strategy.scaler
-        self.hooks, self.loop = registry, loop
         loop.state.add_items = partial(make_items, self)
-        return registry, loop
+        return loop
 
     def _make_plan(self) -> StepPlan:
         several = self.train_data is not None and len(self.train_data.names) > 1
@@ -671,10 +675,7 @@ class Trainer:
         self.position = DataPosition(fast_forward=config.fast_forward)
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
         loop.state.restored_position = self._stop_signal = None
-        progress = self.epoch_progress
-        progress.epoch_started = progress.epoch_over = progress.validation_due = False
-        progress.round = progress.last_epoch = 0
-        progress.sanity_due = config.sanity
+        self.epoch_progress = EpochProgress(sanity_due=config.sanity)
         self._losses.clear()
         self._metrics.clear()
         if config.seed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,8 +50,8 @@ def get_trainer(
         check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
     if kind != "simple":
         options = {"strategy": kind, **options}
-    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
-    parts.append("accelerator")
+    own = ("config", "model", "optimizers", "hooks", "unknown")
+    parts = [name for name in inspect.signature(Trainer).parameters if name not in own]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
     if not is_config and not isinstance(hooks, HooksConfig):
@@ -58,7 +59,7 @@ def get_trainer(
     given = {name: options.pop(name) for name in parts if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)
-    make = AccelerateTrainer if kind == "accelerate" else Trainer
+    make: type[Trainer] = AccelerateTrainer if kind == "accelerate" else Trainer
     trainer = make(config, model, optimizer, **given)
     trainer.set_data(dataloader, val_loaders)
     return trainer
