@@ -10,6 +10,7 @@ the order of the loaders, their shares and their numbers are those of the run, t
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
@@ -124,8 +125,13 @@ class DataPosition:
         for passes, before in zip(self._passes, loaders, strict=True):
             passes.restore_ended(before)
         _, counts = self._run_through(stream, lambda idx: repeat(None))
+        # Older versions mixed weighted loaders in another order: a pass may be shorter than that.
         delivered = [
-            max(counts[idx] - passes.ended_batches(), 0) for idx, passes in enumerate(self._passes)
+            min(
+                max(counts[idx] - passes.ended_batches(), 0),
+                length_of(passes.loader) or sys.maxsize,
+            )
+            for idx, passes in enumerate(self._passes)
         ]
         within: list[int] = []
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
@@ -136,9 +142,13 @@ class DataPosition:
                 passes.restore_workers(before["has_workers"], before["worker_seed"])
         self._restore_random_states(saved)
         rest = {idx: self._passes[idx].resume() for idx in within}
-        batches, _ = self._run_through(  # an older version may have begun other loaders by now
-            stream, lambda idx: chain(repeat(None, delivered[idx]), rest.get(idx, ()))
-        )
+
+        def continue_pass(idx: int) -> Iterator[Any]:
+            if idx not in rest:
+                return self._start_pass(idx)
+            return chain(repeat(None, delivered[idx]), rest.pop(idx))
+
+        batches, _ = self._run_through(stream, continue_pass)
         restore_random_state(saved["now"], self._device)
         if stream.loads_ahead():  # which may have used the generators of datasets
             self._restore_random_states(saved)

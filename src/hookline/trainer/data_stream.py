@@ -44,7 +44,7 @@ from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import ArgumentError, listed, nearest
 
-__all__ = ["LoadedBatch", "Stream", "length_of", "name_loaders"]
+__all__ = ["LoadedBatch", "LoaderOrder", "Stream", "length_of", "name_loaders"]
 
 _END: Final = object()
 _Tuple = tuple[Any, int, int, str]

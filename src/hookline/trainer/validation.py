@@ -48,6 +48,7 @@ class Validation:
         context = self._loop.context
         train_batch = context.batch, context.batch_idx
         train_loader = context.dataloader_idx, context.dataloader_name
+        self._repeated = None
         with self._loop.record.phases.span("validation"):
             if not self._strategy.alone:
                 share_buffers(self._model)  # those of rank 0, which checkpoints have
