@@ -313,7 +313,7 @@ def _apply_optimizer_settings(
         label = f"optimizer {i} ({type(optimizer).__name__})"
         described = before["optimizers"][i]["groups"], now["optimizers"][i]["groups"]
         changed = [
-            {n: was.get(n) for n, value in group.items() if _differs(n, was, value)}
+            {n: was.get(n) for n, v in group.items() if n not in _NOT_OPTIONS and was.get(n) != v}
             for was, group in zip(*described, strict=True)
         ]
         changes += [
@@ -323,6 +323,7 @@ def _apply_optimizer_settings(
         ]
         changes += [f"{label}: {text}" for text in schedule.changes()]
         lr_differs = any("lr" in names or "max_lr" in names for names in changed)
+        before_steps = [dict(group) for group in optimizer.param_groups]
         try:
             reached = schedule.restore(state["schedulers"], lr_differs)
         except Exception as error:  # a scheduler may raise anything
@@ -338,14 +339,12 @@ def _apply_optimizer_settings(
             if reached == "stepped" and saved["lr"] != group["lr"]:
                 at = f"{_show(to_jsonable(group['lr']))} instead of {_show(saved['lr'])}"
                 changes.append(f"{label}, group {j}: the schedule is at lr {at}")
-            stepped = [*schedule.stepped_options(j), "lr", "initial_lr"]
-            new = {*names, *(stepped if reached == "stepped" else ())}
+            new = set(names)
+            if reached == "stepped":  # also what the scheduler has changed, such as `betas`
+                new |= {n for n in group if n != "params" and before_steps[j].get(n) != group[n]}
+                new |= {"lr", "initial_lr"}
             saved |= {name: group[name] for name in group if name in new or name not in saved}
     return changes, problems
-
-
-def _differs(name: str, was: Mapping[str, Any], value: Any) -> bool:
-    return name not in _NOT_OPTIONS and was.get(name) != value
 
 
 def _show(value: Any) -> str:
@@ -363,31 +362,25 @@ class _Schedule:
         before: Mapping[str, Any],
         now: Mapping[str, Any],
     ) -> None:
-        self._optimizer = trainer.optimizers[idx]
-        self._numbers = [
-            n for n, s in enumerate(trainer.schedulers) if s.optimizer is self._optimizer
-        ]
+        optimizer = trainer.optimizers[idx]
+        self._numbers = [n for n, s in enumerate(trainer.schedulers) if s.optimizer is optimizer]
         self._schedulers = [trainer.schedulers[n] for n in self._numbers]
         self._now = [now["schedulers"][n] for n in self._numbers]
-        described = before.get("schedulers", ())
-        pairs = [pair for pair in zip(described, saved, strict=False) if _drives(pair[0], idx)]
+        described = zip(before.get("schedulers", ()), saved, strict=False)
+        pairs = [pair for pair in described if pair[0].get("optimizer", 0) == idx]
         self._before = [description for description, _ in pairs]
         self._saved = [own for _, own in pairs]
-        self._options = [dict(group) for group in self._optimizer.param_groups]
-
-    @property
-    def _is_replaced(self) -> bool:
-        return [_classes(one) for one in self._before] != [_classes(one) for one in self._now]
+        self._is_replaced = [*map(_classes, self._before)] != [*map(_classes, self._now)]
 
     def changes(self) -> list[str]:
         """Return what differs, one line each."""
         if self._is_replaced:
-            was = ", ".join(_short(one["class"]) for one in self._before) or "no scheduler"
-            new = ", ".join(_short(one["class"]) for one in self._now) or "no scheduler"
+            was = ", ".join(str(_class_of(one)) for one in self._before) or "no scheduler"
+            new = ", ".join(str(_class_of(one)) for one in self._now) or "no scheduler"
             begins = ", from its beginning" if self._now else ""
             return [f"{new} instead of {was}{begins}, with the lr of the new settings"]
         return [
-            f"{_short(new['class'])}: {name} is {_show(value)} instead of {_show(was.get(name))}"
+            f"{_class_of(new)}: {name} is {_show(value)} instead of {_show(was.get(name))}"
             for was, new in zip(self._before, self._now, strict=True)
             for name, value in new.items()
             if was.get(name) != value
@@ -401,30 +394,27 @@ class _Schedule:
         """
         if self._is_replaced:
             return "replaced"
-        driven_by_metric = [needs_metric(scheduler) for scheduler in self._schedulers]
-        if not lr_differs and self._before == self._now:
-            how = "saved"
-        elif all(driven_by_metric):
-            how = "plateau" if self._schedulers else "saved"
-        elif any(driven_by_metric):
+        by_metric = [needs_metric(scheduler) for scheduler in self._schedulers]
+        is_changed = lr_differs or self._before != self._now
+        if is_changed and any(by_metric) and not all(by_metric):
             raise ValueError(
                 "it has ReduceLROnPlateau beside another scheduler, so the learning rate that "
                 "changed settings lead to is unknown. Keep its lr and the schedulers' arguments."
             )
-        else:
+        if is_changed and self._schedulers and not any(by_metric):
             self._step_to_position()
-            return self._put(states, [one.state_dict() for one in self._schedulers], "stepped")
-        for was, new, saved, scheduler in zip(
-            self._before, self._now, self._saved, self._schedulers, strict=True
-        ):
-            names = [name for name, value in new.items() if was.get(name) != value]
-            saved.update({name: vars(scheduler)[name] for name in names})
-        return self._put(states, self._saved, how)
-
-    def _put(self, states: list[Any], own: list[Any], how: str) -> str:
+            reached, own = "stepped", [scheduler.state_dict() for scheduler in self._schedulers]
+        else:
+            reached = "plateau" if is_changed and self._schedulers else "saved"
+            own = [
+                saved | {n: vars(scheduler)[n] for n, v in new.items() if was.get(n) != v}
+                for was, new, saved, scheduler in zip(
+                    self._before, self._now, self._saved, self._schedulers, strict=True
+                )
+            ]
         for number, state in zip(self._numbers, own, strict=True):
             states[number] = state
-        return how
+        return reached
 
     def _step_to_position(self) -> None:
         """Step the new schedulers as often as the parent's, in the same order."""
@@ -445,21 +435,7 @@ class _Schedule:
                 for scheduler in behind:
                     scheduler.step()
 
-    def stepped_options(self, group: int) -> list[str]:
-        """Return the options of a group that stepping has changed, such as `lr` and `betas`."""
-        options = self._options[group]
-        now = self._optimizer.param_groups[group]
-        return [n for n, value in now.items() if n != "params" and options.get(n) != value]
-
-
-def _drives(description: Mapping[str, Any], idx: int) -> bool:
-    return bool(description.get("optimizer", 0) == idx)
-
 
 def _classes(description: Mapping[str, Any]) -> list[Any]:
     """Return the class of a scheduler, and of those that it consists of."""
     return [description["class"], *(_classes(one) for one in description.get("schedulers", ()))]
-
-
-def _short(path: str) -> str:
-    return path.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""What happens once in a trainer's run, before and after the loop."""
+"""The start and the end of a trainer's run: its identity, its record, its crash, its report."""
 
 from __future__ import annotations
 

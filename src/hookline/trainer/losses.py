@@ -309,19 +309,13 @@ def mean_metrics(batches: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class TokenCount:
-    """Counts tokens, and provides `tokens_seen` in the context while every batch's are known.
-
-    Attributes:
-        count_batch: returns the tokens of a batch; None if the trainer does not count.
-        count: the number of tokens trained on.
-        is_known: whether the tokens of all batches could be counted.
-    """
+    """Counts tokens, and provides `tokens_seen` in the context while every batch's are known."""
 
     def __init__(self, count_batch: Callable[[Any], int | None] | None) -> None:
-        self.count_batch = count_batch
+        self.count_batch = count_batch  # None if the trainer does not count
         self.context: EventContext
+        self.count, self.is_known = 0, True  # whether those of all batches could be counted
         self._has_warned = False
-        self.count, self.is_known = 0, True
 
     def restart(self, count: int = 0) -> None:
         """Count from here."""

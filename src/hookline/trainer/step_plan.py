@@ -1,4 +1,4 @@
-"""What every batch of a trainer's run needs of its configuration, read once."""
+"""The settings that every batch of a trainer's run needs, read once."""
 
 from __future__ import annotations
 
