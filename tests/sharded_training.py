@@ -107,7 +107,7 @@ def train(folder: Path, **fields: Any) -> dict[str, Any]:
 
 def read_parts(folder: Path) -> dict[str, Any]:
     """What each rank reads; and a file of rank 1 that is damaged."""
-    from hookline.trainer.shared_reading import read_checkpoint
+    from hookline.trainer.continuation import read_checkpoint
 
     trainer, _ = make(folder / "runs", **FSDP)
     path = checkpoint_of(folder / "two")

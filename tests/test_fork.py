@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
 from hookline import CheckpointError, Trainer, TrainerConfig
-from hookline.trainer.slurm import requeue_slurm_job
+from hookline.trainer.preemption import requeue_slurm_job
 
 
 class Saves(hookline.Hook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import cycle
 
 import numpy
 import pytest
@@ -22,7 +23,7 @@ import hookline
 from hookline import CheckpointError, TrainingError
 from hookline.config.trainer_config import MixConfig
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.data_stream import Stream
+from hookline.trainer.data_stream import LoaderOrder, Stream
 
 
 class RandomTransform(TensorDataset):
@@ -54,6 +55,29 @@ def test_two_loaders_shuffled_by_the_global_generator(tmp_path, at, order):
         return {"a": shuffled(1), "b": shuffled(2)}
 
     assert resume_equals(tmp_path, loaders, at, loaders={"order": order})
+
+
+WEIGHTED = {"loaders": {"order": "weighted", "weights": [1, 3, 4], "length": 16}}
+
+
+def three():
+    return {name: shuffled(seed) for seed, name in enumerate("abc", 1)}
+
+
+@pytest.mark.parametrize("at", [1, 4, 9, 15, 20])
+def test_weighted_loaders(tmp_path, at):
+    assert resume_equals(tmp_path, three, at, **WEIGHTED)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 15])
+def test_a_run_of_a_version_with_another_order_of_weighted_loaders_goes_on(
+    tmp_path, monkeypatch, at
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(LoaderOrder, "_weighted_turns", lambda self, dropped: cycle([2, 0, 0, 1]))
+        parent = train(tmp_path, three(), WEIGHTED, [SaveAt(at)])
+    (saved,) = (parent.run.path / "checkpoints").glob("step_*")
+    assert train(tmp_path, three(), WEIGHTED, resume_from=saved).step == 32
 
 
 @pytest.mark.parametrize("at", [3, 7, 10, 13, 17])

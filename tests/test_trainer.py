@@ -537,6 +537,13 @@ def test_get_trainer_has_its_data_and_its_configuration_as_keywords():
     assert trainer.step == 2
 
 
+def test_get_trainer_passes_on_every_argument_of_a_trainer():
+    model, optimizer = make()
+    options = {"runs": None, "progress": "off", "name": "small", "trackers": ["no such tracker"]}
+    with pytest.raises(hookline.ConfigError, match="Unknown tracker"):
+        get_trainer("simple", model, batches(2), optimizer, **options)
+
+
 def test_get_trainer_knows_its_kinds():
     model, optimizer = make()
     with pytest.raises(TrainingError, match="Unknown trainer 'fancy'"):

@@ -104,8 +104,8 @@ if TYPE_CHECKING:
     from hookline.trackers import TrackedRun as TrackedRun
     from hookline.trackers import TrackedValue as TrackedValue
     from hookline.trackers import Tracker as Tracker
-    from hookline.trainer.accelerate_trainer import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer import Trainer as Trainer
+    from hookline.trainer.trainer_kinds import AccelerateTrainer as AccelerateTrainer
     from hookline.trainer.trainer_kinds import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
     from hookline.updates import Centralize as Centralize
@@ -177,9 +177,8 @@ _MODULES = {
     "runs": ("get_last_checkpoint", "open_run"),
     "tensors.full_tensor": ("full_tensor",),
     "trackers": ("TrackedRun", "TrackedValue", "Tracker"),
-    "trainer.accelerate_trainer": ("AccelerateTrainer",),
     "trainer.trainer": ("Trainer",),
-    "trainer.trainer_kinds": ("get_trainer",),
+    "trainer.trainer_kinds": ("AccelerateTrainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
         *("Mask", "Noise", "Scale", "SkipNonfinite"),

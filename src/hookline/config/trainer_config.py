@@ -108,10 +108,10 @@ class MixConfig(Config):
         order: which loader the next batch comes from.
         pattern: for "alternating": loaders by name or number, repeated: `("web", "web", "code")`.
         weights: for "weighted": a positive number for each loader, by name or in the loaders'
-            order; they need not add up to 1. After every batch of the epoch each of N loaders is
-            within 1 - 1/(2N - 2) batches of its share (half a batch for two loaders), without
-            random numbers. When a loader is dropped, the others share the rest by their weights,
-            counted from there.
+            order; they need not add up to 1. The next batch comes from the loader that is furthest
+            behind its share, without random numbers: of two loaders, each is within half a batch
+            of its share after every batch. When a loader is dropped, the others share the rest by
+            their weights, counted from there.
         length: where an epoch ends: a number of batches, or by the loaders' lengths.
         on_exhausted: an exhausted loader is started again ("cycle") or dropped for the rest of the
             epoch ("drop").

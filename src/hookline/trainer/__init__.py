@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.trainer.accelerate_trainer import AccelerateTrainer
     from hookline.trainer.trainer import Trainer
-    from hookline.trainer.trainer_kinds import get_trainer
+    from hookline.trainer.trainer_kinds import AccelerateTrainer, get_trainer
 
 __all__ = ["AccelerateTrainer", "Trainer", "get_trainer"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "accelerate_trainer": ("AccelerateTrainer",),
         "trainer": ("Trainer",),
-        "trainer_kinds": ("get_trainer",),
+        "trainer_kinds": ("AccelerateTrainer", "get_trainer"),
     },
 )

@@ -1,12 +1,18 @@
-"""Checks of the arguments of a trainer and of `fit`."""
+"""Checks before training: the arguments of a trainer and of `fit`, and that all ranks agree.
+
+Processes with different hooks, settings, optimizers or loaders would wait for each other for ever,
+or train different models.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hookline.arguments import (
     check_flag,
@@ -19,11 +25,18 @@ from hookline.arguments import (
 )
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.dispatch.binding import bind
-from hookline.errors import ArgumentError, TrainingError, nearest
+from hookline.dispatch.calling_hook import find_limited_hook
+from hookline.errors import ArgumentError, CollectiveError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
 from hookline.loop.unsupported_models import check_supported
 from hookline.options import BuiltIn
+from hookline.printable import printable
+from hookline.runs.diff import diff_configs, number_items
+from hookline.runs.jsonable import canonical_json, to_jsonable
+
+if TYPE_CHECKING:
+    from hookline.trainer.trainer import Trainer
 
 __all__ = [
     "MissingMetricError",
@@ -31,20 +44,20 @@ __all__ = [
     "check_fit",
     "check_gradient",
     "check_metrics",
+    "check_same_training",
     "checked_config",
     "checked_model",
     "checked_optimizers",
     "device_for",
     "match_schedulers",
     "needs_metric",
+    "require_all_processes",
     "users_add_metrics",
 ]
 
 log = logging.getLogger("hookline")
-_ARGUMENTS = (
-    *("optimizers", "schedulers", "loss_fn", "step_fn", "tokens_fn", "hooks", "hparams"),
-    "accelerator",
-)
+_OWN = ("device", "seed", "runs", "progress", "debug", "hooks", "slow_rank_seconds")  # of a rank
+_SHOWN = 3  # differences between ranks
 _CALLED_WITH = {
     "loss_fn": ("outputs", "targets"),
     "step_fn": ("model", "batch"),
@@ -57,6 +70,7 @@ def check_arguments(
     model: Any,
     optimizers: Any,
     unknown: Iterable[str],
+    known: Iterable[str],
     **functions: Any,
 ) -> None:
     """Raise for arguments in the wrong places, and for classes where instances are expected."""
@@ -66,7 +80,7 @@ def check_arguments(
         elif name.startswith(("val", "train", "loader", "data")):
             hint = " Data is given to fit(loader, val_loaders=…)."
         else:
-            hint = nearest(name, _ARGUMENTS)
+            hint = nearest(name, known)
         raise ArgumentError(f"Trainer() has no argument '{name}'.{hint}")
     if isinstance(config, torch.nn.Module):
         raise ArgumentError(
@@ -93,15 +107,7 @@ def check_arguments(
 def check_fit(
     unknown: Iterable[str], resume_from: Any, fork_from: Any, known: Iterable[str], **flags: Any
 ) -> tuple[Any, Any]:
-    """Check the arguments of `fit`; return the paths to resume and to fork from.
-
-    Args:
-        unknown: names of arguments that it does not have.
-        resume_from: where to resume from.
-        fork_from: where to fork from.
-        known: names of the arguments that it has.
-        flags: arguments that are True or False.
-    """
+    """Check the arguments of `fit`; return the paths to resume and to fork from."""
     for name in unknown:
         hint = nearest(name, known)
         if name.startswith("train"):
@@ -137,12 +143,7 @@ def validates_in_fit(trainer: Any) -> bool:
 
 
 def check_metrics(trainer: Any) -> None:
-    """Raise if a hook or scheduler needs a metric of the validation, and there is none.
-
-    Raises:
-        MissingMetricError: a hook does.
-        TrainingError: a scheduler does.
-    """
+    """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
     if validates_in_fit(trainer):
         return
     missing = "there is no validation data: give val_loaders to fit(), or data.val in a config file"
@@ -324,3 +325,93 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
                 "have. Make it with one of the trainer's."
             )
     return [scheduler for scheduler in schedulers if scheduler is not None]
+
+
+# -- several processes ----------------------------------------------------------------------------
+
+
+def check_same_training(trainer: Trainer) -> None:
+    """Raise, in all processes, if their hooks, settings, optimizers or loaders differ."""
+    processes = trainer.strategy.processes
+    own = {part: to_jsonable(value) for part, value in _describe(trainer).items()}
+    digests = processes.gather({part: _digest(value) for part, value in own.items()})
+    for part in own:
+        other = next((r for r, one in enumerate(digests) if one[part] != digests[0][part]), None)
+        if other is not None:
+            values = processes.gather(number_items(own[part]))
+            raise TrainingError(_explain(part, other, values[0], values[other]))
+
+
+def require_all_processes(trainer: Trainer, function: str, *, unless: bool = False) -> None:
+    """Raise if a hook that is not called in all processes calls what all of them have to call."""
+    hook = find_limited_hook()
+    if hook is not None and not unless and not trainer.strategy.alone:
+        raise CollectiveError(
+            f"{function} was called in the hook '{hook.name}', which is not called in all "
+            f"processes (ranks='{hook.ranks}'). All of them have to call it, so it would wait for "
+            f"ever. Register the hook with ranks='all', and use the result in one process."
+        )
+
+
+def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Return what has to be the same in all processes, each part by its name in the message."""
+    config, names = trainer.config, set(TrainerConfig.model_fields) - set(_OWN)
+    streams = {"training loaders": trainer.train_data, "validation loaders": trainer.val_data}
+    return {
+        "hooks": {
+            info.name: f"{info.cls.rpartition('.')[2]}, {info.schedule}, {info.status}"
+            for info in trainer.hooks.describe()
+        },
+        "settings": {name: getattr(config, name) for name in sorted(names)},
+        "parameters": {
+            name: "lazy" if is_lazy(parameter) else [str(parameter.dtype), *parameter.shape]
+            for name, parameter in trainer.model.named_parameters()
+        },
+        "optimizers": {
+            **{f"optimizer {i}": _describe_optimizer(o) for i, o in enumerate(trainer.optimizers)},
+            "schedulers": [type(scheduler).__name__ for scheduler in trainer.schedulers],
+        },
+        "loaders": {what: [] if s is None else list(s.names) for what, s in streams.items()},
+    }
+
+
+def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    groups = [
+        {
+            **{
+                name: value
+                for name, value in group.items()
+                if isinstance(value, bool | int | float)
+            },
+            "parameters": len(group["params"]),
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def _explain(part: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:
+    pairs = diff_configs(main, other)
+    shown = [
+        f"{name}: {_show(of_main)} in rank 0, {_show(of_other)} in rank {rank}"
+        for name, (of_main, of_other) in list(pairs.items())[:_SHOWN]
+    ] or ["the order"]
+    more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
+    advice = (
+        "Register the same hooks in all processes: `ranks='main'` of a hook says that it is called "
+        "in rank 0 only."
+        if part == "hooks"
+        else "Give all processes the same: they would wait for each other, or train different "
+        "models."
+    )
+    return printable(
+        f"The {part} of the processes differ ({'; '.join([*shown, *more])}). {advice}", 2000
+    )
+
+
+def _show(value: Any) -> str:
+    return "missing" if value is None else str(value)

@@ -10,6 +10,7 @@ the order of the loaders, their shares and their numbers are those of the run, t
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hookline.context import LazyFloat
 from hookline.errors import CheckpointError, TrainingError, listed
+from hookline.loop.processes import OneProcess
 from hookline.loop.random_state import (
     generator_state,
     generators_of,
@@ -27,13 +28,22 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.trainer.data_stream import Stream
-from hookline.trainer.loader_arguments import length_of
-from hookline.trainer.loader_passes import LoaderPasses, make_passes
+from hookline.loop.state_differences import describe_generators, describe_random_state
+from hookline.trainer.data_stream import Stream, length_of
+from hookline.trainer.loader_passes import (
+    LoaderPasses,
+    batch_size_of,
+    make_passes,
+    number_of_samples,
+    skips_indices,
+)
 
-__all__ = ["DataPosition"]
+__all__ = ["DataPosition", "adapt_position", "describe_position"]
 
 log = logging.getLogger("hookline")
+
+_MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
+_DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 
 
 class DataPosition:
@@ -46,7 +56,6 @@ class DataPosition:
     Attributes:
         epoch: the epoch, from 0.
         batches: how many batches of the epoch were loaded.
-        validated: the metrics of the epoch's last validation.
         per_sample_seed: the run's seed, if each sample of a map-style dataset is loaded with random
             numbers from this seed, the epoch and its index; otherwise None.
         val_loaders: loaders for validation, whose generators are saved and restored.
@@ -55,14 +64,12 @@ class DataPosition:
     def __init__(self, *, fast_forward: bool = False) -> None:
         self.epoch = 0
         self.batches = 0
-        self.validated: dict[str, Any] = {}
         self.per_sample_seed: int | None = None
         self.val_loaders: Sequence[Any] = ()
         self._fast_forward = fast_forward
         self._device = torch.device("cpu")
         self._stream: Stream | None = None
         self._passes: list[LoaderPasses] = []
-        self._ended: list[list[list[int]]] = []  # for each loader: length of passes, how many
         self._generators: list[Any] = []
         self._saved: dict[str, Any] | None = None  # the checkpoint's state, until it is used
 
@@ -70,23 +77,27 @@ class DataPosition:
         """Go to the start of the next epoch."""
         self.epoch += 1
         self.batches = 0
-        self._ended = [[] for _ in self._passes]
         for passes in self._passes:
-            passes.end()
+            passes.end_epoch()
 
     def remaining_batches(
         self, stream: Stream, device: torch.device
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
         self._device, self._stream = device, stream
-        self._check_per_sample_seed(stream)
-        seeded = self.per_sample_seed is not None
+        seed = self.per_sample_seed
+        if seed is not None:
+            _check_indices(stream)
         self._passes = [
-            make_passes(loader, name, seeds_samples=seeded)
-            for name, loader in zip(stream.names, stream.loaders, strict=True)
+            make_passes(
+                loader,
+                stream.names[idx],
+                None if seed is None else (seed, self.epoch, idx),
+                fast_forward=self._fast_forward,
+            )
+            for idx, loader in enumerate(stream.loaders)
         ]
         self._generators = generators_of(stream.loaders)
-        self._ended = [[] for _ in stream.loaders]
         stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
@@ -94,125 +105,50 @@ class DataPosition:
             return stream.tuples()
         return self._resume(stream, saved)
 
-    def check_resumable(self, stream: Stream, saved: Mapping[str, Any]) -> None:
-        """Raise if a saved position cannot be resumed exactly with these loaders."""
-        if not saved["loaders"]:
-            return
-        generators = len(generators_of(stream.loaders))
-        if (len(saved["generators"]), len(saved["loaders"])) != (generators, len(stream.loaders)):
-            raise CheckpointError(
-                f"The checkpoint was made with {len(saved['loaders'])} train loaders with "
-                f"{len(saved['generators'])} generators of their own, this trainer has "
-                f"{len(stream.loaders)} loaders with {generators}. Resume with the loaders of the "
-                "run."
-            )
-        for name, loader, before in zip(
-            stream.names, stream.loaders, saved["loaders"], strict=True
-        ):
-            persistent = bool(getattr(loader, "persistent_workers", False))
-            if persistent != before["persistent_workers"]:
-                raise CheckpointError(
-                    f"The train loader '{name}' had persistent_workers={not persistent} when the "
-                    f"checkpoint was made, and has {persistent} now; its order would differ. "
-                    f"Resume with persistent_workers={not persistent}."
-                )
-            if before["pass"] is not None:
-                self._check_continuable(name, loader, before, saved)
+    def _start_pass(self, idx: int) -> Iterator[Any]:
+        return self._passes[idx].start()
 
-    def _check_continuable(
-        self, name: str, loader: Any, before: Mapping[str, Any], saved: Mapping[str, Any]
-    ) -> None:
-        """Raise if the pass that the checkpoint was made in cannot be continued."""
-        batch_size, batch_size_before = _batch_size(loader), before.get("batch_size")
-        if batch_size_before is not None and batch_size != batch_size_before:
-            raise CheckpointError(
-                f"The train loader '{name}' had the batch size {batch_size_before} when the "
-                f"checkpoint was made in the middle of an epoch, and has {batch_size} now; samples "
-                "would be skipped or trained on twice. Resume with the batch size of the run, or "
-                "from a checkpoint at the end of an epoch."
-            )
-        samples = _number_of_samples(loader)
-        if samples != before["samples"]:
-            raise CheckpointError(
-                f"The dataset of the train loader '{name}' had {before['samples']} samples when "
-                f"the checkpoint was made in the middle of an epoch, and has {samples} now; its "
-                "order would differ. Resume with the data of the run, or from a checkpoint at the "
-                "end of an epoch."
-            )
-        if isinstance(loader, Iterator) and not self._fast_forward:
-            raise CheckpointError(
-                f"The checkpoint was made after {saved['batches']} batches of epoch "
-                f"{saved['epoch']}, and the train loader '{name}' is an iterator "
-                f"({type(loader).__name__}), whose position cannot be restored. Use "
-                "a DataLoader with a map-style dataset, or torchdata's StatefulDataLoader. If this "
-                "iterator starts with the first batch of the epoch and gives the same batches as "
-                "then, set fast_forward=True in the TrainerConfig: the batches before the "
-                "checkpoint are then loaded and dropped."
-            )
-
-    def _check_per_sample_seed(self, stream: Stream) -> None:
-        if self.per_sample_seed is None:
-            return
-        streamed = [
-            name
-            for name, loader in zip(stream.names, stream.loaders, strict=True)
-            if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-        ]
-        if streamed:
-            raise TrainingError(
-                f"per_sample_seed needs samples with an index, and the datasets of these train "
-                f"loaders are iterable-style: {listed(streamed)}. Use map-style datasets, or "
-                "train with per_sample_seed=False."
-            )
+    def _end_pass(self, idx: int, length: int) -> None:
+        self._passes[idx].end(length)
 
     def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
         """Return the indices of a loader's latest batch; None where they are not known."""
         if self._stream is None or loader_idx >= len(self._passes) or self._stream.loads_ahead():
             return None
-        delivered = batch_idx + 1 - _batches_in(self._ended[loader_idx])
-        return self._passes[loader_idx].indices_of(delivered)
-
-    # -- the epoch --------------------------------------------------------------------------------
-
-    def _start_pass(self, idx: int) -> Iterator[Any]:
-        return self._passes[idx].start(self._seed_key(idx))
-
-    def _end_pass(self, idx: int, length: int) -> None:
-        self._passes[idx].end()
-        ended = self._ended[idx]
-        if ended and ended[-1][0] == length:
-            ended[-1][1] += 1
-        else:
-            ended.append([length, 1])
-
-    def _seed_key(self, idx: int) -> tuple[int, ...] | None:
-        """Return what the seeds of samples in the loader's next pass are made from."""
-        if self.per_sample_seed is None:
-            return None
-        passes = sum(times for _, times in self._ended[idx])
-        return (self.per_sample_seed, self.epoch, idx, passes)
+        return self._passes[loader_idx].indices_of(batch_idx)
 
     # -- resuming ---------------------------------------------------------------------------------
 
     def _resume(self, stream: Stream, saved: Mapping[str, Any]) -> Iterator[Any]:
         """Restore the loaders and the random states; return the batches after the checkpoint."""
         loaders = saved["loaders"]
-        self._ended = [[list(pair) for pair in before["ended"]] for before in loaders]
+        for passes, before in zip(self._passes, loaders, strict=True):
+            passes.restore_ended(before)
         _, counts = self._run_through(stream, lambda idx: repeat(None))
-        delivered = [counts[idx] - _batches_in(ended) for idx, ended in enumerate(self._ended)]
-        within = [idx for idx, before in enumerate(loaders) if before["pass"] is not None]
-        for idx, before in enumerate(loaders):
-            if idx in within:
-                self._passes[idx].prepare(
-                    before["pass"], delivered[idx], self._seed_key(idx), load=self._fast_forward
-                )
+        # Older versions mixed weighted loaders in another order: a pass may be shorter than that.
+        delivered = [
+            min(
+                max(counts[idx] - passes.ended_batches(), 0),
+                length_of(passes.loader) or sys.maxsize,
+            )
+            for idx, passes in enumerate(self._passes)
+        ]
+        within: list[int] = []
+        for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
+            if before["pass"] is not None:
+                within.append(idx)
+                passes.prepare(before["pass"], delivered[idx])
             else:
-                self._passes[idx].restore_workers(before["has_workers"], before["worker_seed"])
+                passes.restore_workers(before["has_workers"], before["worker_seed"])
         self._restore_random_states(saved)
         rest = {idx: self._passes[idx].resume() for idx in within}
-        batches, _ = self._run_through(
-            stream, lambda idx: chain(repeat(None, delivered[idx]), rest[idx])
-        )
+
+        def continue_pass(idx: int) -> Iterator[Any]:
+            if idx not in rest:
+                return self._start_pass(idx)
+            return chain(repeat(None, delivered[idx]), rest.pop(idx))
+
+        batches, _ = self._run_through(stream, continue_pass)
         restore_random_state(saved["now"], self._device)
         if stream.loads_ahead():  # which may have used the generators of datasets
             self._restore_random_states(saved)
@@ -227,14 +163,10 @@ class DataPosition:
     ) -> tuple[Iterator[Any], Counter[int]]:
         """Run through the epoch up to the checkpoint, with placeholders instead of batches.
 
-        Args:
-            stream: the stream.
-            continue_pass: returns the pass over a loader that was not over at the checkpoint.
-
-        Returns:
-            The rest of the epoch, and how many batches each loader gave until then.
+        `continue_pass` gives the pass over a loader that was not over at the checkpoint. Return the
+        rest of the epoch, and how many batches each loader gave until then.
         """
-        lengths = [_lengths_of(ended) for ended in self._ended]
+        lengths = [passes.ended_lengths() for passes in self._passes]
 
         def start_pass(idx: int) -> Iterator[Any]:
             length = next(lengths[idx], None)
@@ -285,41 +217,22 @@ class DataPosition:
 
     def state_dict(self, device: torch.device) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        validated = {
-            name: float(value)
-            for name, value in self.validated.items()
-            if isinstance(value, int | float | LazyFloat)
-        }
         if self._saved is not None:  # nothing was loaded since the checkpoint
-            return {**self._saved, "validated": validated}
+            return dict(self._saved)
         ahead = self._stream is not None and self._stream.loads_ahead()
+        val_generators = generators_of(self.val_loaders)
         return {
             "epoch": self.epoch,
             "batches": self.batches,
             "now": random_state(device),
             "generators": [generator_state(generator) for generator in self._generators],
-            "val_generators": [
-                generator_state(generator) for generator in generators_of(self.val_loaders)
-            ],
-            "loaders": [
-                {
-                    "pass": passes.state_dict(loads_ahead=ahead),
-                    "ended": [list(pair) for pair in ended],
-                    "persistent_workers": bool(getattr(passes.loader, "persistent_workers", False)),
-                    "has_workers": passes.has_workers,
-                    "worker_seed": passes.worker_seed(),
-                    "samples": _number_of_samples(passes.loader),
-                    "batch_size": _batch_size(passes.loader),
-                }
-                for passes, ended in zip(self._passes, self._ended, strict=True)
-            ],
-            "validated": validated,
+            "val_generators": [generator_state(generator) for generator in val_generators],
+            "loaders": [passes.state_dict(loads_ahead=ahead) for passes in self._passes],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Restore the position, and the global random states."""
         self.epoch, self.batches = int(state["epoch"]), int(state["batches"])
-        self.validated = dict(state["validated"])
         self._saved = dict(state)
         val_generators = generators_of(self.val_loaders)
         if len(val_generators) == len(state["val_generators"]):  # else it is another validation
@@ -328,23 +241,207 @@ class DataPosition:
         restore_random_state(state["now"], device)
 
 
-def _lengths_of(ended: Sequence[Sequence[int]]) -> Iterator[int]:
-    return chain.from_iterable(repeat(length, times) for length, times in ended)
+def _check_indices(stream: Stream) -> None:
+    streamed = [
+        name
+        for name, loader in zip(stream.names, stream.loaders, strict=True)
+        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    ]
+    if streamed:
+        raise TrainingError(
+            f"per_sample_seed needs samples with an index, and the datasets of these train "
+            f"loaders are iterable-style: {listed(streamed)}. Use map-style datasets, or "
+            "train with per_sample_seed=False."
+        )
 
 
-def _batches_in(ended: Sequence[Sequence[int]]) -> int:
-    return sum(length * times for length, times in ended)
+# -- comparing a saved position with the loaders, before anything is restored ----------------------
 
 
-def _number_of_samples(loader: Any) -> int | None:
-    """Return the size of a map-style dataset in a DataLoader, None for other loaders."""
-    dataset = loader.dataset if isinstance(loader, DataLoader) else None
-    return None if dataset is None or isinstance(dataset, IterableDataset) else length_of(dataset)
+def describe_position(
+    saved: Mapping[str, Any],
+    stream: Stream | None,
+    val_loaders: Sequence[Any],
+    *,
+    fast_forward: bool,
+) -> list[str]:
+    """Return why training cannot continue at a saved position of the right form, one line each."""
+    lines = describe_random_state(saved["now"])
+    lines += describe_generators(val_loaders, saved["val_generators"])
+    if stream is None or not saved["loaders"]:
+        return lines
+    others = _describe_other_loaders(saved, stream, fast_forward=fast_forward)
+    if others:
+        return [*lines, *others]
+    lines += describe_generators(stream.loaders, saved["generators"])
+    length = stream.length()
+    if saved["batches"] > (_MAX_BATCHES if length is None else length):
+        lines.append(
+            f"The checkpoint was made after {saved['batches']} batches of epoch {saved['epoch']}, "
+            f"but it has only {_MAX_BATCHES if length is None else length}. Resume with the data "
+            "of the run."
+        )
+    for name, loader, before in zip(stream.names, stream.loaders, saved["loaders"], strict=True):
+        ended = sum(length * times for length, times in before["ended"])
+        if ended > saved["batches"] or any(0 in pair for pair in before["ended"]):
+            lines.append(f"the passes over the train loader '{name}' are not valid")
+        found = _describe_seed(before["worker_seed"])
+        if before["pass"] is not None:
+            found += _describe_pass(loader, before["pass"], before["samples"])
+        lines += [f"train loader '{name}': {line}" for line in found]
+    return lines
 
 
-def _batch_size(loader: Any) -> int | None:
-    """Return the batch size of a DataLoader or its batch sampler, None where it is not known."""
-    if not isinstance(loader, DataLoader):
-        return None
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) else None
+def _describe_other_loaders(
+    saved: Mapping[str, Any], stream: Stream, *, fast_forward: bool
+) -> list[str]:
+    """Return which loaders are not those that the checkpoint was made with."""
+    generators = len(generators_of(stream.loaders))
+    if (len(saved["generators"]), len(saved["loaders"])) != (generators, len(stream.loaders)):
+        return [
+            f"The checkpoint was made with {len(saved['loaders'])} train loaders with "
+            f"{len(saved['generators'])} generators of their own, this trainer has "
+            f"{len(stream.loaders)} loaders with {generators}. Resume with the loaders of the run."
+        ]
+    lines: list[str] = []
+    for name, loader, before in zip(stream.names, stream.loaders, saved["loaders"], strict=True):
+        persistent = bool(getattr(loader, "persistent_workers", False))
+        if persistent != before["persistent_workers"]:
+            lines.append(
+                f"The train loader '{name}' had persistent_workers={not persistent} when the "
+                f"checkpoint was made, and has {persistent} now; its order would differ. "
+                f"Resume with persistent_workers={not persistent}."
+            )
+        if before["pass"] is None:
+            continue
+        batch_size, batch_size_before = batch_size_of(loader), before.get("batch_size")
+        if batch_size_before is not None and batch_size != batch_size_before:
+            lines.append(
+                f"The train loader '{name}' had the batch size {batch_size_before} when the "
+                f"checkpoint was made in the middle of an epoch, and has {batch_size} now; samples "
+                "would be skipped or trained on twice. Resume with the batch size of the run, or "
+                "from a checkpoint at the end of an epoch."
+            )
+        samples = number_of_samples(loader)
+        if samples != before["samples"]:
+            lines.append(
+                f"The dataset of the train loader '{name}' had {before['samples']} samples when "
+                f"the checkpoint was made in the middle of an epoch, and has {samples} now; its "
+                "order would differ. Resume with the data of the run, or from a checkpoint at the "
+                "end of an epoch."
+            )
+        if isinstance(loader, Iterator) and not fast_forward:
+            lines.append(
+                f"The checkpoint was made after {saved['batches']} batches of epoch "
+                f"{saved['epoch']}, and the train loader '{name}' is an iterator "
+                f"({type(loader).__name__}), whose position cannot be restored. Use "
+                "a DataLoader with a map-style dataset, or torchdata's StatefulDataLoader. If this "
+                "iterator starts with the first batch of the epoch and gives the same batches as "
+                "then, set fast_forward=True in the TrainerConfig: the batches before the "
+                "checkpoint are then loaded and dropped."
+            )
+    return lines
+
+
+def _describe_pass(loader: Any, saved: Mapping[str, Any], samples: int | None) -> list[str]:
+    starts = [saved["start"]]
+    lines: list[str] = []
+    if skips_indices(loader) and "loader" not in saved:
+        missing = [name for name in _DATALOADER_FIELDS if name not in saved]
+        lines += [f"its position has no '{name}'" for name in missing]
+    lines += _describe_seed(saved.get("worker_seed"))
+    indices = saved.get("indices")
+    if indices is not None:
+        starts += [indices["start"], indices["first"]]
+        if not all(_is_index(one, samples) for one in indices["recent"]):
+            lines.append("its position has indices that the dataset does not have")
+    generators = generators_of([loader])
+    for start in starts:
+        lines += describe_random_state(start["random"])
+        lines += describe_generators([loader], start["generators"])
+        if len(start["generators"]) != len(generators):
+            lines.append(
+                f"it has {len(generators)} generators, and the checkpoint "
+                f"{len(start['generators'])}"
+            )
+    return lines
+
+
+def _describe_seed(seed: torch.Tensor | None) -> list[str]:
+    try:
+        if seed is not None:
+            torch.Generator().set_state(seed.cpu())
+    except (RuntimeError, TypeError) as error:
+        return [f"the seed of its workers is not valid: {error}"]
+    return []
+
+
+def _is_index(index: Any, samples: int | None) -> bool:
+    """Return whether a saved index, or a batch of them, can be one of the dataset."""
+    if isinstance(index, torch.Tensor):
+        index = index.tolist() if index.dtype == torch.int64 and index.dim() == 1 else None
+    if type(index) in (list, tuple):
+        return all(_is_index(one, samples) for one in index)
+    if type(index) is int:
+        return samples is None or -samples <= index < samples
+    return type(index) is str
+
+
+# -- another number of processes than the position was saved by ------------------------------------
+
+
+def adapt_position(
+    saved: Sequence[Mapping[str, Any]],
+    processes: OneProcess,
+    length: int | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the position of this process, from those of all that saved, by rank.
+
+    All continue after as many batches as all processes together had trained on, in rank 0's order
+    of samples, which all processes share. `length` is the number of batches in an epoch of this
+    process, if it is known.
+    """
+    position = saved[0]
+    batches = position["batches"] * len(saved)
+    if batches:
+        _check_position(position, len(saved), processes.size)
+    own = batches // processes.size
+    own = own if length is None else min(own, length)
+    is_new = processes.rank >= len(saved)
+    now = random_state(device) if is_new else saved[processes.rank]["now"]
+    again = batches - own * processes.size
+    log.warning(
+        "The checkpoint was saved by %d processes, and this run has %d. It continues after the "
+        "same %d batches of the epoch%s, in the same order of samples. What differs from the run "
+        "with %d processes: a step has the batches of %d processes, and random numbers, such as "
+        "those of dropout, are others.",
+        *(len(saved), processes.size, batches),
+        f" ({again} of them are trained on again)" if again > 0 else "",
+        *(len(saved), processes.size),
+    )
+    return {**_move(position, own), "now": now}
+
+
+def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:
+    loaders = position["loaders"]
+    is_simple = len(loaders) == 1 and not loaders[0]["ended"]
+    if not is_simple or "loader" in (loaders[0]["pass"] or {}):
+        raise CheckpointError(
+            f"The checkpoint was saved by {before} processes in the middle of an epoch, and this "
+            f"run has {now}. The position of several loaders, or of a loader that saves its own, "
+            f"cannot be converted. Resume with {before} processes, or from a checkpoint at the end "
+            "of an epoch."
+        )
+
+
+def _move(position: Mapping[str, Any], batches: int) -> dict[str, Any]:
+    """Return the position after so many batches of the same pass."""
+    loaders = []
+    for loader in position["loaders"]:
+        passed = loader["pass"]
+        if passed is not None and passed.get("indices") is not None:
+            drawn = {"drawn": batches, "recent": [], "is_over": False}
+            passed = {**passed, "indices": {**passed["indices"], **drawn}}
+        loaders.append({**loader, "pass": passed})
+    return {**position, "batches": batches, "loaders": loaders}

@@ -9,7 +9,7 @@ What an epoch contains is decided by three settings of `MixConfig`:
 | `"sequential"` | a loader from its first batch to its last, then the next | all loaders |
 | `"round_robin"` | one batch from each loader | one batch from each |
 | `"alternating"` | `pattern`, again and again | one pattern |
-| `"weighted"` | by `weights`, as exact quotas | one batch |
+| `"weighted"` | by `weights`, as evenly as possible | one batch |
 
 `length` says where the epoch ends, and `on_exhausted` what happens to a loader that is exhausted
 before:
@@ -34,17 +34,17 @@ or one round ("shortest"; with weights, none).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from fractions import Fraction
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
-from hookline.errors import ArgumentError, listed
-from hookline.trainer.loader_arguments import length_of, name_loaders
-from hookline.trainer.loader_order import LoaderOrder, make_order
+from hookline.errors import ArgumentError, listed, nearest
 
-__all__ = ["LoadedBatch", "Stream"]
+__all__ = ["LoadedBatch", "LoaderOrder", "Stream", "length_of", "name_loaders"]
 
 _END: Final = object()
 _Tuple = tuple[Any, int, int, str]
@@ -106,7 +106,7 @@ class Stream:
         self.start_pass: Callable[[int], Iterator[Any]] = lambda idx: iter(self.loaders[idx])
         self.on_pass_end: Callable[[int, int], None] | None = None  # loader's number, batches
         self.started: set[int] = set()  # iterators that cannot be started again, by id
-        self._order = make_order(self._mixing, self.names)
+        self._order = _make_order(self._mixing, self.names)
         self._check()
 
     def __len__(self) -> int:
@@ -147,19 +147,9 @@ class Stream:
                     + _RESTARTABLE
                 )
 
-    def epoch(self, skip: int = 0) -> Iterator[LoadedBatch]:
-        """Iterate over one epoch.
-
-        Args:
-            skip: the number of batches that are loaded and dropped first, to continue an epoch
-                that was interrupted.
-        """
-        if isinstance(skip, bool) or not isinstance(skip, int) or skip < 0:
-            raise ArgumentError(
-                f"skip is {show_value(skip)}; expected a number of batches, 0 or more."
-            )
-        batches = map(LoadedBatch._make, self.tuples())
-        return islice(batches, skip, None) if skip else batches
+    def epoch(self) -> Iterator[LoadedBatch]:
+        """Iterate over one epoch."""
+        return map(LoadedBatch._make, self.tuples())
 
     def tuples(self) -> Iterator[_Tuple]:
         """Iterate over one epoch as plain tuples with the fields of `LoadedBatch`."""
@@ -249,29 +239,26 @@ class Stream:
     # Several loaders in turns.
 
     def _mixed(self, order: LoaderOrder) -> Iterator[_Tuple]:
-        sources = [_LoaderEpoch(self, idx) for idx in range(len(self.names))]
         wanted, total = self._mixing.length, self.length()
         if wanted == "shortest":
             # When the end is known, a round need not be loaded ahead.
             ahead = order.round_size if total is None else 1
-            return islice(self._whole_rounds(order, sources, ahead), total)
+            return islice(self._whole_rounds(order, ahead), total)
         if self._mixing.on_exhausted == "drop":
-            return islice(
-                _until_all_dropped(order, sources), wanted if isinstance(wanted, int) else None
-            )
+            return islice(self._until_all_dropped(order), wanted if type(wanted) is int else None)
         if total is None:
-            return _until_all_exhausted(order, sources)
-        active = [True] * len(sources)
-        return islice((sources[i].load_cycling() for i in order.turns(active)), total)
+            return self._until_all_exhausted(order)
+        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
+        return islice((loaders[idx].load_cycling() for idx in order.turns()), total)
 
-    def _whole_rounds(
-        self, order: LoaderOrder, sources: list[_LoaderEpoch], ahead: int
-    ) -> Iterator[_Tuple]:
-        turns, has_round = order.turns([True] * len(sources)), False
+    def _whole_rounds(self, order: LoaderOrder, ahead: int) -> Iterator[_Tuple]:
+        """Yield rounds, each loaded ahead, until a loader ends."""
+        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
+        turns, has_round = order.turns(), False
         while True:
             held: list[_Tuple] = []
             for idx in islice(turns, ahead):
-                loaded = sources[idx].load()
+                loaded = loaders[idx].load()
                 if loaded is None:
                     if not has_round:
                         raise self._no_whole_round()
@@ -280,6 +267,31 @@ class Stream:
             has_round = True
             while held:  # popped, so that a batch that was yielded is freed
                 yield held.pop(0)
+
+    def _until_all_dropped(self, order: LoaderOrder) -> Iterator[_Tuple]:
+        """Yield batches from the loaders that are left, until none is."""
+        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
+        dropped: set[int] = set()
+        for idx in order.turns(dropped):
+            loaded = loaders[idx].load()
+            if loaded is not None:
+                yield loaded
+                continue
+            dropped.add(idx)
+            if len(dropped) == len(loaders):
+                return
+
+    def _until_all_exhausted(self, order: LoaderOrder) -> Iterator[_Tuple]:
+        """Yield rounds until every loader has ended; a batch is loaded ahead of each to see it."""
+        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
+        turns = order.turns()
+        begun: set[int] = set()
+        while not all(loader.has_ended for loader in loaders):
+            for idx in islice(turns, order.round_size):
+                begun.add(idx)
+                yield loaders[idx].load_cycling()
+            for idx in begun:
+                loaders[idx].look_ahead()
 
     def _no_whole_round(self) -> ArgumentError:
         return ArgumentError(
@@ -290,75 +302,248 @@ class Stream:
         )
 
 
-class _LoaderEpoch:
-    """One loader within one epoch."""
+class _LoaderBatches:
+    """The batches of one loader within an epoch, pass after pass."""
 
     def __init__(self, stream: Stream, idx: int) -> None:
-        self._stream = stream
-        self._idx = idx
-        self._name = stream.names[idx]
+        self._stream, self._idx, self._name = stream, idx, stream.names[idx]
         self._count = 0
-        self._before: int | None = None  # the count at the start of the pass, until it ends
-        self._pass: Iterator[Any] | None = None
-        self._held: Any = _END
-        self._is_ended = False
+        self._batches = chain.from_iterable(self._pass())
+        self._ahead: _Tuple | None = None
+        self.has_ended = False  # whether the last batch of a pass was loaded
+
+    def _pass(self) -> Iterator[Iterator[Any]]:
+        before = self._count
+        yield self._stream.one_pass(self._idx)
+        self.has_ended = True
+        if self._stream.on_pass_end is not None:
+            self._stream.on_pass_end(self._idx, self._count - before)
 
     def load(self) -> _Tuple | None:
         """Return the next batch of this pass; None at its end."""
-        batch, self._held = self._held, _END
-        if self._pass is None:
-            self._before = self._count
-            self._pass = self._stream.one_pass(self._idx)
-        if batch is _END:
-            batch = self._next_batch()
-        if batch is _END:
-            self._is_ended = True
-            return None
-        self._count += 1
-        return batch, self._count - 1, self._idx, self._name
-
-    def _next_batch(self) -> Any:
-        assert self._pass is not None
-        batch = next(self._pass, _END)
-        if batch is _END and self._before is not None:
-            if self._stream.on_pass_end is not None:
-                self._stream.on_pass_end(self._idx, self._count - self._before)
-            self._before = None
-        return batch
+        loaded, self._ahead = self._ahead, None
+        if loaded is None and (batch := next(self._batches, _END)) is not _END:
+            loaded = batch, self._count, self._idx, self._name
+            self._count += 1
+        return loaded
 
     def load_cycling(self) -> _Tuple:
         """Return the next batch; after the last one, start again."""
         loaded = self.load()
         if loaded is None:
-            self._pass = None
+            self._batches = chain.from_iterable(self._pass())
             loaded = self.load()
         assert loaded is not None  # an empty pass has raised
         return loaded
 
-    def is_exhausted(self) -> bool:
-        """Return whether the loader's last batch was loaded; loads one batch ahead."""
-        if self._pass is not None and not self._is_ended and self._held is _END:
-            self._held = self._next_batch()
-            self._is_ended = self._held is _END
-        return self._is_ended
+    def look_ahead(self) -> None:
+        """Load the next batch to see whether the first pass has ended."""
+        if not self.has_ended:
+            self._ahead = self.load()
 
 
-def _until_all_dropped(order: LoaderOrder, sources: list[_LoaderEpoch]) -> Iterator[_Tuple]:
-    active = [True] * len(sources)
-    for idx in order.turns(active):
-        loaded = sources[idx].load()
-        if loaded is not None:
-            yield loaded
-            continue
-        active[idx] = False
-        if not any(active):
-            return
+class LoaderOrder:
+    """The order of several loaders: a pattern, or as evenly as weights allow.
+
+    Each loader comes as often as its weight in a period, which is as long as their sum.
+    """
+
+    def __init__(self, weights: Sequence[int], pattern: Sequence[int] = ()) -> None:
+        self._weights, self._pattern = weights, pattern
+        self.round_size = len(pattern) or 1
+
+    def turns(self, dropped: Set[int] = frozenset()) -> Iterator[int]:
+        """Yield loaders without end, apart from those that are dropped at their turn."""
+        if self._pattern:
+            return (idx for idx in cycle(self._pattern) if idx not in dropped)
+        return self._weighted_turns(dropped)
+
+    def _weighted_turns(self, dropped: Set[int]) -> Iterator[int]:
+        """Yield the loader that is furthest behind its share: smooth weighted round-robin."""
+        while True:
+            left = {idx: w for idx, w in enumerate(self._weights) if idx not in dropped}
+            total, behind = sum(left.values()), dict.fromkeys(left, 0)
+            while left.keys().isdisjoint(dropped):
+                for idx, weight in left.items():
+                    behind[idx] += weight
+                turn = max(left, key=behind.__getitem__)
+                behind[turn] -= total
+                yield turn
+
+    def longest(self, lengths: Sequence[int]) -> int:
+        """Return the batches in the fewest rounds that take each loader to its end."""
+        return -(-max(self._turn_of_each(lengths)) // self.round_size) * self.round_size
+
+    def shortest(self, lengths: Sequence[int]) -> int:
+        """Return the batches in the most rounds in which no loader starts again."""
+        again = min(self._turn_of_each([own + 1 for own in lengths]))
+        return (again - 1) // self.round_size * self.round_size
+
+    def _turn_of_each(self, numbers: Sequence[int]) -> list[int]:
+        """Return in which turn each loader gives its n-th batch; looks at one period at most."""
+        periods = [divmod(n - 1, weight) for n, weight in zip(numbers, self._weights, strict=True)]
+        found = [whole * sum(self._weights) for whole, _ in periods]
+        left = {idx: rest + 1 for idx, (_, rest) in enumerate(periods)}
+        for turn, idx in enumerate(self.turns(), 1):
+            if idx in left:
+                left[idx] -= 1
+                if not left[idx]:
+                    del left[idx]
+                    found[idx] += turn
+            if not left:
+                break
+        return found
 
 
-def _until_all_exhausted(order: LoaderOrder, sources: list[_LoaderEpoch]) -> Iterator[_Tuple]:
-    turns = order.turns([True] * len(sources))
-    while True:
-        for idx in islice(turns, order.round_size):
-            yield sources[idx].load_cycling()
-        if all(source.is_exhausted() for source in sources):
-            return
+def _make_order(mixing: MixConfig, names: list[str]) -> LoaderOrder | None:
+    """Return the order of several loaders; None for one loader after the other."""
+    pattern: Sequence[int] = ()
+    if mixing.pattern is not None:
+        pattern = _resolved_pattern(mixing.pattern, names)
+    elif mixing.weights is not None:
+        weights = _to_integers(_resolved_weights(mixing.weights, names))
+        return LoaderOrder(weights) if len(names) > 1 else None
+    elif mixing.order == "round_robin":
+        pattern = range(len(names))
+    if len(names) == 1 or not pattern:
+        return None
+    return LoaderOrder([list(pattern).count(idx) for idx in range(len(names))], pattern)
+
+
+def _resolved_pattern(pattern: Sequence[str | int], names: list[str]) -> list[int]:
+    for entry in pattern:
+        if isinstance(entry, str):
+            _check_name("pattern", entry, names)
+        elif not 0 <= entry < len(names):
+            raise ArgumentError(
+                f"pattern has loader number {entry}; expected 0 to {len(names) - 1}, or one of "
+                f"{listed(names)}."
+            )
+    resolved = [names.index(entry) if isinstance(entry, str) else entry for entry in pattern]
+    missing = [name for idx, name in enumerate(names) if idx not in resolved]
+    if missing:
+        raise ArgumentError(
+            f"pattern {show_value(tuple(pattern))} never loads from {listed(missing)}; expected "
+            "every "
+            "loader in it. Add what is missing, or do not pass that loader."
+        )
+    return resolved
+
+
+def _resolved_weights(
+    weights: Mapping[str, float] | Sequence[float], names: list[str]
+) -> list[float]:
+    if not isinstance(weights, Mapping):
+        if len(weights) != len(names):
+            raise ArgumentError(
+                f"weights has {len(weights)} numbers; expected {len(names)}, one for each of "
+                f"{listed(names)}."
+            )
+        return list(weights)
+    for name in weights:
+        _check_name("weights", name, names)
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ArgumentError(
+            f"weights has no number for {listed(missing)}; expected one for each of "
+            f"{listed(names)}."
+        )
+    return [weights[name] for name in names]
+
+
+def _to_integers(weights: list[float]) -> list[int]:
+    """Return the same proportions in whole numbers; 0.7 is seven tenths, not the nearest float."""
+    exact = [Fraction(w) if isinstance(w, int) else Fraction(repr(float(w))) for w in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * common) for weight in exact]
+    return [weight // math.gcd(*whole) for weight in whole]
+
+
+def _check_name(where: str, name: Any, names: list[str]) -> None:
+    if name not in names:
+        hint = nearest(name, names) if isinstance(name, str) else ""
+        raise ArgumentError(
+            f"{where} names the loader {show_value(name)}; expected {listed(names)}.{hint}"
+        )
+
+
+def name_loaders(loaders: Any, what: str) -> dict[str, Any]:
+    """Return the loaders by name."""
+    if isinstance(loaders, Mapping):
+        named = dict(loaders)
+    elif isinstance(loaders, list | tuple) and _holds_loaders(loaders, what):
+        alone = len(loaders) == 1
+        named = {what if alone else str(idx): loader for idx, loader in enumerate(loaders)}
+    else:
+        named = {what: loaders}
+    if not named:
+        raise ArgumentError(
+            f"There are no {what} loaders: the mapping is empty; expected at least 1."
+        )
+    for name, loader in named.items():
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(
+                f"A {what} loader has the name {show_value(name)}; expected a string that is not "
+                "empty."
+            )
+        if not _may_be_loader(loader):
+            raise ArgumentError(
+                f"The {what} loader '{name}' is of type {type(loader).__name__}; expected an "
+                "object whose `__iter__` gives batches, such as a DataLoader or a list of batches. "
+                "A dataset goes into a DataLoader, a single batch into a list: [batch]."
+            )
+    return named
+
+
+def _holds_loaders(several: Sequence[Any], what: str) -> bool:
+    """Return whether a list holds loaders, and not batches."""
+    kinds = [_kind(item) for item in several]
+    if several and kinds.count("loader") == len(several):
+        return True
+    if kinds.count("batch") == len(several):
+        return False
+    odd = next(i for i, kind in enumerate(kinds) if kind == "unclear" or kind != kinds[0])
+    raise ArgumentError(
+        f"The {what} {type(several).__name__} may be a list of loaders or a list of batches: "
+        f"element {odd}, of type {type(several[odd]).__name__}, could be either. Say which "
+        f'with a mapping: {{"{what}": batches}} for one loader, {{"a": first, "b": second}} for '
+        "several."
+    )
+
+
+def _kind(item: Any) -> Literal["loader", "batch", "unclear"]:
+    """Return what an element of a list is."""
+    if not _may_be_loader(item):
+        return "batch"
+    if not isinstance(item, list | tuple):
+        return "loader"
+    if any(_is_array(part) for part in item):
+        return "batch"
+    of_batches = all(_holds_arrays(part) for part in item)
+    # A tuple of tuples of tensors is as likely a batch as it is a loader.
+    return "loader" if of_batches and isinstance(item, list) else "unclear"
+
+
+def _may_be_loader(value: Any) -> bool:
+    # Without `__iter__`, Python would iterate over a dataset by its indices, sample by sample.
+    return isinstance(value, Iterable) and not (
+        isinstance(value, Mapping | str | bytes) or _is_array(value)
+    )
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether this is a tensor or an array of any library."""
+    return hasattr(type(value), "__array__")
+
+
+def _holds_arrays(batch: Any) -> bool:
+    items = batch.values() if isinstance(batch, Mapping) else batch
+    return isinstance(batch, Mapping | list | tuple) and any(_is_array(item) for item in items)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches, None if it is not known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream has a len() that raises
+        return None

@@ -5,18 +5,24 @@ one that the parent began with, the new one is used:
 
 | changed | in the fork |
 |---|---|
-| optimizers, schedulers | see `forked_optimizers` |
+| a hyperparameter of an optimizer's group | the new value replaces the checkpoint's |
+| the learning rate, or an argument of a scheduler | the new scheduler is stepped to the position |
+| the same with `ReduceLROnPlateau`, which depends on metrics | the reached rate, times new / old |
+| the classes of schedulers | the new ones, from their beginning |
 | seed | the random states are those of the new seed |
 | training data, or how loaders are mixed | the epoch restarts, with a warning |
 | enabled or disabled hooks | as in the new settings |
 | all other fields of the configuration | they are those of the new trainer |
 
-Another model, or optimizers of another class, raise an error that lists all differences.
+A schedule that was made longer therefore continues where the longer one would be, also after the
+end of the shorter one. Another model, or optimizers of another class, raise an error that lists all
+differences.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,16 +41,13 @@ from hookline.masking import mask_secrets
 from hookline.printable import message_lines
 from hookline.runs.checkpoint_reader import describe_mismatches
 from hookline.runs.diff import diff_configs
+from hookline.runs.formatting import format_number
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
-from hookline.trainer.continuation import describe_trainer_position
+from hookline.trainer.checks import needs_metric
+from hookline.trainer.continuation import describe_trainer_position, read_checkpoint
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.forked_optimizers import (
-    apply_optimizer_settings,
-    describe_saved_optimizers,
-)
-from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.state_items import describe_gradients
 
 if TYPE_CHECKING:
@@ -56,6 +59,7 @@ log = logging.getLogger("hookline")
 
 _REPORTED_APART = ("optimizer", "scheduler", "data", "hooks")  # sections of a config file
 _WITHOUT_EFFECT = ("runs", "progress")
+_NOT_OPTIONS = ("params", "param_names", "parameters")
 
 
 def describe_parent(checkpoint: Path) -> dict[str, Any]:
@@ -71,19 +75,10 @@ def describe_parent(checkpoint: Path) -> dict[str, Any]:
 def load_fork(
     trainer: Trainer, path: Any, training: Mapping[str, Any]
 ) -> tuple[Path, dict[str, Any]]:
-    """Restore a trainer from a checkpoint, apart from changed settings.
+    """Restore a trainer from a checkpoint, or a run's newest, apart from changed settings.
 
     Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
-    settings that were changed: it is logged where INFO is, else printed.
-
-    Args:
-        trainer: A new trainer with its data.
-        path: A checkpoint, or a run for its newest one.
-        training: The description of what the trainer trains.
-
-    Raises:
-        CheckpointError: The model or an optimizer is another one, a changed setting cannot be
-            applied, or nothing is left to train. Nothing was restored then.
+    settings that were changed. If something does not fit, nothing is restored.
     """
     processes, model = trainer.strategy.processes, trainer.model
     found = processes.call_on_main(lambda: find_checkpoint(Path(path)))
@@ -141,7 +136,9 @@ class _Fork:
         self._now = training
         first = (manifest.get("parts") or [{}])[0]  # it has what later parts have changed
         before = first.get("training") or manifest.get("training")
-        self._before: Mapping[str, Any] = before or describe_saved_optimizers(self.state, self._now)
+        self._before: Mapping[str, Any] = before or _describe_saved_optimizers(
+            self.state, self._now
+        )
         self._changes: list[str] = []
 
     def find_differences(self, weights: Mapping[str, Any]) -> list[str]:
@@ -179,7 +176,7 @@ class _Fork:
                 "the schedulers counts "
                 f"{was}s. Keep {schedule}={was}."
             )
-        changes, impossible = apply_optimizer_settings(trainer, state, self._before, self._now)
+        changes, impossible = _apply_optimizer_settings(trainer, state, self._before, self._now)
         self._changes += changes
         self._changes += [
             f"{name} is {show_value(new)} instead of {show_value(was)}"
@@ -226,7 +223,7 @@ class _Fork:
         new_position = DataPosition()
         new_position.epoch = position["epoch"]
         fresh = new_position.state_dict(self._trainer.device)
-        self.state["position"] = {**fresh, "now": position["now"]}
+        self.state["position"] = {**fresh, "now": position["now"], "validated": {}}
         flags = {"validation_due", "epoch_started", "epoch_over"}
         self.state |= dict.fromkeys(self.state.keys() & flags, False)
 
@@ -282,3 +279,163 @@ def _class_of(description: Mapping[str, Any]) -> str | None:
     """Return the name of a class without its module, which differs if a file was moved."""
     path = description.get("class")
     return None if path is None else str(path).rpartition(".")[2]
+
+
+# -- optimizers and schedulers --------------------------------------------------------------------
+
+
+def _describe_saved_optimizers(state: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has of `now`, for a parent whose manifest is missing."""
+    optimizers: list[Any] = []
+    for saved in state["optimizers"]:
+        groups = [
+            {**group, "lr": group.get("initial_lr", group.get("lr"))}
+            for group in saved["param_groups"]
+        ]
+        optimizers.append({"groups": to_jsonable(groups)})
+    schedulers = [
+        {name: to_jsonable(saved.get(name, value)) for name, value in described.items()}
+        for described, saved in zip(now.get("schedulers", ()), state["schedulers"], strict=False)
+    ]
+    return {"optimizers": optimizers, "schedulers": schedulers}
+
+
+def _apply_optimizer_settings(
+    trainer: Any, state: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Replace what differs in a checkpoint's state; return the changes, and what is impossible."""
+    changes: list[str] = []
+    problems: list[str] = []
+    saved_schedulers = list(state["schedulers"])
+    state["schedulers"] = [scheduler.state_dict() for scheduler in trainer.schedulers]
+    for i, optimizer in enumerate(trainer.optimizers):
+        schedule = _Schedule(trainer, i, saved_schedulers, before, now)
+        label = f"optimizer {i} ({type(optimizer).__name__})"
+        described = before["optimizers"][i]["groups"], now["optimizers"][i]["groups"]
+        changed = [
+            {n: was.get(n) for n, v in group.items() if n not in _NOT_OPTIONS and was.get(n) != v}
+            for was, group in zip(*described, strict=True)
+        ]
+        changes += [
+            f"{label}, group {j}: {name} is {_show(described[1][j][name])} instead of {_show(was)}"
+            for j, names in enumerate(changed)
+            for name, was in names.items()
+        ]
+        changes += [f"{label}: {text}" for text in schedule.changes()]
+        lr_differs = any("lr" in names or "max_lr" in names for names in changed)
+        before_steps = [dict(group) for group in optimizer.param_groups]
+        try:
+            reached = schedule.restore(state["schedulers"], lr_differs)
+        except Exception as error:  # a scheduler may raise anything
+            problems.append(f"{label}: {error}")
+            continue
+        for j, names in enumerate(changed):
+            group, saved = optimizer.param_groups[j], state["optimizers"][i]["param_groups"][j]
+            if reached == "plateau" and names.get("lr"):
+                saved["lr"] = saved["lr"] * (float(group["lr"]) / names.pop("lr"))
+            if reached == "replaced":
+                saved.pop("initial_lr", None)
+                saved |= {n: v for n, v in group.items() if n in ("lr", "initial_lr")}
+            if reached == "stepped" and saved["lr"] != group["lr"]:
+                at = f"{_show(to_jsonable(group['lr']))} instead of {_show(saved['lr'])}"
+                changes.append(f"{label}, group {j}: the schedule is at lr {at}")
+            new = set(names)
+            if reached == "stepped":  # also what the scheduler has changed, such as `betas`
+                new |= {n for n in group if n != "params" and before_steps[j].get(n) != group[n]}
+                new |= {"lr", "initial_lr"}
+            saved |= {name: group[name] for name in group if name in new or name not in saved}
+    return changes, problems
+
+
+def _show(value: Any) -> str:
+    return format_number(value) if type(value) is float else str(value)
+
+
+class _Schedule:
+    """The schedulers of one optimizer, before and now."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        idx: int,
+        saved: list[Any],
+        before: Mapping[str, Any],
+        now: Mapping[str, Any],
+    ) -> None:
+        optimizer = trainer.optimizers[idx]
+        self._numbers = [n for n, s in enumerate(trainer.schedulers) if s.optimizer is optimizer]
+        self._schedulers = [trainer.schedulers[n] for n in self._numbers]
+        self._now = [now["schedulers"][n] for n in self._numbers]
+        described = zip(before.get("schedulers", ()), saved, strict=False)
+        pairs = [pair for pair in described if pair[0].get("optimizer", 0) == idx]
+        self._before = [description for description, _ in pairs]
+        self._saved = [own for _, own in pairs]
+        self._is_replaced = [*map(_classes, self._before)] != [*map(_classes, self._now)]
+
+    def changes(self) -> list[str]:
+        """Return what differs, one line each."""
+        if self._is_replaced:
+            was = ", ".join(str(_class_of(one)) for one in self._before) or "no scheduler"
+            new = ", ".join(str(_class_of(one)) for one in self._now) or "no scheduler"
+            begins = ", from its beginning" if self._now else ""
+            return [f"{new} instead of {was}{begins}, with the lr of the new settings"]
+        return [
+            f"{_class_of(new)}: {name} is {_show(value)} instead of {_show(was.get(name))}"
+            for was, new in zip(self._before, self._now, strict=True)
+            for name, value in new.items()
+            if was.get(name) != value
+        ]
+
+    def restore(self, states: list[Any], lr_differs: bool) -> str:
+        """Put the state of each scheduler into the list of all; return how it was reached.
+
+        "saved": as in the checkpoint. "stepped": stepped to the position of the parent's.
+        "plateau": as in the checkpoint, with changed arguments. "replaced": new.
+        """
+        if self._is_replaced:
+            return "replaced"
+        by_metric = [needs_metric(scheduler) for scheduler in self._schedulers]
+        is_changed = lr_differs or self._before != self._now
+        if is_changed and any(by_metric) and not all(by_metric):
+            raise ValueError(
+                "it has ReduceLROnPlateau beside another scheduler, so the learning rate that "
+                "changed settings lead to is unknown. Keep its lr and the schedulers' arguments."
+            )
+        if is_changed and self._schedulers and not any(by_metric):
+            self._step_to_position()
+            reached, own = "stepped", [scheduler.state_dict() for scheduler in self._schedulers]
+        else:
+            reached = "plateau" if is_changed and self._schedulers else "saved"
+            own = [
+                saved | {n: vars(scheduler)[n] for n, v in new.items() if was.get(n) != v}
+                for was, new, saved, scheduler in zip(
+                    self._before, self._now, self._saved, self._schedulers, strict=True
+                )
+            ]
+        for number, state in zip(self._numbers, own, strict=True):
+            states[number] = state
+        return reached
+
+    def _step_to_position(self) -> None:
+        """Step the new schedulers as often as the parent's, in the same order."""
+        positions = [saved.get("last_epoch") for saved in self._saved]
+        for scheduler, position in zip(self._schedulers, positions, strict=True):
+            if not isinstance(position, int) or not hasattr(scheduler, "last_epoch"):
+                raise ValueError(
+                    f"{type(scheduler).__name__} does not save its position as `last_epoch`, so "
+                    "it cannot continue with changed settings. Keep its lr and arguments."
+                )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped yet
+            while behind := [
+                scheduler
+                for scheduler, position in zip(self._schedulers, positions, strict=True)
+                if scheduler.last_epoch < position
+            ]:
+                for scheduler in behind:
+                    scheduler.step()
+
+
+def _classes(description: Mapping[str, Any]) -> list[Any]:
+    """Return the class of a scheduler, and of those that it consists of."""
+    return [description["class"], *(_classes(one) for one in description.get("schedulers", ()))]

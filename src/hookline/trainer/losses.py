@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from hookline.arguments import show_value
 from hookline.errors import TrainingError
+from hookline.loop.event_context import EventContext
 from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
-__all__ = ["BatchPlace", "LossCheck", "LossComputer", "mean_loss", "mean_metrics"]
+__all__ = ["BatchPlace", "LossCheck", "LossComputer", "TokenCount", "mean_loss", "mean_metrics"]
 
 log = logging.getLogger("hookline")
 _NO_METRICS: Mapping[str, Any] = MappingProxyType({})
@@ -123,11 +124,7 @@ class LossComputer:
 
 
 def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:
-    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper.
-
-    Raises:
-        TrainingError: it is.
-    """
+    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper."""
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return
     name, kind = error.name, type(model.module).__name__
@@ -309,3 +306,44 @@ def mean_metrics(batches: list[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     return {name: mean_loss(several) for name, several in values.items()}
+
+
+class TokenCount:
+    """Counts tokens, and provides `tokens_seen` in the context while every batch's are known."""
+
+    def __init__(self, count_batch: Callable[[Any], int | None] | None) -> None:
+        self.count_batch = count_batch  # None if the trainer does not count
+        self.context: EventContext
+        self.count, self.is_known = 0, True  # whether those of all batches could be counted
+        self._has_warned = False
+
+    def restart(self, count: int = 0) -> None:
+        """Count from here."""
+        self.count, self.is_known = count, True
+        self.context.provide("tokens_seen", None if self.count_batch is None else count)
+
+    def add(self, tokens: int | None) -> None:
+        """Count a batch; None if its tokens are not known."""
+        if tokens is not None:
+            self.count += tokens
+            if self.is_known:
+                self.context.tokens_seen = self.count
+        elif self.is_known:  # else it was said before: this is called for every batch
+            self.is_known = False
+            self.context.provide("tokens_seen", None)
+
+    def read_absent(self, name: str) -> Any:
+        """Return what the context does not have: the count as far as it is known, no loss yet."""
+        if name == "loss":
+            return None
+        if name != "tokens_seen":
+            raise AttributeError(f"The event context has no '{name}'.")
+        if not self.is_known and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "A hook reads tokens_seen, which is not known for %s. Give Trainer(tokens_fn="
+                "lambda batch: …), which returns the tokens of a batch. Hooks get %d.",
+                describe_structure(self.context.batch),
+                self.count,
+            )
+        return self.count

@@ -39,46 +39,12 @@ ERASE = "\r\x1b[2K"
 
 
 class Progress:
-    """The interface of displays. This one shows nothing.
+    """Counts batches and decides when to show them. This one shows nothing; others say how.
 
     As a context manager it ends with the block.
     """
 
     shows = False
-
-    def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
-        """Start the display, for a run resumed after `first_step` steps; None: unknown total."""
-
-    def epoch(self, epoch: int, batches: int | None, seen: int = 0) -> None:
-        """Start an epoch, counted from 0, or resume it after the batches that were seen.
-
-        `batches` is the number of its batches, None if it is not known.
-        """
-
-    def advance(self, step: int, loss: Loss) -> None:
-        """Count a batch, after which `step` steps are complete."""
-
-    def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
-        """Show the metrics of a validation."""
-
-    def say(self, text: str) -> None:
-        """Show a message without damaging the display."""
-
-    def end(self, status: str, summary: Summary | None, reason: str | None = None) -> None:
-        """End the display and restore the terminal. A second call does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        failed = "error" if kind and issubclass(kind, Exception) else "interrupted"
-        self.end(failed if kind else "completed", None)
-
-
-class _Display(Progress):
-    """Counts batches and decides when to show them; subclasses implement how."""
-
-    shows = True
     waits = False  # whether to wait for the device's newest loss, or to show the one before
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -97,18 +63,24 @@ class _Display(Progress):
         self.epoch(0, None)
 
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
+        """Start the display, for a run resumed after `first_step` steps; None: unknown total."""
         self.end("stopped", None)
         self._reset(epochs, steps, first_step)
         self._running = True
         self._attempt(self._open)
 
     def epoch(self, epoch: int, batches: int | None, seen: int = 0) -> None:
+        """Start an epoch, counted from 0, or resume it after the batches that were seen.
+
+        `batches` is the number of its batches, None if it is not known.
+        """
         self._epoch, self._batches, self._batches_seen = epoch, batches, seen
         self._gap = self._countdown = 1
         if self._step == self._first_step:  # speed is measured from here, also in a resumed run
             self._samples = deque([(self._clock(), self._step, self._position()[0])])
 
     def advance(self, step: int, loss: Loss) -> None:
+        """Count a batch, after which `step` steps are complete."""
         self._step, self._loss = step, loss
         self._countdown -= 1
         if not self._countdown:
@@ -127,14 +99,19 @@ class _Display(Progress):
             self._due = now + self._interval(now)
 
     def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
+        """Show the metrics of a validation."""
+        if not self.shows:  # reading them would wait for the device
+            return
         numbers = {name: _number(value) for name, value in metrics.items()}
         parts = [f"{printable(name, 100)} {text}" for name, text in numbers.items() if text]
         self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *parts]))
 
     def say(self, text: str) -> None:
+        """Show a message without damaging the display."""
         self._attempt(self._print, printable_message(text))
 
     def end(self, status: str, summary: Summary | None, reason: str | None = None) -> None:
+        """End the display and restore the terminal. A second call does nothing."""
         if not self._running:
             return
         self._running = False
@@ -152,9 +129,16 @@ class _Display(Progress):
         if summary and summary.hooks:
             self._attempt(self._print_summary, summary)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        failed = "error" if kind and issubclass(kind, Exception) else "interrupted"
+        self.end(failed if kind else "completed", None)
+
     def _attempt(self, show: Callable[..., None], *args: Any) -> None:
         """Show something unless the output failed before: a closed pipe must not stop training."""
-        if not self._broken:
+        if self.shows and not self._broken:
             try:
                 show(*args)
             except (OSError, ValueError):
@@ -206,10 +190,10 @@ class _Display(Progress):
         self._print(str(summary))
 
 
-class PlainProgress(_Display):
+class PlainProgress(Progress):
     """Lines: the first at once, then every five seconds, in long runs every minute."""
 
-    waits = True
+    shows = waits = True
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
@@ -230,11 +214,13 @@ class PlainProgress(_Display):
         self._stream.flush()
 
 
-class BarProgress(_Display):
+class BarProgress(Progress):
     """One line with a rich bar; printed and logged lines appear above it.
 
     There is no thread and the cursor is never hidden, so debuggers, forks and kills are safe.
     """
+
+    shows = True
 
     def __init__(self, console: Console, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
@@ -333,8 +319,10 @@ class _AboveBar:
         return getattr(self._real, name)
 
 
-class JupyterProgress(_Display):
+class JupyterProgress(Progress):
     """One display, updated in place."""
+
+    shows = True
 
     def _open(self) -> None:
         display: Any = importlib.import_module("IPython.display").display

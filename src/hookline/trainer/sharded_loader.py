@@ -28,7 +28,7 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.trainer.loader_arguments import length_of, name_loaders
+from hookline.trainer.data_stream import length_of, name_loaders
 
 __all__ = ["end_together", "set_loader_epoch", "share_loaders"]
 
@@ -36,35 +36,47 @@ _CPU = torch.device("cpu")
 _END: Final = object()
 
 
-class SharedSampler:
-    """The share of this process in what a sampler or batch sampler gives.
+class SharedItems:
+    """The share of this process in what a sampler, a batch sampler or a loader gives.
 
     Args:
-        sampler: the sampler, the same in all processes.
+        source: gives the same in all processes. Of a loader, every process loads all batches.
         processes: the processes.
-        generators: the generators that the sampler uses.
+        generators: the generators that the source uses; None for those that it then has itself.
+        draws_late: see `_draw_alike`.
         fill: whether the last round is filled up, so that all processes have equally many.
     """
 
     def __init__(
-        self, sampler: Any, processes: OneProcess, generators: Sequence[Any], *, fill: bool
+        self,
+        source: Any,
+        processes: OneProcess,
+        generators: Sequence[Any] | None,
+        *,
+        draws_late: bool,
+        fill: bool,
     ) -> None:
-        self.sampler = sampler
-        self._processes = processes
-        self._generators = generators
-        self._fill = fill
+        self._source, self._processes, self._generators = source, processes, generators
+        self._draws_late, self._fill = draws_late, fill
 
     def __len__(self) -> int:
-        return share_length(len(self.sampler), self._processes, fill=self._fill)
+        length = length_of(self._source)
+        if length is None:
+            raise TypeError(f"A {type(self._source).__name__} has no len()")
+        rank, size = self._processes.rank, self._processes.size
+        return -(-length // size) if self._fill else len(range(rank, length, size))
 
     def __iter__(self) -> Iterator[Any]:
-        samplers = [self.sampler, *_samplers(self.sampler)]
-        draws_late = not all(type(one).__module__.startswith("torch.") for one in samplers)
-        items = draw_alike(self.sampler, self._processes, self._generators, draws_late=draws_late)
-        return take_share(items, self._processes, fill=self._fill)
+        source, generators = self._source, self._generators
+        if isinstance(source, list | tuple):
+            return _take_share(iter(source), self._processes, fill=self._fill)
+        if generators is None:
+            generators = generators_of([source])
+        items = _draw_alike(source, self._processes, generators, draws_late=self._draws_late)
+        return _take_share(items, self._processes, fill=self._fill)
 
 
-def draw_alike(
+def _draw_alike(
     source: Iterable[Any], processes: OneProcess, generators: Sequence[Any], *, draws_late: bool
 ) -> Iterator[Any]:
     """Iterate with the random states of rank 0, so that all processes get the same items.
@@ -92,8 +104,8 @@ def draw_alike(
         yield from items if after_first is None else draw_apart(items, after_first)
 
 
-def take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> Iterator[Any]:
-    """Iterate over the items of this process: every n-th, as `SharedSampler` describes."""
+def _take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> Iterator[Any]:
+    """Iterate over the items of this process: every n-th."""
     rank, size = processes.rank, processes.size
     first: list[Any] = []  # items of the beginning, to fill up the last round
     while True:
@@ -108,49 +120,11 @@ def take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> It
             return
 
 
-def share_length(length: int, processes: OneProcess, *, fill: bool) -> int:
-    """Return how many of so many batches this process has."""
-    if fill:
-        return -(-length // processes.size)
-    return len(range(processes.rank, length, processes.size))
-
-
-class _SharedBatches:
-    """The share of this process in the batches of any loader; every process loads all of them."""
-
-    def __init__(self, loader: Any, processes: OneProcess, *, fill: bool) -> None:
-        self.whole_loader = loader
-        self._processes = processes
-        self._fill = fill
-
-    def __len__(self) -> int:
-        length = length_of(self.whole_loader)
-        if length is None:
-            raise TypeError(f"A {type(self.whole_loader).__name__} has no len()")
-        return share_length(length, self._processes, fill=self._fill)
-
-    def __iter__(self) -> Iterator[Any]:
-        loader = self.whole_loader
-        items: Iterator[Any]
-        if isinstance(loader, list | tuple):
-            items = iter(loader)
-        else:
-            late = not getattr(loader, "num_workers", 0)  # workers have seeds of their own
-            items = draw_alike(loader, self._processes, generators_of([loader]), draws_late=late)
-        return take_share(items, self._processes, fill=self._fill)
-
-
 def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:
-    """Return the loaders by name, each with the share of this process.
+    """Return the loaders by name, each with the share of this process, filled up or not.
 
     A loader whose sampler is a `DistributedSampler`, or that saves its own position, is shared
     already and stays as it is.
-
-    Args:
-        loaders: one loader, a list, or a mapping by name.
-        processes: the processes.
-        what: the name of a single loader that has none: "train" or "val".
-        fill: whether all processes get equally many batches.
     """
     return {
         name: _share_loader(loader, processes, fill=fill)
@@ -162,11 +136,18 @@ def _share_loader(loader: Any, processes: OneProcess, *, fill: bool) -> Any:
     if processes.size == 1 or _is_shared(loader):
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return _SharedBatches(loader, processes, fill=fill)
-    generators = generators_of([loader])
+        late = not getattr(loader, "num_workers", 0)  # workers have seeds of their own
+        batches: Any = SharedItems(loader, processes, None, draws_late=late, fill=fill)
+        batches.whole_loader = loader
+        return batches
     shared = copy.copy(loader)
     replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = SharedSampler(getattr(loader, replaced), processes, generators, fill=fill)
+    inner = getattr(loader, replaced)
+    is_torch = [type(one).__module__.startswith("torch.") for one in (inner, *_samplers(inner))]
+    late = not all(is_torch)
+    generators = generators_of([loader])
+    sampler: Any = SharedItems(inner, processes, generators, draws_late=late, fill=fill)
+    sampler.sampler = inner  # samplers are looked for within samplers
     # Not by assignment: a DataLoader refuses to change these after its construction.
     shared.__dict__[replaced] = sampler
     shared.whole_loader = loader  # for the run's manifest

@@ -1,4 +1,4 @@
-"""What a checkpoint of a trainer has, apart from what those of all loops have."""
+"""The items of a trainer's checkpoint, apart from those of all loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookline.loop.checkpoints import numbers_in
 from hookline.loop.loop_state import StateItem
 from hookline.loop.processes import OneProcess
 from hookline.tensors.sharded import shard_like
-from hookline.trainer.rank_states import adapt_position
+from hookline.trainer.data_position import adapt_position
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
@@ -24,23 +24,14 @@ __all__ = ["EpochProgress", "describe_gradients", "make_items"]
 
 @dataclass
 class EpochProgress:
-    """Where a trainer stands in its epoch, apart from the data.
+    """Where a trainer stands in its epoch, apart from the data."""
 
-    Attributes:
-        round: counts steps, to choose the optimizers that are due.
-        sanity_due: whether the validation before training has not ended yet.
-        validation_due: the same for a validation between two steps.
-        epoch_started: whether on_epoch_start was fired for the current position.
-        epoch_over: whether on_epoch_end was fired for the current position.
-        last_epoch: the epoch of the checkpoint that was loaded.
-    """
-
-    round: int = 0
-    sanity_due: bool = False
-    validation_due: bool = False
-    epoch_started: bool = False
-    epoch_over: bool = False
-    last_epoch: int = 0
+    round: int = 0  # counts steps, to choose the optimizers that are due
+    sanity_due: bool = False  # whether the validation before training has not ended yet
+    validation_due: bool = False  # the same for a validation between two steps
+    epoch_started: bool = False  # whether on_epoch_start was fired for the current position
+    epoch_over: bool = False  # the same for on_epoch_end
+    last_epoch: int = 0  # of the checkpoint that was loaded
 
 
 def make_items(trainer: Trainer) -> list[StateItem]:
@@ -75,12 +66,15 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         length = None if trainer.train_data is None else trainer.train_data.length()
         return adapt_position(saved, processes, length, trainer.device)
 
-    gradients = _PendingGradients(trainer)
     return [
         StateItem("step", lambda: context.step, load_step),
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
         flag("round"),
-        StateItem("pending_gradients", gradients.save, gradients.load),
+        StateItem(
+            "pending_gradients",
+            partial(_save_gradients, trainer),
+            partial(_load_gradients, trainer),
+        ),
         flag("sanity_due"),
         flag("validation_due"),
         flag("epoch_started"),
@@ -96,27 +90,22 @@ def _adapt_tokens(saved: Sequence[int], processes: OneProcess) -> int:
     return sum(saved) // processes.size
 
 
-class _PendingGradients:
-    """The gradients of optimizers that do not step in every step."""
+def _save_gradients(trainer: Trainer) -> list[list[Any] | None]:
+    """Return the gradients of optimizers that do not step in every step."""
+    every = trainer.config.optimizer_every or [1] * len(trainer.optimizers)
+    return [
+        None if n == 1 else [p.grad for p in parameters_of(optimizer)]
+        for optimizer, n in zip(trainer.optimizers, every, strict=True)
+    ]
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
 
-    def save(self) -> list[list[Any] | None]:
-        optimizers = self._trainer.optimizers
-        every = self._trainer.config.optimizer_every or [1] * len(optimizers)
-        return [
-            None if n == 1 else [p.grad for p in parameters_of(optimizer)]
-            for optimizer, n in zip(optimizers, every, strict=True)
-        ]
-
-    def load(self, saved: list[list[Any] | None]) -> None:
-        for optimizer, gradients in zip(self._trainer.optimizers, saved, strict=True):
-            if gradients is not None:
-                for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
-                    parameter.grad = None
-                    if gradient is not None:
-                        parameter.grad = shard_like(gradient.to(parameter.device), parameter)
+def _load_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> None:
+    for optimizer, gradients in zip(trainer.optimizers, saved, strict=True):
+        if gradients is not None:
+            for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                parameter.grad = None
+                if gradient is not None:
+                    parameter.grad = shard_like(gradient.to(parameter.device), parameter)
 
 
 def describe_gradients(

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -44,7 +42,7 @@ from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
-from hookline.dispatch import HookManager, Summary
+from hookline.dispatch import HookManager
 from hookline.errors import (
     CheckpointError,
     HooklineError,
@@ -54,8 +52,8 @@ from hookline.errors import (
 )
 from hookline.hook import Hook
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
-from hookline.loop.control_requests import ControlRequests, SaveRequest, split_requests
-from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
+from hookline.loop.control_requests import ControlRequests, SaveRequest
+from hookline.loop.evaluation import count_tokens, make_counter
 from hookline.loop.event_context import EventContext
 from hookline.loop.forked_process import leave_in_forks, stay_in_forks
 from hookline.loop.loading import zero_grad
@@ -73,49 +71,55 @@ from hookline.loop.rank_metrics import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.weight_sharing import share_buffers
-from hookline.runs.identity import Identity
 from hookline.runs.run import Kind
 from hookline.runs.run_elsewhere import RunElsewhere
-from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
-from hookline.runs.training_description import describe_training, list_parameters
+from hookline.runs.run_lookup import shorten_path
 from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.checks import (
     check_arguments,
     check_fit,
     check_gradient,
     check_metrics,
+    check_same_training,
     checked_config,
     checked_model,
     checked_optimizers,
     device_for,
     match_schedulers,
     needs_metric,
+    require_all_processes,
 )
-from hookline.trainer.continuation import find_start, load_trainer_checkpoint
+from hookline.trainer.continuation import describe_settings, resume
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.forking import load_fork
-from hookline.trainer.losses import BatchPlace, LossComputer, mean_loss, mean_metrics
+from hookline.trainer.lifecycle import (
+    describe_run,
+    save_after_crash,
+    start_record,
+    summarize_hooks,
+    write_report,
+)
+from hookline.trainer.losses import (
+    BatchPlace,
+    LossComputer,
+    TokenCount,
+    mean_loss,
+    mean_metrics,
+)
+from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
-from hookline.trainer.rank_checks import check_same_training, require_all_processes
-from hookline.trainer.resumed_settings import compare_settings, describe_settings
 from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
-from hookline.trainer.slurm import requeue_slurm_job
 from hookline.trainer.state_items import EpochProgress, make_items
 from hookline.trainer.step_plan import StepPlan
 from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
-from hookline.trainer.token_count import TokenCount
-from hookline.trainer.validation import ValidationBatches, has_ended_workers
+from hookline.trainer.validation import Validation, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("hookline")
 _KINDS = get_args(Kind)
-
-
-class Preempted(BaseException):
-    """A signal asked the process to end, and the state was saved."""
 
 
 class Trainer:
@@ -166,7 +170,8 @@ class Trainer:
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
         count: Any = None if counts_itself else tokens_fn
         functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
-        check_arguments(config, model, optimizers, unknown, **functions)
+        known = inspect.signature(Trainer).parameters if unknown else ()
+        check_arguments(config, model, optimizers, unknown, known, **functions)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
@@ -189,7 +194,7 @@ class Trainer:
             check_name("Trainer(…, name=…)", name)
         self.name = name
         self.tags = listed_strings("Trainer(…, tags=…)", tags)
-        self._progress_bar = make_progress("off")
+        self._display = make_progress("off")
         self.train_data: Stream | None = None
         self.val_data: Stream | None = None
         self.position = DataPosition()
@@ -205,9 +210,11 @@ class Trainer:
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
         )
-        self.hooks, self.loop = self._make_loop(hooks, listed_hooks)
+        self.hooks, context = self._make_hooks(hooks, listed_hooks)
+        self.loop = self._make_loop(context)
         self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
         self._watch = ModelWatch(self.model, self.loop.before_forward, self.loop.after_forward)
+        self._validation = Validation(self.loop, self.strategy, self.model, self.compute_loss)
         self._trackers = make_tracker_set(trackers)
         if self._trackers is not None:
             self._trackers.is_signalled = lambda: self.loop.requests.has_signal
@@ -216,9 +223,9 @@ class Trainer:
         self.loop.watch, self.loop.on_fork = self._watch_model, self._leave_in_fork
         self.loop.listen()
 
-    def _make_loop(
+    def _make_hooks(
         self, hooks: Iterable[Hook] | HookManager | Mapping[str, Any], listed_hooks: Any
-    ) -> tuple[HookRegistry, Loop]:
+    ) -> tuple[HookRegistry, EventContext]:
         processes, tokens = self.strategy.processes, self.token_count
         context = tokens.context = EventContext(self, tokens.read_absent)
         context.connect(self.model, self.optimizers)
@@ -232,9 +239,12 @@ class Trainer:
         registry.add_configured(configured)
         registry.add_default(IdentityUpdate())
         registry.set_process(is_main=processes.is_main, is_local_main=processes.is_local_main)
+        return registry, context
+
+    def _make_loop(self, context: EventContext) -> Loop:
         loop = Loop(
             context,
-            registry,
+            self.hooks,
             Record(None),
             self.config.checkpoints,
             attributes=SavedAttributes(self),
@@ -243,18 +253,17 @@ class Trainer:
                 "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
                 "`runs` in the configuration."
             ),
-            processes=processes,
+            processes=self.strategy.processes,
             is_sharded=self.strategy.is_sharded,
         )
         loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
         loop.state.scaler = self.strategy.scaler
-        self.hooks, self.loop = registry, loop
         loop.state.add_items = partial(make_items, self)
-        return registry, loop
+        return loop
 
     def _make_plan(self) -> StepPlan:
         several = self.train_data is not None and len(self.train_data.names) > 1
-        return StepPlan.of(
+        return StepPlan(
             self.config, self.strategy, self.optimizers, self.schedulers, multi_loader=several
         )
 
@@ -400,7 +409,7 @@ class Trainer:
     def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
         if self.strategy.is_main:
-            announce(text, self._progress_bar.say)
+            announce(text, self._display.say)
 
     # -- where training stands --------------------------------------------------------------------
 
@@ -640,7 +649,7 @@ class Trainer:
             finally:
                 self._end()
         self._check_late_signal()
-        self._write_report()
+        write_report(self, self._display.say)
         return self
 
     def train(self) -> Trainer:
@@ -666,27 +675,29 @@ class Trainer:
         self.position = DataPosition(fast_forward=config.fast_forward)
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
         loop.state.restored_position = self._stop_signal = None
-        progress = self.epoch_progress
-        progress.epoch_started = progress.epoch_over = progress.validation_due = False
-        progress.round = progress.last_epoch = 0
-        progress.sanity_due = config.sanity
+        self.epoch_progress = EpochProgress(sanity_due=config.sanity)
         self._losses.clear()
         self._metrics.clear()
         if config.seed is not None:
             seed_everything(config.seed + processes.rank)
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
-        self._progress_bar = make_progress(config.progress if self.strategy.is_main else "off")
+        self._display = make_progress(config.progress if self.strategy.is_main else "off")
         context.config = config
         loop.begin(Record(config.runs, self._trackers), config.checkpoints)
-        identity = self._describe()  # before anything is loaded
+        identity = describe_run(self)  # before anything is loaded
         self.compared_settings = describe_settings(config, identity.training)
         if not self.strategy.alone:
             check_same_training(self)
-        restored, parent = self._restore(identity, resume_from, fork_from, strict)
+        restored: Path | None = None
+        parent: Any = None
+        if fork_from is not None:
+            restored, parent = load_fork(self, fork_from, identity.training)
+        elif resume_from is not None:
+            restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
         if self._seeds_samples:
             self.position.per_sample_seed = config.seed or 0
-        started = processes.call_on_main(lambda: self._start_run(identity, restored, parent))
+        started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))
         run = loop.record.run
         context.run = RunElsewhere(*started) if started and run is None else run
         loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
@@ -695,12 +706,10 @@ class Trainer:
             loop.ranks.watch_ranks(place, loop.record.event, config.slow_rank_seconds)
         self._called_model = self.strategy.wrap(self.model)
         loop.ranks.begin()
-        self._progress_bar.start(
-            epochs=self.max_epochs, steps=config.max_steps, first_step=context.step
-        )
+        self._display.start(epochs=self.max_epochs, steps=config.max_steps, first_step=context.step)
         if run is not None:
             run.call_when_lease_is_lost(loop.requests.wake)
-            self._progress_bar.say(f"run {shorten_path(run.path)}")
+            self._display.say(f"run {shorten_path(run.path)}")
         loop.phase = Phase.BETWEEN_STEPS
         self._watch_model()
         loop.sync_probes()
@@ -716,82 +725,9 @@ class Trainer:
             self._dispatchers.on_checkpoint_load(context)
         loop.phase = Phase.BETWEEN_STEPS
 
-    def _describe(self) -> Identity:
-        """Return what is trained, for the run's manifest and for finding a run to continue."""
-        config = self.config
-        return Identity(
-            config.model_dump(mode="json"),
-            describe_training(self),
-            list_parameters(self),
-            self.name,
-            self.tags,
-            self.hparams,
-            config_is_complete=hasattr(config, "training"),  # that of a config file
-        )
-
     def _find_place(self) -> tuple[int, int, int]:
         """Return where this process stands, for `RankWatch`."""
         return self.position.epoch, self.position.batches, self.strategy.processes.stage
-
-    def _restore(
-        self, identity: Identity, resume_from: Any, fork_from: Any, strict: bool
-    ) -> tuple[Path | None, Any]:
-        """Load a checkpoint; return its folder, and the parent of a run that is forked."""
-        if fork_from is not None:
-            return load_fork(self, fork_from, identity.training)
-        start: Path | None = None
-        if resume_from is not None:
-            find = self.strategy.processes.call_on_main
-            start = find(lambda: find_start(self, identity, resume_from))
-        if start is not None:
-            saved = load_trainer_checkpoint(self, start, strict=strict)
-            before, now = saved.get("settings", {}), self.compared_settings
-            self.compared_settings, message = compare_settings(before, now)
-            if message is not None:
-                log.warning("%s: %s", shorten_path(start), message)
-            self._check_end(start)
-        return start, None
-
-    def _check_end(self, checkpoint: Path) -> None:
-        """Warn if training has gone further than these settings say."""
-        config, position, epochs = self.config, self.position, self.max_epochs
-        ends = []
-        if epochs is not None and (position.epoch, position.batches) > (epochs, 0):
-            ends.append(f"max_epochs is {epochs}")
-        if config.max_steps is not None and self.step > config.max_steps:
-            ends.append(f"max_steps is {config.max_steps}")
-        if ends:
-            log.warning(
-                "Nothing is left to train: the checkpoint %s was saved after step %d and %d "
-                "epochs, and %s.",
-                *(checkpoint, self.step, position.epoch, " and ".join(ends)),
-            )
-
-    def _start_run(
-        self, identity: Identity, restored: Path | None, parent: Any
-    ) -> tuple[str, Path] | None:
-        """Start a run, or continue the folder of a resumed one; return its id and folder."""
-        config, record = self.config, self.loop.record
-        resumed = restored is not None and parent is None and config.runs is not None
-        folder = find_run_of_checkpoint(restored) if restored and resumed else None
-        if resumed and folder is None:
-            self.announce(
-                f"The checkpoint {restored} is not in the folder of its run: a new run is "
-                f"written, whose records begin after step {self.step}."
-            )
-        record.begin(
-            identity,
-            self.hooks.describe(),
-            seed=config.seed,
-            device=self.device,
-            step=self.step,
-            resumed_run=folder,
-            restored=restored,
-            position=self.loop.state.restored_position,
-            parent=parent,
-        )
-        run = record.run
-        return None if run is None else (run.id, run.path.absolute())
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -857,7 +793,7 @@ class Trainer:
         if not self.strategy.alone:
             batches, length = self._end_together(batches, length)
             self._rank_metrics.start_epoch(position.batches)
-        self._progress_bar.epoch(self.loop.context.epoch, length, position.batches)
+        self._display.epoch(self.loop.context.epoch, length, position.batches)
         is_due = self.epoch_progress.validation_due
         if position.batches and self._boundary(validate=is_due):
             return position.batches == length
@@ -911,7 +847,7 @@ class Trainer:
         check_boundary = plan.validate_every is not None or multi_rank or strategy.has_trigger
         mean_loss, count_tokens = context.means.of("train/loss"), tokens.count_batch
         timed = phases.timed  # whether clocks are read in this batch
-        advance = self._progress_bar.advance if self._progress_bar.shows else None
+        advance = self._display.advance if self._display.shows else None
         loop.phase = Phase.IN_STEP
         for batch, batch_idx, loader_idx, loader_name in batches:
             if timed:
@@ -1140,11 +1076,7 @@ class Trainer:
     # -- between two steps ------------------------------------------------------------------------
 
     def _boundary(self, *, validate: bool | None = None) -> bool:
-        """Validate if it is due and apply requests, between two steps; return whether to stop.
-
-        Args:
-            validate: whether validation is due; None: as the configuration says.
-        """
+        """Validate if it is due (None: see the plan) and apply requests; return whether to stop."""
         every, context = self._plan.validate_every, self.loop.context
         if validate is None:
             validate = every is not None and not context.skipped and context.step % every == 0
@@ -1196,63 +1128,9 @@ class Trainer:
         stream = self.val_data
         if loaders is not None:
             stream = self._val_stream(loaders)
-        metrics = self._validate(stream)
+        metrics = self._validation.run(stream)
         assert metrics is not None  # only a signal would end it, and nothing looks for signals
-        return metrics
-
-    def _validate(self, stream: Stream | None, *, until_signal: bool = False) -> Metrics | None:
-        """Validate and return the metrics; None if a signal has ended it."""
-        if stream is None:
-            raise TrainingError("There is no data to validate on. Give val_loaders to fit().")
-        with self.loop.record.phases.span("validation"):
-            return self._run_validation(stream, until_signal=until_signal)
-
-    def _run_validation(self, stream: Stream, *, until_signal: bool) -> Metrics | None:
-        loop, fire, strategy = self.loop, self._dispatchers, self.strategy
-        context = loop.context
-        metrics: Metrics | None = None
-        train_batch = context.batch, context.batch_idx
-        train_loader = context.dataloader_idx, context.dataloader_name
-        means = Means()
-        if not strategy.alone:
-            share_buffers(self.model)  # those of rank 0, which checkpoints have
-        context.evaluating = True
-        batches = ValidationBatches(stream, strategy, loop.requests, until_signal)
-        is_canceled = False
-        with evaluation(self.model, self.device):
-            if fire.on_validation_start is not None:
-                fire.on_validation_start(context)
-            for loaded, signaled in batches:
-                if signaled:
-                    is_canceled = True
-                    break
-                if loaded is None:  # only other processes have a batch
-                    if strategy.forward_is_collective:
-                        self.compute_loss(batches.repeated)
-                    continue
-                batch, batch_idx, loader_idx, loader_name = loaded
-                context.batch, context.batch_idx = batch, batch_idx
-                context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
-                context.event_metrics = None
-                if fire.on_validation_batch_start is not None:
-                    fire.on_validation_batch_start(context)
-                loss, extra = self.compute_loss(batch)
-                weight = float(samples_in(batch))
-                for name, value in {"loss": loss, **extra}.items():
-                    means.add(f"val/{name}", value, weight)
-                    if len(stream.names) > 1:
-                        means.add(f"val/dl_{loader_name}/{name}", value, weight)
-                if fire.on_validation_batch_end is not None:
-                    context.loss, context.extra = LazyFloat(loss.detach()), dict(extra)
-                    fire.on_validation_batch_end(context)
-            found = loop.ranks.means(means)
-            if not is_canceled:
-                metrics = loop.end_validation(found)
-        context.evaluating = False
-        context.batch, context.batch_idx = train_batch
-        context.dataloader_idx, context.dataloader_name = train_loader
-        if metrics is not None:
-            self._progress_bar.validation(metrics, context.epoch, context.step)
+        self._display.validation(metrics, self.epoch, self.step)
         return metrics
 
     def _validate_in_loop(self) -> None:
@@ -1265,68 +1143,34 @@ class Trainer:
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
         phase, loop.phase = loop.phase, Phase.IN_STEP  # checkpoints wait for its end
         try:
-            metrics = self._validate(self.val_data, until_signal=True)
+            metrics = self._validation.run(self.val_data, until_signal=True)
         except RuntimeError as error:
             if not has_ended_workers(error, loop.requests):
                 raise
             metrics = None
         loop.phase = phase
-        if metrics is None:  # undo it: it is repeated after resuming
-            for generator, saved in generators:
-                set_generator_state(generator, saved)
-            for name in self.hooks:
-                cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
-                if cancel is not None:
-                    cancel()
-            loop.state.overrides = before()
-            self._leave()
+        if metrics is not None:
+            self._display.validation(metrics, self.epoch, self.step)
+            return
+        for generator, saved in generators:  # undo it: it is repeated after resuming
+            set_generator_state(generator, saved)
+        for name in self.hooks:
+            cancel = getattr(self.hooks.get_hook(name), "cancel_validation", None)
+            if cancel is not None:
+                cancel()
+        loop.state.overrides = before()
+        self._leave()
 
     # -- signals ----------------------------------------------------------------------------------
 
     def _leave(self, *, can_save: bool = True) -> Never:
-        """Save because of a signal, and raise.
-
-        Args:
-            can_save: whether all batches of a step were trained on; otherwise nothing is saved.
-        """
-        loop, requests = self.loop, self.loop.requests
-        signals = [one for one in self.strategy.processes.gather(requests.signal) if one]
-        received = signal.SIGINT if signal.SIGINT in signals else signals[0]
-        requests.end_for(received)
-        loop.record.event("signal", step=self.step, signal=received.name)
-        requested = loop.checkpoints.gather_requests()
-        if not can_save:
-            requested = []
-            log.warning(
-                "%s has also ended the workers of a loader, in the middle of a step with several "
-                "batches. Nothing is saved: a resumed run continues from an earlier checkpoint.",
-                received.name,
-            )
-        elif self.run is None:
-            log.warning(
-                "%s: training ends, and nothing is saved, because there is no run folder (`runs` "
-                "is None).",
-                received.name,
-            )
-        elif not any(
-            Path(path).parent == self.run.checkpoints
-            for path, weights_only in requested
-            if path is not None and not weights_only
-        ):
-            requested.append(SaveRequest())
-        requested = self.strategy.processes.share(requested)  # rank 0 knows the run's folder
-        for kind in reversed(split_requests(requested)):  # there may be time for only one
-            saved = self._save(kind, wait=True)
-            if saved is not None:
-                self._progress_bar.say(f"{received.name}: saved {shorten_path(saved)}")
+        """Save because of a signal if the last step is complete, and raise."""
+        received = save_for_signal(self, self._display.say, can_save=can_save)
         self._stop_signal = received.name
         if received is signal.SIGINT:
             raise KeyboardInterrupt
-        requests.stop(received.name)
-        if self.config.checkpoints.requeue:  # now: what hooks do at the end may take long
-            requests.is_requeued = "SLURM_JOB_ID" in os.environ  # Slurm ends the job with SIGTERM
-            if self.strategy.is_main and not requeue_slurm_job(requests.seconds_before_kill()):
-                requests.is_requeued = False
+        self.loop.requests.stop(received.name)
+        requeue(self)  # now: what hooks do at the end may take long
         raise Preempted
 
     def _check_late_signal(self) -> None:
@@ -1347,7 +1191,7 @@ class Trainer:
     # -- the end ----------------------------------------------------------------------------------
 
     def _leave_in_fork(self) -> None:
-        self._progress_bar = make_progress("off")
+        self._display = make_progress("off")
 
     def _fail(self, error: BaseException) -> None:
         loop = self.loop
@@ -1363,30 +1207,12 @@ class Trainer:
             except HooklineError:  # the first error matters more, and is raised
                 log.exception("A hook failed in on_exception.")
         if has_started and isinstance(error, Exception) and self.config.checkpoints.on_crash:
-            self._save_after_crash()
+            save_after_crash(self)
 
     def _set_failed(self, error: BaseException) -> None:
         interrupted = isinstance(error, KeyboardInterrupt)
         self.loop.context.status = "interrupted" if interrupted else "error"
         self.loop.context.exception = error
-
-    def _save_after_crash(self) -> None:
-        if self.run is None:
-            return
-        folder = Path(self.run.checkpoints) / f"crash_{self.step:06d}"
-        if self.strategy.is_sharded and not self.strategy.alone:
-            log.warning(
-                "The state after the exception is not saved (checkpoints.on_crash): this process "
-                "has a part of the model, and the others may not be there any more.",
-                extra={"own_rank": True},
-            )
-            return
-        if not self.strategy.alone:
-            folder = folder.with_name(f"{folder.name}_rank{self.strategy.processes.rank}")
-        try:
-            self.loop.checkpoints.save_after_crash(folder)
-        except Exception:  # the error that ended training matters more
-            log.exception("The state after the exception could not be saved.")
 
     def _end(self) -> None:
         loop, phase = self.loop, self.loop.phase
@@ -1459,35 +1285,13 @@ class Trainer:
         summary = self.hooks.summary()
         try:
             with AllowedInterrupts():  # it may wait for the other processes
-                summary = self._summary_of_all()
+                summary = summarize_hooks(self)
         finally:
             loop.ranks.stop_watching()
             reasons = [text for text in (self.stop_reason, loop.record.problem()) if text]
-            self._progress_bar.end(context.status, summary, "; ".join(reasons))
+            self._display.end(context.status, summary, "; ".join(reasons))
             reason, error = loop.requests.stop_reason, context.exception
             loop.record.close(context.status, reason, summary, error, self.step, context.epoch)
-
-    def _summary_of_all(self) -> Summary:
-        """Return the summary of the hooks; after an error, that of this process only."""
-        summary = self.hooks.summary()
-        if self.strategy.alone or self.status in ("error", "interrupted"):
-            return summary
-        # Options may be any objects: they are not sent.
-        hooks = [replace(hook, options={}, unmasked_options={}) for hook in summary.hooks]
-        sent = replace(summary, hooks=tuple(hooks))
-        gathered = self.strategy.processes.gather_on_main(sent)
-        return replace(summary, other_ranks=tuple(gathered[1:])) if gathered else summary
-
-    def _write_report(self) -> None:
-        """Write the run's report, unless a signal asks this process to end soon."""
-        if self.loop.is_forked:
-            return
-        if self.strategy.is_main and self.run is not None and self._stop_signal is None:
-            from hookline.report.at_end import write_report_at_end
-
-            made = write_report_at_end(self.run, self.status, wanted=self.config.report)
-            if made is not None:
-                self._progress_bar.say(f"report {shorten_path(made)}")
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
@@ -1534,7 +1338,7 @@ class Trainer:
             raise
         finally:
             self._end()
-        self._write_report()
+        write_report(self, self._display.say)
 
     def _finish_step(self) -> None:
         """Step with the batches that are there, as if the step had been that small."""

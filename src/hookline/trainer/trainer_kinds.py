@@ -1,7 +1,8 @@
-"""A trainer of any kind with its data, in one call."""
+"""The trainer on Hugging Face Accelerate, and a trainer of any kind with its data in one call."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +13,20 @@ from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.errors import TrainingError
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["get_trainer"]
+__all__ = ["AccelerateTrainer", "get_trainer"]
+
+
+class AccelerateTrainer(Trainer):
+    """A `Trainer` whose strategy is "accelerate".
+
+        accelerator = Accelerator(mixed_precision="bf16")
+        trainer = AccelerateTrainer(config, model, optimizer, accelerator=accelerator)
+
+    Without an Accelerator it makes one, as `accelerate launch` says. Hooks find it in
+    `trainer.accelerator`.
+    """
+
+    _needs_accelerate = True
 
 
 def get_trainer(
@@ -36,8 +50,8 @@ def get_trainer(
         check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
     if kind != "simple":
         options = {"strategy": kind, **options}
-    parts = ["loss_fn", "step_fn", "tokens_fn", "schedulers", "hparams", "name", "tags"]
-    parts.append("accelerator")
+    own = ("config", "model", "optimizers", "hooks", "unknown")
+    parts = [name for name in inspect.signature(Trainer).parameters if name not in own]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
     if not is_config and not isinstance(hooks, HooksConfig):
@@ -45,11 +59,7 @@ def get_trainer(
     given = {name: options.pop(name) for name in parts if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)
-    make: type[Trainer] = Trainer
-    if kind == "accelerate":
-        from hookline.trainer.accelerate_trainer import AccelerateTrainer
-
-        make = AccelerateTrainer
+    make: type[Trainer] = AccelerateTrainer if kind == "accelerate" else Trainer
     trainer = make(config, model, optimizer, **given)
     trainer.set_data(dataloader, val_loaders)
     return trainer

@@ -1,7 +1,60 @@
 """Strategies: what the trainer needs from the place where it runs."""
 
-from hookline.trainer.strategies.accelerators import choose_accelerate
-from hookline.trainer.strategies.making import make_strategy
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hookline.config.trainer_config import TrainerConfig
+from hookline.errors import TrainingError
+from hookline.loop.processes import join_processes, local_rank, world_size
 from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
 
 __all__ = ["SingleProcess", "choose_accelerate", "make_strategy", "parameters_of"]
+
+
+def make_strategy(
+    config: TrainerConfig, device: torch.device, accelerator: Any = None
+) -> SingleProcess:
+    """Return the strategy that the configuration names, for a process on this device."""
+    if config.strategy == "accelerate" or (config.strategy == "auto" and _is_launched()):
+        from hookline.trainer.strategies.accelerated import Accelerated
+
+        return Accelerated(accelerator, config)
+    if device.type != "cpu" and str(device) == device.type and world_size() > 1:  # has no index
+        device = torch.device(device.type, local_rank())  # each process of a node has its own
+        torch.get_device_module(device).set_device(device)
+    if config.strategy == "single" and world_size() > 1:
+        raise TrainingError(
+            f"The strategy is 'single', but this script runs in {world_size()} processes "
+            "(WORLD_SIZE, or the process group's size): each would train a model of its own. Use "
+            "strategy='ddp', or start the script in one process."
+        )
+    processes = join_processes(device)
+    if processes.size == 1:
+        return SingleProcess(device, config.precision, processes)
+    if config.strategy == "fsdp":
+        from hookline.trainer.strategies.fully_sharded import FullySharded
+
+        return FullySharded(device, config.precision, processes, config.fsdp)
+    from hookline.trainer.strategies.data_parallel import DataParallel
+
+    return DataParallel(device, config.precision, processes, config.ddp)
+
+
+def _is_launched() -> bool:
+    """Return whether `accelerate launch` has started this process, and Accelerate is installed."""
+    return "ACCELERATE_MIXED_PRECISION" in os.environ and find_spec("accelerate") is not None
+
+
+def choose_accelerate(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration with the strategy for an Accelerator; raise if it has another."""
+    if config.strategy not in ("auto", "accelerate"):
+        raise TrainingError(
+            f"The configuration has strategy='{config.strategy}', which does not use an "
+            "Accelerator. Use strategy='accelerate', or leave it out."
+        )
+    return config.model_copy(update={"strategy": "accelerate"})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hookline.arguments import show_value
 from hookline.config.trainer_config import TrainerConfig
-from hookline.errors import TrainingError
-from hookline.loop.processes import join_processes
+from hookline.errors import ArgumentError, TrainingError
+from hookline.loop.processes import join_processes, world_size
 from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.data_parallel import CallCheck
@@ -17,7 +19,8 @@ from hookline.trainer.strategies.single_process import SingleProcess, parameters
 
 __all__ = ["Accelerated"]
 
-_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_SUPPORTED = "Supported are a single process, DDP, and FSDP2 (fsdp_version 2)."
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}  # Accelerate's name, and ours
 
 
 class Accelerated(SingleProcess):
@@ -27,12 +30,20 @@ class Accelerated(SingleProcess):
     the model's forward is autocast and returns fp32, the loss is computed outside of it.
 
     Args:
-        accelerator: the Accelerator; `check_accelerator` has accepted it.
+        accelerator: the Accelerator; None to make one as `accelerate launch`, or else the
+            configuration, says.
+        config: the configuration.
+
+    Raises:
+        TrainingError: Accelerate is not installed, or the Accelerator cannot be used.
     """
 
     has_trigger = True
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, config: TrainerConfig) -> None:
+        if accelerator is None:
+            accelerator = _make_accelerator(config)
+        _check_accelerator(accelerator, config)
         super().__init__(accelerator.device, "fp32", join_processes(accelerator.device))
         self.accelerator = accelerator
         self.scaler = accelerator.scaler
@@ -49,11 +60,7 @@ class Accelerated(SingleProcess):
     # -- settings ---------------------------------------------------------------------------------
 
     def complete_config(self, config: TrainerConfig) -> TrainerConfig:
-        """Return the configuration with the Accelerator's precision and accumulation.
-
-        Raises:
-            TrainingError: the configuration has other ones.
-        """
+        """Return the configuration with the Accelerator's precision and accumulation, or raise."""
         accelerator = self.accelerator
         precision = _PRECISIONS[accelerator.mixed_precision]
         if config.precision != precision and "precision" in config.model_fields_set:
@@ -227,3 +234,102 @@ def _prepare(accelerator: Any, objects: list[Any]) -> list[Any]:
     except (ValueError, KeyError, NotImplementedError) as error:
         raise TrainingError(f"accelerator.prepare(model, optimizers) failed: {error}") from error
     return list(prepared) if len(objects) > 1 else [prepared]
+
+
+def _make_accelerator(config: TrainerConfig) -> Any:
+    """Return an Accelerator as `accelerate launch`, or else the configuration, says."""
+    accelerator_class = _accelerator_class()
+    _check_environment()
+    is_cpu = config.device == "cpu" or (
+        config.device is None and not torch.accelerator.is_available()
+    )
+    names = {ours: name for name, ours in _PRECISIONS.items()}
+    try:
+        accelerator = accelerator_class(
+            cpu=is_cpu,
+            mixed_precision=(
+                names[config.precision] if "precision" in config.model_fields_set else None
+            ),
+            gradient_accumulation_steps=config.accumulate,
+        )
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise TrainingError(
+            f"Accelerate cannot be started: {error} If this script has an Accelerator already, "
+            "give it to the trainer: AccelerateTrainer(…, accelerator=accelerator)."
+        ) from error
+    return accelerator
+
+
+def _check_accelerator(accelerator: Any, config: TrainerConfig) -> None:
+    """Raise unless a trainer can use the Accelerator."""
+    if not isinstance(accelerator, _accelerator_class()):
+        raise ArgumentError(
+            f"accelerator is {show_value(accelerator)}, a {type(accelerator).__name__}; expected "
+            "an accelerate.Accelerator."
+        )
+    if unsupported := _unsupported(accelerator):
+        raise TrainingError(
+            f"The Accelerator uses {unsupported}, which the trainer does not support. {_SUPPORTED}"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise TrainingError("Accelerate has no fp16 on the CPU. Use mixed_precision='bf16'.")
+    if accelerator.num_processes != world_size():
+        raise TrainingError(
+            f"The Accelerator has {accelerator.num_processes} process, but this script runs in "
+            f"{world_size()} (WORLD_SIZE, or the process group's size): each would train a model "
+            "of its own. On the CPU, use Accelerator(cpu=True), or start the script with "
+            "`accelerate launch --cpu`."
+        )
+    device = None if config.device is None else torch.device(config.device)
+    if device is not None and device.type != accelerator.device.type:
+        raise TrainingError(
+            f"The configuration has device='{config.device}', but the Accelerator has the device "
+            f"'{accelerator.device}'. Leave `device` out."
+        )
+
+
+def _accelerator_class() -> Any:
+    try:
+        from accelerate import Accelerator  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise TrainingError(
+            "The strategy 'accelerate' needs Hugging Face Accelerate, which cannot be imported "
+            f"({error}): pip install 'hookline[accelerate]'."
+        ) from error
+    return Accelerator
+
+
+def _check_environment() -> None:
+    """Raise for plugins that `accelerate launch` asks for: an Accelerator would need them."""
+    for variable, name in {
+        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+        "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    }.items():
+        if os.environ.get(variable, "false").lower() == "true":
+            raise TrainingError(
+                f"The configuration of `accelerate launch` asks for {name} ({variable}), which the "
+                f"trainer does not support. {_SUPPORTED}"
+            )
+
+
+def _unsupported(accelerator: Any) -> str | None:
+    """Return what the Accelerator uses that a trainer does not support."""
+    state, kind = accelerator.state, accelerator.distributed_type.value
+    parallel = getattr(state, "parallelism_config", None)
+    uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        return {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}[kind]
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        return "FSDP 1"
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "fp16":
+        return "FSDP2 with fp16, whose overflow each process would notice on its own"
+    if kind == "MULTI_CPU" and uses_fsdp:
+        return "an FSDP plugin on the CPU, where Accelerate ignores it (strategy='fsdp' shards)"
+    for name in ("tp", "cp", "sp"):
+        if getattr(parallel, f"{name}_enabled", False):
+            return f"tensor, context or sequence parallelism ({name}_size above 1)"
+    if accelerator.mixed_precision not in _PRECISIONS:
+        return f"mixed_precision='{accelerator.mixed_precision}'"
+    if state.dynamo_plugin.backend.value != "NO":
+        return "a dynamo plugin (give the trainer a model that torch.compile has compiled)"
+    return None

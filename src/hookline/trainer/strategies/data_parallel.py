@@ -17,11 +17,7 @@ __all__ = ["CallCheck", "DataParallel"]
 
 
 class CallCheck:
-    """Checks that the loss is computed with the wrapper, whose forward prepares the averaging.
-
-    Args:
-        wrapper: what `step_fn` gets as its model.
-    """
+    """Checks that the loss is computed with the wrapper, whose forward prepares the averaging."""
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._is_called = False
@@ -36,11 +32,7 @@ class CallCheck:
         self._handle.remove()
 
     def require_call(self) -> None:
-        """Raise if the wrapper was never called.
-
-        Raises:
-            TrainingError: it was not, so that gradients would not be averaged.
-        """
+        """Raise if the wrapper was never called, so that gradients would not be averaged."""
         if not self._is_called:
             raise TrainingError(
                 "step_fn(model, batch) has computed the loss without calling `model`, which "
@@ -50,14 +42,7 @@ class CallCheck:
 
 
 class DataParallel(SingleProcess):
-    """Train the same model in several processes on different batches; gradients are averaged.
-
-    Args:
-        device: the device of this process.
-        precision: the precision of forward and loss.
-        processes: the processes.
-        config: options of `DistributedDataParallel`.
-    """
+    """Train the same model in several processes on different batches; gradients are averaged."""
 
     def __init__(
         self,
@@ -101,11 +86,7 @@ class DataParallel(SingleProcess):
         self._wrapper.require_backward_grad_sync = sync  # read by forward
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward, which averages the gradients of all processes.
-
-        Raises:
-            TrainingError: the loss was not computed with the model that `step_fn` was given.
-        """
+        """Run backward, which averages the gradients of all processes."""
         if self._check is not None:
             self._check.require_call()
         super().backward(loss)

@@ -24,14 +24,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullySharded(SingleProcess):
-    """Train one model whose parameters, gradients and optimizer states are sharded.
-
-    Args:
-        device: the device of this process.
-        precision: the precision of forward and backward; parameters and optimizers stay in fp32.
-        processes: the processes.
-        config: which modules are sharded one by one, and when they are gathered.
-    """
+    """Train one model whose parameters, gradients and optimizer states are sharded, in fp32."""
 
     is_sharded = True
     forward_is_collective = True
@@ -124,11 +117,7 @@ class FullySharded(SingleProcess):
 
 
 def check_scalars(model: torch.nn.Module) -> None:
-    """Raise if the model has a parameter that FSDP2 cannot shard.
-
-    Raises:
-        TrainingError: a parameter has no dimension.
-    """
+    """Raise if the model has a parameter that FSDP2 cannot shard: one without a dimension."""
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
         raise TrainingError(
@@ -139,15 +128,7 @@ def check_scalars(model: torch.nn.Module) -> None:
 
 
 def find_units(model: torch.nn.Module, wrap: Sequence[str]) -> list[torch.nn.Module]:
-    """Return the modules that are sharded one by one, inner ones first.
-
-    Args:
-        model: the model.
-        wrap: names of classes, or patterns of module names.
-
-    Raises:
-        TrainingError: one of them matches no module.
-    """
+    """Return the modules that are sharded one by one, by class or name, inner ones first."""
     modules = {name: module for name, module in model.named_modules() if name}
     classes = {type(module).__name__ for module in modules.values()}
     chosen: set[str] = set()
