@@ -20,7 +20,7 @@ from hosts import LOOPS_OF_RANKS, in_lightning, in_transformers, missing_events
 from rank_checks import check_in_all_ranks
 
 import hookline
-from hookline.integrations.hosts import host_state
+from hookline.integrations import session_state as host_state
 from hookline.tensors.full_tensor import full_tensor
 from hookline.tensors.sharded import is_sharded
 

@@ -15,8 +15,7 @@ from hookline.errors import LoopError
 from hookline.integrations.bare_loop import clip_watch
 from hookline.integrations.bare_loop.clip_watch import (
     ClipCall,
-    add_clip_listener,
-    remove_clip_listener,
+    clip_patch,
 )
 
 
@@ -35,9 +34,9 @@ class Listener:
 @pytest.fixture
 def listener():
     one = Listener()
-    add_clip_listener(one)
+    clip_patch.add(one)
     yield one
-    remove_clip_listener(one)
+    clip_patch.remove(one)
 
 
 @pytest.fixture
@@ -61,10 +60,10 @@ def test_what_this_relies_on_in_torch_is_there():
 def test_another_torch_is_an_error_that_names_the_function(monkeypatch):
     monkeypatch.setattr(clip_grad, "clip_grad_value_", lambda parameters, value: None)
     with pytest.raises(LoopError, match=r"torch .*clip_grad\.clip_grad_value_"):
-        add_clip_listener(Listener())
+        clip_patch.add(Listener())
     monkeypatch.undo()
-    assert not clip_watch._listeners
-    assert not clip_watch._originals
+    assert not clip_patch
+    assert not clip_patch._replaced
 
 
 def test_a_function_imported_by_name_is_noticed_with_its_norm(listener, model):
@@ -104,11 +103,11 @@ def test_a_listener_may_replace_the_gradients_that_a_norm_is_taken_of(model):
             call.tensors = [2 * tensor for tensor in call.tensors]
 
     listener = Doubling()
-    add_clip_listener(listener)
+    clip_patch.add(listener)
     try:
         norm = norm_by_name([p.grad for p in model.parameters()])
     finally:
-        remove_clip_listener(listener)
+        clip_patch.remove(listener)
     assert norm.item() == pytest.approx(2 * NORM)
 
 
@@ -116,13 +115,13 @@ def test_torch_is_as_it_was_when_the_last_listener_has_left(model):
     cells = {name: clip_watch._cell_of(name) for name in clip_watch._FUNCTIONS}
     originals = {name: cell.cell_contents for name, cell in cells.items()}
     first, second = Listener(), Listener()
-    add_clip_listener(first)
-    add_clip_listener(second)
+    clip_patch.add(first)
+    clip_patch.add(second)
     clip_grad_norm_(model.parameters(), 1.0)
-    remove_clip_listener(first)
+    clip_patch.remove(first)
     clip_grad_norm_(model.parameters(), 1.0)
-    remove_clip_listener(second)
-    remove_clip_listener(second)  # once is enough, twice does no harm
+    clip_patch.remove(second)
+    clip_patch.remove(second)  # once is enough, twice does no harm
     clip_grad_norm_(model.parameters(), 1.0)
     assert (len(first.before), len(second.before)) == (1, 2)
     assert {name: cell.cell_contents for name, cell in cells.items()} == originals
@@ -178,13 +177,13 @@ def test_a_clip_in_a_compiled_function_runs_eagerly_or_is_an_error(model):
     whole = torch.compile(lambda: clip_grad_norm_(parameters, 1.0), backend="eager", fullgraph=True)
     in_parts(), whole()  # compiled before anybody listens
     listener = Looking()
-    add_clip_listener(listener)
+    clip_patch.add(listener)
     try:
         in_parts()
         assert compiling == [False]
         with pytest.raises(Exception, match="Call it outside the compiled function"):
             whole()
     finally:
-        remove_clip_listener(listener)
+        clip_patch.remove(listener)
     whole()
     assert len(listener.before) == 1

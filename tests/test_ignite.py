@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline
-from hookline.integrations.ignite import HOST
+from hookline.integrations.ignite import LIBRARY as HOST
 
 logging.getLogger("ignite").setLevel(logging.CRITICAL)
 

@@ -29,7 +29,8 @@ import hookline
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.events import EVENTS
 from hookline.integrations import lightning_package
-from hookline.integrations.lightning import HOST, HooklineCallback
+from hookline.integrations.lightning import LIBRARY as HOST
+from hookline.integrations.lightning import HooklineCallback
 
 
 @pytest.fixture(autouse=True)

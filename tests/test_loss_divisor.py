@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hookline.integrations.bare_loop.loss_divisor import find_divisor, is_compiled
+from hookline.integrations.bare_loop.step_losses import find_divisor, is_compiled
 
 
 @pytest.fixture

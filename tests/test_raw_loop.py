@@ -277,34 +277,6 @@ def test_the_loss_is_found_when_backward_is_called_as_a_function_or_in_a_thread(
     assert [float(a["loss"]) for _, a in hook.told] == [loss.item(), losses[0].item()]
 
 
-def test_the_loss_is_found_from_autograds_own_threads():
-    """On accelerators hooks run on threads of autograd's; the caller waits in its own."""
-    import threading
-
-    from hookline.integrations.bare_loop.backward_watch import running_backward
-
-    found = []
-
-    class Ask(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            thread = threading.Thread(target=lambda: found.append(running_backward()))
-            thread.start()
-            thread.join()
-            return grad
-
-    model, optimizer = make()
-    loss = Ask.apply(torch.ones(2, requires_grad=True)).sum()
-    with hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]):
-        loss.backward()
-    assert found[0].loss is loss
-    assert running_backward() is None
-
-
 def test_an_optimizer_in_a_wrapper_that_passes_calls_on_is_seen():
     class Wrapper(torch.optim.Optimizer):
         """As Accelerate's: an optimizer by its class only."""

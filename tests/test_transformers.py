@@ -19,7 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import hookline
 from hookline.errors import ArgumentError, LoopError, NotSuppliedError
 from hookline.events import EVENTS
-from hookline.integrations.transformers import HOST, HooklineCallback
+from hookline.integrations.transformers import LIBRARY as HOST
+from hookline.integrations.transformers import HooklineCallback
 
 VOCABULARY = 50
 

@@ -14,8 +14,7 @@ from hookline.cli.hook_facts import RANKS, describe_behaviour, describe_hook, gr
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
-from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
-from hookline.integrations.bare_loop.requirements import CALLS, calls_for
+from hookline.integrations.bare_loop.loop_checks import CALLS, calls_for, saves_checkpoints
 from hookline.integrations.bare_loop.session import Session
 
 ALL = {**BUILT_INS, **PROBES}

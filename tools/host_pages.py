@@ -1,4 +1,4 @@
-"""The tables of the pages about other libraries' trainers, made from their `HOST`."""
+"""The tables of the pages about other libraries' trainers, made from their `LIBRARY`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PAGES = ("transformers", "lightning", "ignite")
 
 def table(integration: str) -> str:
     """Return where each event fires in a host, and why the others do not."""
-    host = import_module(f"hookline.integrations.{integration}").HOST
+    host = import_module(f"hookline.integrations.{integration}").LIBRARY
     rows = [
         f"| `{event}` | {where or 'is not given: ' + host.missing[event]} |"
         for event, where in host.rows()

@@ -1,36 +1,66 @@
-"""attach: add hooks to a training loop, whoever wrote it."""
+"""attach: add hooks to a training loop, whoever wrote it.
+
+The options of all loops are those of `attach`: a callback for another library's trainer takes them,
+too. `session_options` checks them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from enum import Enum
 from importlib import import_module
+from inspect import signature
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hookline.arguments import check_flag, describe_value
-from hookline.config.trainer_config import CheckpointConfig
+from hookline.arguments import (
+    check_flag,
+    check_function,
+    check_instance,
+    check_mapping,
+    check_name,
+    check_path,
+    check_whole_number,
+    describe_value,
+    listed_strings,
+    read_items,
+    show_value,
+)
+from hookline.config.trainer_config import CheckpointConfig, checked_hparams
 from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import ArgumentError, listed
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attach import attach_to_loop
-from hookline.integrations.bare_loop.session import DefaultRuns, Session
+from hookline.integrations.bare_loop.loop_checks import saves_checkpoints
+from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.loop_parts import accumulated_batches, loop_parts
 from hookline.interrupts import HeldInterrupts
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run
 
-__all__ = ["attach"]
+__all__ = ["attach", "callback_options", "session_options"]
 
-_HOSTS = {  # by module and name of the class, so that nothing is imported to find out
+_LIBRARIES = {  # by module and name of the class, so that nothing is imported to find out
     ("transformers.trainer", "Trainer"): "transformers",
     ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
     ("pytorch_lightning.trainer.trainer", "Trainer"): "lightning",
     ("ignite.engine.engine", "Engine"): "ignite",
     ("accelerate.accelerator", "Accelerator"): "accelerate",
 }
+
+_OF_LIBRARY = ("allow_missing", "evaluator")  # without effect in a bare loop
+_OF_LOOP = ("on_stop", "stop_grace")  # without effect in another library's trainer
+_OF_PARTS = ("model", "optimizer", "evaluator", "schedulers", "scaler", "loss_divided")
+"""What a trainer knows by itself, unless it is an Ignite engine."""
+
+
+class DefaultRuns(Enum):
+    """Where runs are written if the user does not say: `runs`, if a hook logs values to the run."""
+
+    IF_RECORDED = "runs"
 
 
 def attach(
@@ -115,66 +145,55 @@ def attach(
             it does not give.
         watch_generation: let probes see the forwards of `model.generate`, too.
     """
-    common: dict[str, Any] = {
-        "config": config,
-        "tokens": tokens,
-        "settings": settings,
-        "runs": runs,
-        "checkpoints": checkpoints,
-        "hparams": hparams,
-        "name": name,
-        "tags": tags,
-        "trackers": trackers,
-        "report": report,
-    }
-    of_parts: dict[str, Any] = {
-        "schedulers": schedulers,
-        "scaler": scaler,
-        "loss_divided": loss_divided,
-    }
-    of_loop: dict[str, Any] = {"on_stop": on_stop, "stop_grace": stop_grace}
-    check_flag("attach(…, allow_missing=…)", allow_missing)
-    check_flag("attach(…, watch_generation=…)", watch_generation)
-    common["watch_generation"] = watch_generation
-    host = _find_host(target)
-    if host is None or host == "accelerate":
-        of_host = {"allow_missing": allow_missing, "evaluator": evaluator}
-        _refuse(of_host, {"allow_missing": False, "evaluator": None}, "a bare loop")
-        given = _loop_model(target, model, is_accelerator=host == "accelerate")
-        if host == "accelerate":
-            of_parts["scaler"] = scaler or target.scaler
-        attach_hooks = partial(
-            attach_to_loop, given, optimizer, hooks, **of_parts, **of_loop, **common
-        )
-    else:
-        _refuse(of_loop, {"on_stop": "warn", "stop_grace": 10}, f"a trainer of {host}")
-        parts = {"model": model, "optimizer": optimizer, "evaluator": evaluator, **of_parts}
-        if host != "ignite":  # whose engine knows none of them
-            defaults = {**dict.fromkeys(parts), "schedulers": ()}
-            _refuse(parts, defaults, f"a trainer of {host}")
-            parts = {}
-        integration = import_module(f"hookline.integrations.{host}")
-        common["allow_missing"] = allow_missing
-        attach_hooks = partial(integration.attach_to_trainer, target, hooks, **parts, **common)
+    given = dict(locals())  # the arguments, by name
+    library = _find_library(target)
     session: Session | None = None
     try:
         with HeldInterrupts():
-            session = attached = attach_hooks()
-            if host == "accelerate":
-                attached.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
-            return attached
+            if library is None or library == "accelerate":
+                session = _attach_to_loop(given, library)
+            else:
+                session = _attach_to_trainer(given, library)
+            return session
     except BaseException as error:
         if session is not None:
             session.abandon(error)
         raise
 
 
-def _find_host(target: Any) -> str | None:
+def _find_library(target: Any) -> str | None:
     """Return the library whose trainer this is; None for the parts of a bare loop."""
     for kind in type(target).__mro__:
-        if (host := _HOSTS.get((kind.__module__, kind.__name__))) is not None:
-            return host
+        if (library := _LIBRARIES.get((kind.__module__, kind.__name__))) is not None:
+            return library
     return None
+
+
+def _attach_to_loop(given: Mapping[str, Any], library: str | None) -> Session:
+    """Attach hooks to a bare loop, whose optimizers an `Accelerator` may have prepared."""
+    _refuse(given, _OF_LIBRARY, "a bare loop")
+    target, optimizer, scaler = given["target"], given["optimizer"], given["scaler"]
+    model = _loop_model(target, given["model"], is_accelerator=library == "accelerate")
+    if library == "accelerate":
+        scaler = scaler or target.scaler
+    options = session_options(**given)
+    parts = loop_parts(model, optimizer, options.schedulers, scaler)
+    session = Session(**parts, options=options, accumulated_batches=accumulated_batches(optimizer))
+    session.refuse_quietly()  # unless it is in a `with` block
+    if library == "accelerate":
+        session.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
+    return session
+
+
+def _attach_to_trainer(given: Mapping[str, Any], library: str) -> Session:
+    """Attach hooks to another library's trainer."""
+    _refuse(given, _OF_LOOP, f"a trainer of {library}")
+    if library != "ignite":
+        _refuse(given, _OF_PARTS, f"a trainer of {library}")
+    options = {name: value for name, value in given.items() if name != "target"}
+    integration = import_module(f"hookline.integrations.{library}")
+    session: Session = integration.attach_to_trainer(given["target"], options)
+    return session
 
 
 def _loop_model(target: Any, model: Any, *, is_accelerator: bool) -> Any:
@@ -194,12 +213,90 @@ def _loop_model(target: Any, model: Any, *, is_accelerator: bool) -> Any:
     return model if target is None else target
 
 
-def _refuse(given: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+def _refuse(given: Mapping[str, Any], names: Iterable[str], where: str) -> None:
     """Raise for options that have no effect here."""
-    names = [name for name, value in given.items() if not _is_default(value, defaults[name])]
-    if names:
-        raise ArgumentError(f"attach(…) in {where} takes no {listed(names)}: it has no effect.")
+    defaults = signature(attach).parameters
+    unused = [n for n in names if n in given and not _is_default(given[n], defaults[n].default)]
+    if unused:
+        raise ArgumentError(f"attach(…) in {where} takes no {listed(unused)}: it has no effect.")
 
 
 def _is_default(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
+
+
+# -- the options of a session ---------------------------------------------------------------------
+
+
+def callback_options(hooks: Any, given: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the checked options of a callback for another library's trainer."""
+    parts = [name for name in _OF_PARTS if name != "loss_divided"]
+    _refuse(given, ("target", *parts), "a callback")
+    return session_options(hooks=hooks, **given)
+
+
+def session_options(**given: Any) -> SimpleNamespace:
+    """Return all options of `attach`, checked, with its defaults for those that are not given."""
+    arguments = signature(attach).bind_partial(**given)
+    arguments.apply_defaults()
+    options = SimpleNamespace(**arguments.arguments)
+    if not isinstance(options.on_stop, str) or options.on_stop not in ("warn", "raise"):
+        raise ArgumentError(
+            f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(options.on_stop)}.'
+        )
+    is_auto = isinstance(options.tokens, str) and options.tokens == "auto"
+    if options.tokens is not None and not is_auto:
+        check_function("attach(…, tokens=…)", options.tokens, "batch")
+    check_whole_number("attach(…, stop_grace=…)", options.stop_grace)
+    for name in ("report", "allow_missing", "watch_generation"):
+        check_flag(f"attach(…, {name}=…)", getattr(options, name))
+    if options.loss_divided is not None:
+        check_flag("attach(…, loss_divided=…)", options.loss_divided)
+    if (settings := options.settings) is not None:
+        check_instance("attach(…, settings=…)", settings, HookSettings, "HookSettings or None")
+    if options.name is not None:
+        check_name("attach(…, name=…)", options.name)
+    options.hooks = _hooks(options.hooks)
+    options.checkpoints = _checkpoint_settings(options.checkpoints)
+    options.hparams = checked_hparams(options.hparams)
+    options.tags = listed_strings("attach(…, tags=…)", options.tags)
+    options.trackers = _tracker_set(options.trackers)
+    options.runs = _runs(options.runs, options.hooks, options.trackers)
+    return options
+
+
+def _tracker_set(given: Any) -> Any:
+    """Return the trackers; None if there are none, which imports nothing."""
+    if given is None or (type(given) in (list, tuple) and not given):
+        return None
+    from hookline.trackers.tracker_set import make_tracker_set
+
+    return make_tracker_set(given)
+
+
+def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
+    if isinstance(given, CheckpointConfig):
+        return given
+    fields = {} if given is None else check_mapping("attach(…, checkpoints=…)", given)
+    return CheckpointConfig(**fields)
+
+
+def _hooks(given: Any) -> Any:
+    """Return the hooks in a list; the manager refuses a hook alone, with what to write instead."""
+    if given is None or isinstance(given, Hook | HookManager):
+        return given or []
+    return read_items("attach(…, hooks=…)", given, "a list of hooks")
+
+
+def _runs(given: Any, hooks: Any, trackers: Any) -> Any:
+    """Return where runs are written: None, a folder, or a run that is open."""
+    if isinstance(given, DefaultRuns):
+        if isinstance(hooks, HookManager):
+            hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
+        own = [] if isinstance(hooks, Hook) else hooks  # one alone is refused later
+        records = any(getattr(hook, "hookline_records", False) for hook in own)
+        records = records or trackers is not None or any(map(saves_checkpoints, own))
+        return given.value if records else None
+    if given is None or getattr(type(given), "__module__", "").startswith("hookline."):
+        return given  # a run, whose class is not imported here
+    return check_path("attach(…, runs=…)", given, "the folder for runs, a run or None")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ from hookline.arguments import describe_value
 from hookline.checkpoint.atomic_files import sync
 from hookline.context import to_float
 from hookline.errors import ArgumentError
-from hookline.integrations.bare_loop.attach import loop_parts, session_options
-from hookline.integrations.hosts.host_events import Host
-from hookline.integrations.hosts.host_metrics import of_phase
-from hookline.integrations.hosts.host_session import HostSession
-from hookline.integrations.hosts.wrapped_methods import WrappedMethods
+from hookline.integrations.attach import session_options
+from hookline.integrations.library import Library, of_phase
+from hookline.integrations.library_session import LibrarySession
+from hookline.integrations.loop_parts import loop_parts
+from hookline.integrations.patches import WrappedMethods
 from hookline.loop.signals import SignalWatch
 
-__all__ = ["HOST", "EngineDriver", "attach_to_trainer"]
+__all__ = ["LIBRARY", "EngineDriver", "attach_to_trainer"]
 
 log = logging.getLogger("hookline")
 
-HOST = Host(
+LIBRARY = Library(
     name="an Ignite engine",
     places={
         "on_train_start": "`Events.STARTED` of the trainer",
@@ -62,7 +62,7 @@ HOST = Host(
         "on_train_end": "`Engine.run` returns",
     },
     missing={},
-    supplied=frozenset({"epoch", "batches", "validation"}),
+    provided=frozenset({"epoch", "batches", "validation"}),
     calls={
         "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
         "validation": "Give the engine that validates: `attach(…, evaluator=evaluator)`.",
@@ -89,25 +89,30 @@ class EngineDriver:
         engine: the engine that trains.
         evaluator: the engine that validates.
         parts: `model`, `optimizers`, `schedulers` and `scaler`.
-        options: as for `HostSession`.
+        options: those of `attach`, checked.
 
     Attributes:
         session: the session, as `hookline.attach(engine, …)` returns it.
     """
 
     def __init__(
-        self, engine: Engine, evaluator: Engine | None, parts: Mapping[str, Any], **options: Any
+        self,
+        engine: Engine,
+        evaluator: Engine | None,
+        parts: Mapping[str, Any],
+        options: SimpleNamespace,
     ) -> None:
-        host = HOST
+        library = LIBRARY
         if evaluator is None:
-            missing = dict.fromkeys(_VALIDATION, HOST.calls["validation"])
-            host = replace(HOST, missing=missing, supplied=HOST.supplied - {"validation"})
-        self.session = HostSession(
-            host,
+            missing = dict.fromkeys(_VALIDATION, library.calls["validation"])
+            provided = library.provided - {"validation"}
+            library = replace(library, missing=missing, provided=provided)
+        self.session = LibrarySession(
+            library,
+            options,
             on_log=self._log_to_engine,
             before_state=self._catch_up,
             find_loaded_path=_find_loaded_path,
-            **options,
         )
         self._engine, self._evaluator, self._parts = engine, evaluator, parts
         self._handles: list[RemovableEventHandle] = []
@@ -187,7 +192,7 @@ class EngineDriver:
                 "The engine continues at iteration %d, but the state of its hooks was not loaded: "
                 "they start anew, at step 0. %s",
                 engine.state.iteration,
-                HOST.calls["resumed"],
+                LIBRARY.calls["resumed"],
             )
         session.begin()
         self._request_stop()
@@ -243,7 +248,7 @@ class EngineDriver:
             for name, value in self._engine.state.metrics.items()
             if name not in self._own_names
         }
-        self.session.record_host_values(own)
+        self.session.record_values(own)
         metrics = of_phase(own, "train")
         if "train/loss" in self.session.loop.context.means.means():
             metrics.pop("train/loss", None)  # that of backward has precedence
@@ -347,7 +352,7 @@ class _Any:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _attached_sessions(engine: Engine) -> Iterator[HostSession]:
+def _attached_sessions(engine: Engine) -> Iterator[LibrarySession]:
     """Yield the sessions that have wrapped `engine.run`, the latest first."""
     run: Any = vars(engine).get("run")
     while isinstance(driver := getattr(getattr(run, "func", None), "__self__", None), EngineDriver):
@@ -370,20 +375,9 @@ def _find_frame(function: Any) -> FrameType | None:
     return frame
 
 
-def attach_to_trainer(
-    engine: Any,
-    hooks: Any,
-    *,
-    model: Any = None,
-    optimizer: Any = None,
-    evaluator: Any = None,
-    schedulers: Any = (),
-    scaler: Any = None,
-    allow_missing: bool = False,
-    watch_generation: bool = False,
-    **options: Any,
-) -> HostSession:
+def attach_to_trainer(engine: Any, options: Mapping[str, Any]) -> LibrarySession:
     """Attach hooks to an Ignite engine; see `hookline.attach`."""
+    model, optimizer, evaluator = (options[name] for name in ("model", "optimizer", "evaluator"))
     if model is None or optimizer is None:
         raise ArgumentError(
             "An Ignite engine knows neither the model nor the optimizer. Give both: "
@@ -394,12 +388,5 @@ def attach_to_trainer(
         raise ArgumentError(
             f"attach(…, evaluator=…) takes the Ignite engine that validates, not {what}."
         )
-    driver = EngineDriver(
-        engine,
-        evaluator,
-        loop_parts(model, optimizer, schedulers, scaler),
-        allow_missing=allow_missing,
-        watch_generation=watch_generation,
-        **session_options(hooks, **options),
-    )
-    return driver.session
+    parts = loop_parts(model, optimizer, options["schedulers"], options["scaler"])
+    return EngineDriver(engine, evaluator, parts, session_options(**options)).session

@@ -22,21 +22,20 @@ from hookline.arguments import check_name
 from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attach import unwrap_optimizer
-from hookline.integrations.bare_loop.state_dicts import unpack_state
-from hookline.integrations.hosts import host_state
-from hookline.integrations.hosts.callback_session import make_callback_session
-from hookline.integrations.hosts.host_events import Host
-from hookline.integrations.hosts.host_session import HostSession
+from hookline.integrations import session_state
+from hookline.integrations.attach import callback_options
+from hookline.integrations.library import Library, with_common_names
+from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.lightning_checkpoints import SavedCheckpoints
-from hookline.integrations.lightning_metrics import LoggedMetrics
 from hookline.integrations.lightning_package import (
     callback_classes,
     called_parts,
     find_package,
 )
+from hookline.integrations.loop_parts import unwrap_optimizer
 from hookline.loop.model_watch import CalledModules
 from hookline.loop.rank_sync import is_sharded_loop, trains_together
+from hookline.tensors.full_tensor import full_tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback as _Callback
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
 else:
     _Callback = type("_Callback", callback_classes(), {})
 
-__all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+__all__ = ["LIBRARY", "HooklineCallback", "attach_to_trainer"]
 
 log = logging.getLogger("hookline")
 
-HOST = Host(
+LIBRARY = Library(
     name="a Lightning Trainer",
     places={
         "on_train_start": "`Callback.on_train_start`, after the sanity check",
@@ -72,7 +71,7 @@ HOST = Host(
         "on_train_end": "`Callback.on_train_end`, or `Callback.on_exception`",
     },
     missing={},
-    supplied=frozenset({"epoch", "batches", "backward", "validation", "checkpoint", "resumed"}),
+    provided=frozenset({"epoch", "batches", "backward", "validation", "checkpoint", "resumed"}),
     calls={
         "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
         "validation": "It validates only with a `validation_step` and `fit(…, val_dataloaders=…)`.",
@@ -123,8 +122,11 @@ class HooklineCallback(_Callback):
         self._metrics = LoggedMetrics()
 
     def _make_session(self, hooks: Iterable[Hook] | HookManager) -> None:
-        self.session = make_callback_session(
-            HOST, hooks, batch_metrics=self._batch_metrics, **self._options
+        self.session = LibrarySession(
+            LIBRARY,
+            callback_options(hooks, self._options),
+            forwards_logs=True,
+            batch_metrics=self._batch_metrics,
         )
         self._process = os.getpid()
 
@@ -204,7 +206,7 @@ class HooklineCallback(_Callback):
         path = Path(trainer.ckpt_path)
         if self._loaded is None and not trainer.global_step:
             return  # a copy of the start, as LearningRateFinder makes it
-        state = None if self._loaded is None else unpack_state(self._loaded, path)
+        state = None if self._loaded is None else session_state.unpack_state(self._loaded, path)
         self._loaded = None
         self.session.restore(path, state, step=trainer.global_step // optimizers)
 
@@ -350,7 +352,7 @@ class HooklineCallback(_Callback):
     def _record(self, trainer: Trainer) -> None:
         """Record what the module has logged since the last time."""
         if self.session.has_run:
-            self.session.record_host_values(self._metrics.take_record(trainer))
+            self.session.record_values(self._metrics.take_record(trainer))
 
     def _logs_steps(self, trainer: Any, step: int | None = None) -> bool:
         """Return whether the trainer logs what the module logs in steps; or in this one."""
@@ -360,7 +362,7 @@ class HooklineCallback(_Callback):
         return bool((step + 1) % every == 0 or trainer.should_stop or trainer.fast_dev_run)
 
     def _log_to_trainer(self, *, of_steps: bool) -> None:
-        """Give the trainer's loggers what hooks have logged; see `HostSession.take_logged`."""
+        """Give the trainer's loggers what hooks have logged; see `take_logged`."""
         assert self._trainer is not None
         if values := self.session.take_logged(of_steps=of_steps):
             for logger in self._trainer.loggers:
@@ -415,7 +417,7 @@ class HooklineCallback(_Callback):
             return {}
         if self.session.run is not None:
             self.session.run.flush(durable=True)  # the state has the record's length
-        return host_state.pack(self.session)
+        return session_state.pack_state(full_tensor(self.session.collect_state()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -443,6 +445,69 @@ class HooklineCallback(_Callback):
                 )
 
 
+class LoggedMetrics:
+    """The metrics of a Lightning Trainer, as far as they are new.
+
+    It keeps the values of earlier batches beside those of this one.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[str, Any] = {}  # what the run has already
+        self._shown: dict[str, Any] = {}  # what hooks have had as metrics of batches
+        self._before_validation: dict[str, Any] = {}
+
+    def take_batch(self, trainer: Any) -> dict[str, Any]:
+        """Return what the module has logged in this batch, under its own names."""
+        return _take_new(trainer.callback_metrics, self._shown)
+
+    def take_record(self, trainer: Any) -> dict[str, Any]:
+        """Return what the module has logged since the last call.
+
+        Reading it may be a collective: all processes do it, or none.
+        """
+        return _take_new(trainer.logged_metrics, self._recorded)
+
+    def start_validation(self, trainer: Any) -> None:
+        """Remember what was logged before a validation."""
+        self._before_validation = dict(trainer.callback_metrics)
+
+    def take_validation(self, trainer: Any) -> dict[str, Any]:
+        """Return the metrics of the validation that has ended, also under the common names."""
+        new = _new_values(trainer.callback_metrics, self._before_validation)
+        self._before_validation = {}
+        self._recorded |= new
+        self._shown |= new
+        return _validation_names(new)
+
+
+def _take_new(values: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are not known yet, and add them to those that are."""
+    new = _new_values(values, known)
+    known |= values
+    return new
+
+
+def _new_values(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: v for name, v in values.items() if not _is_same(v, known.get(name))}
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    """Return whether two values are the same tensor; the trainer detaches it at each access."""
+    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+        return value.data_ptr() == known.data_ptr()
+    return value is known
+
+
+def _validation_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a validation, those without a phase in their name as `val/…`, too."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        named = with_common_names({name: value})
+        found |= named if len(named) != 1 or name.startswith("val/") else {f"val/{name}": value}
+        found |= named
+    return found
+
+
 class _NoHooks(_Callback):
     """The copy of a `HooklineCallback`, in the copy of a trainer."""
 
@@ -458,13 +523,13 @@ def _own_callbacks(trainer: Any) -> list[HooklineCallback]:
     return [each for each in trainer.callbacks if isinstance(each, HooklineCallback)]
 
 
-def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
+def attach_to_trainer(trainer: Any, options: Mapping[str, Any]) -> LibrarySession:
     """Attach hooks to a Lightning trainer; see `hookline.attach`."""
     package = find_package(trainer)
     kind: type[HooklineCallback] = HooklineCallback
     if not issubclass(kind, package.Callback):  # the other package was imported first
         kind = type("HooklineCallback", (HooklineCallback, package.Callback), {})
-    callback = kind(hooks, **options)
+    callback = kind(**options)
     callback.session.replace_equal(each.session for each in _own_callbacks(trainer))
     for ended in [each for each in _own_callbacks(trainer) if each.session.has_ended]:
         trainer.callbacks.remove(ended)

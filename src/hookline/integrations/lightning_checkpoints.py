@@ -19,7 +19,7 @@ from typing import Any
 
 from hookline.checkpoint.atomic_files import sync
 from hookline.errors import LoopError
-from hookline.integrations.hosts.wrapped_methods import WrappedMethods
+from hookline.integrations.patches import WrappedMethods
 
 __all__ = ["SavedCheckpoint", "SavedCheckpoints"]
 

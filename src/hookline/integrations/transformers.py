@@ -9,11 +9,15 @@ five of the trainer's public methods are wrapped on this object while it is atta
 handler, so that the trainer's loggers get what hooks log whenever the trainer logs. A callback that
 `add_callback` has added is first called when `train` runs already: then the parts of `train` are
 wrapped, too.
+
+The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
+and is marked as complete. So its limit is taken away meanwhile, and applied after that.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -22,30 +26,25 @@ from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.attach import unwrap_optimizer
-from hookline.integrations.hosts import host_state
-from hookline.integrations.hosts.callback_session import make_callback_session
-from hookline.integrations.hosts.host_events import Host
-from hookline.integrations.hosts.host_session import HostSession
-from hookline.integrations.hosts.wrapped_methods import WrappedMethods
-from hookline.integrations.transformers_checkpoints import (
-    SaveLimit,
-    checkpoint_folder,
-    resumed_folder,
-    save_sessions,
-)
+from hookline.integrations import session_state
+from hookline.integrations.attach import callback_options
+from hookline.integrations.library import Library
+from hookline.integrations.library_session import LibrarySession
+from hookline.integrations.loop_parts import unwrap_optimizer
+from hookline.integrations.patches import WrappedMethods
 
-__all__ = ["HOST", "HooklineCallback", "attach_to_trainer"]
+__all__ = ["LIBRARY", "HooklineCallback", "attach_to_trainer"]
 
 PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
 LAST_PART_OF_TRAIN = "_finalize_training"
 """What `Trainer.train` calls after `on_train_begin`; private, so that the tests check them."""
 
-HOST = Host(
+LIBRARY = Library(
     name="a Hugging Face Trainer",
     places={
         "on_train_start": "`TrainerCallback.on_train_begin`",
@@ -66,7 +65,7 @@ HOST = Host(
         "on_before_backward": "its loss goes from `compute_loss` into backward, where no callback "
         "sees it. `on_after_forward` and `on_after_backward` are there."
     },
-    supplied=frozenset({"epoch", "batches", "validation", "checkpoint", "resumed"}),
+    provided=frozenset({"epoch", "batches", "validation", "checkpoint", "resumed"}),
     calls={
         "tokens": "Its batches have no `input_ids`: say how to count, `attach(…, tokens=…)`.",
         "validation": "It evaluates only with TrainingArguments(eval_strategy=…) and an "
@@ -93,10 +92,10 @@ class HooklineCallback(TrainerCallback):
         hooks: Iterable[Hook] | HookManager = (),
         **options: Any,
     ) -> None:
-        self.session = make_callback_session(HOST, hooks, **options)
+        self.session = LibrarySession(LIBRARY, callback_options(hooks, options), forwards_logs=True)
         self._trainer: Trainer | None = None
         self._epoch: int | None = None
-        self._save_limit = SaveLimit()
+        self._save_limit: int | None = None  # of the trainer, while it deletes no checkpoints
         self._wrapped = WrappedMethods()
         self._logs_own = self._epoch_has_ended = self._saves_for_signal = False
         self._validation_depth = self._validation_batches = 0
@@ -143,7 +142,7 @@ class HooklineCallback(TrainerCallback):
         """Put the trainer's own methods back, and its limit, if saving has failed."""
         trainer = self._trainer
         assert trainer is not None
-        self._save_limit.give_back(trainer.args)
+        self._give_back_limit(trainer.args)
         self._wrapped.restore()
         has_trained = self.session.started and not self.session.has_failed_to_start
         if not has_trained and self in trainer.callback_handler.callbacks:
@@ -235,9 +234,16 @@ class HooklineCallback(TrainerCallback):
         trainer = self._trainer
         if trainer is None or not self.session.is_training or output_dir is None:
             return result
-        if Path(output_dir) == checkpoint_folder(trainer.args, trainer.state):
-            self._save_limit.take(trainer.args)
+        own = trainer.args
+        is_checkpoint = Path(output_dir) == _checkpoint_folder(own, trainer.state)
+        if is_checkpoint and own.save_total_limit is not None:
+            self._save_limit, own.save_total_limit = own.save_total_limit, None
         return result
+
+    def _give_back_limit(self, args: TrainingArguments) -> None:
+        """Let the trainer delete old checkpoints again: the new one is complete, or has failed."""
+        if self._save_limit is not None:
+            args.save_total_limit, self._save_limit = self._save_limit, None
 
     def _on_log(
         self,
@@ -252,7 +258,7 @@ class HooklineCallback(TrainerCallback):
         Values of a validation are neither: it is recorded as a whole.
         """
         if self.session.is_training and not self._logs_own and not self._validation_depth:
-            self.session.record_host_values(logs)
+            self.session.record_values(logs)
             logs = self.session.take_logged(of_steps=True) | dict(logs)
         return on_log(args, state, control, logs)
 
@@ -303,8 +309,8 @@ class HooklineCallback(TrainerCallback):
             signals=("SIGTERM", "SIGUSR1"),
         )
         if state.global_step:
-            folder = resumed_folder() or checkpoint_folder(args, state)
-            saved = host_state.load(folder, _hooks_folder(self, trainer))
+            folder = _resumed_folder() or _checkpoint_folder(args, state)
+            saved = session_state.load(folder, _hooks_folder(self, trainer))
             session.restore(folder, saved, step=state.global_step)
         session.begin()
 
@@ -368,18 +374,18 @@ class HooklineCallback(TrainerCallback):
         assert trainer is not None
         training = [each for each in _own_callbacks(trainer) if each.session.is_training]
         if self not in training:
-            self._save_limit.give_back(args)
+            self._give_back_limit(args)
         elif self is training[-1]:  # which saves for all: one mark says that all are saved
             for each in training:
                 each.prepare_save(args)
             sessions = {_hooks_folder(each, trainer): each.session for each in training}
-            folder = save_sessions(trainer, sessions)
+            folder = _save_sessions(trainer, sessions)
             for session in sessions.values():
                 session.notify_checkpoint_saved(str(folder))
 
     def prepare_save(self, args: TrainingArguments) -> None:
         """Bring trainer and session to where the state of the hooks is saved."""
-        self._save_limit.give_back(args)
+        self._give_back_limit(args)
         self._end_epoch()  # another callback has kept the trainer from validating
 
     def on_train_end(
@@ -404,14 +410,42 @@ def _own_callbacks(trainer: Trainer) -> list[HooklineCallback]:
 def _hooks_folder(callback: HooklineCallback, trainer: Trainer) -> str:
     """Return where the state of these hooks is in a checkpoint: a trainer may have two sessions."""
     place = _own_callbacks(trainer).index(callback)
-    return f"{host_state.HOOKS_FOLDER}_{place + 1}" if place else host_state.HOOKS_FOLDER
+    return f"{session_state.HOOKS_FOLDER}_{place + 1}" if place else session_state.HOOKS_FOLDER
 
 
-def attach_to_trainer(trainer: Any, hooks: Any, **options: Any) -> HostSession:
+def _save_sessions(trainer: Trainer, sessions: Mapping[str, LibrarySession]) -> Path:
+    """Save the state of all sessions, by folder, in the trainer's newest checkpoint, and mark it.
+
+    Then older checkpoints are deleted. All ranks call this. It returns the checkpoint.
+    """
+    args, state = trainer.args, trainer.state
+    folder = _checkpoint_folder(args, state)
+    trainer.accelerator.wait_for_everyone()  # every rank writes its random states
+    if session_state.save(sessions, folder) and args.should_save:
+        best, limit = state.best_model_checkpoint, args.save_total_limit
+        rotate_checkpoints(str(args.output_dir), limit, best, use_mtime=True)
+    return folder
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint that the trainer saves at this step."""
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
+def _resumed_folder() -> Path | None:
+    """Return the checkpoint that the running `Trainer.train` has loaded."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Trainer.train.__code__:
+        frame = frame.f_back
+    given = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
+    return Path(given) if isinstance(given, str | os.PathLike) else None
+
+
+def attach_to_trainer(trainer: Any, options: Mapping[str, Any]) -> LibrarySession:
     """Attach hooks to a Hugging Face trainer; see `hookline.attach`."""
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"Expected a transformers.Trainer, not a {type(trainer).__name__}.")
-    callback = HooklineCallback(hooks, **options)
+    callback = HooklineCallback(**options)
     callback.session.replace_equal(each.session for each in _own_callbacks(trainer))
     for other in _own_callbacks(trainer):
         if other.session.has_ended:

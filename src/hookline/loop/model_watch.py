@@ -1,4 +1,4 @@
-"""Watches a model's outermost calls and backward through PyTorch's own hooks.
+"""Watches a model's outermost calls through PyTorch's own hooks.
 
 They are registered and removed as hooks need them. Nothing is wrapped or replaced.
 """
@@ -6,9 +6,9 @@ They are registered and removed as hooks need them. Nothing is wrapped or replac
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.module_classes import is_fsdp_module
-from hookline.tensors.nested import tensors_in
 
 __all__ = [
     "CalledModules",
@@ -87,15 +86,15 @@ def _nothing(*args: Any) -> None:
     """Do nothing."""
 
 
-def _accept() -> bool:
-    return True
-
-
 class ModelWatch:
-    """Calls back when a model's outermost call begins and returns, and around backward.
+    """Calls back when a model's outermost call begins and returns.
 
-    Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored. A
-    backward for which `backward_begins` returns False does not count.
+    Calls under `no_grad`, and the recomputation of activation checkpointing, are ignored.
+
+    Attributes:
+        calls_seen: how many calls there were.
+        thread: the thread of the latest call, where calls are only counted.
+        is_paused: whether calls of the model are not those of the loop.
     """
 
     def __init__(
@@ -103,45 +102,34 @@ class ModelWatch:
         model: torch.nn.Module,
         before_forward: Callable[[], None],
         after_forward: Callable[[Any], None],
-        backward_begins: Callable[[], bool] | None = None,
-        backward_ends: Callable[[], None] | None = None,
         called: CalledModules | None = None,
     ) -> None:
         self.model = model
         self._called = called or CalledModules()
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
-        self.backwards_seen = 0
-        self.is_paused = False  # calls of the model are not those of the loop
+        self.thread: int | None = None
+        self.is_paused = False
         self._before_forward = before_forward
         self._after_forward = after_forward
-        self._backward_begins = backward_begins or _accept
-        self._backward_ends = backward_ends or _nothing
         self._handles: list[RemovableHandle] = []
-        self._outputs: deque[RemovableHandle] = deque(maxlen=64)
         self._sees = (False, False)
         self._depth = 0
         self._raised: BaseException | None = None
-        self._task = -1
-
-    @property
-    def on(self) -> bool:
-        """Whether the model is being watched."""
-        return bool(self._handles)
 
     @property
     def is_running(self) -> bool:
         """Whether the model is being called, if calls are watched."""
         return self._depth > 0
 
-    def watch(self, *, calls: bool, backward: bool) -> None:
-        """Watch the model's calls, and backward through their outputs, as requested."""
-        if (calls, backward) == self._sees:
+    def watch(self, *, calls: bool, returns: bool = False) -> None:
+        """Watch the model's calls; or only count those that have returned."""
+        if (calls, returns) == self._sees:
             return
         self.detach()
-        self._sees = (calls, backward)
+        self._sees = (calls, returns)
         self._depth = 0
-        for model in self._models() if calls or backward else ():
+        for model in self._models() if calls or returns else ():
             if calls:
                 before = ModelCallback(self._before)
                 # FSDP2 replaces parameters by whole ones before forward: events come before that.
@@ -150,7 +138,7 @@ class ModelWatch:
                 # always_call: a forward that raises must not leave the depth wrong
                 after = model.register_forward_hook(ModelCallback(self._after), always_call=True)
                 self._handles.append(after)
-            elif backward:
+            else:
                 self._handles.append(model.register_forward_hook(ModelCallback(self._returned)))
             hide_hooks(model)
         if calls and (wrapper := self._called.wrapper) is not None:
@@ -162,8 +150,8 @@ class ModelWatch:
         return [*models, *self._called.parts]
 
     def detach(self) -> None:
-        """Remove all hooks from the model and its latest outputs."""
-        for handle in (*self._handles, *self._outputs):
+        """Remove all hooks from the model."""
+        for handle in self._handles:
             handle.remove()
         for model in (*self._models(), self._called.wrapper):
             if model is not None:
@@ -171,7 +159,6 @@ class ModelWatch:
         self._is_passed_on = False
         self._sees = (False, False)
         self._handles = []
-        self._outputs.clear()
 
     def _pass_on(self, wrapper: torch.nn.Module, args: Any) -> None:
         self._is_passed_on = True
@@ -194,41 +181,13 @@ class ModelWatch:
         self._depth -= 1
         if self._depth == 0 and sys.exc_info()[1] is self._raised:
             self._raised = None
-            if self._sees[1]:
-                self._watch_backward(outputs)
             self._after_forward(outputs)
 
     def _returned(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
-        """Watch backward only; calls of the model within itself do not matter here."""
+        """Count a call; calls of the model within itself do not matter here."""
         if torch.is_grad_enabled() and _task_id() == -1:
             self.calls_seen += 1
-            self._watch_backward(outputs)
-
-    def _watch_backward(self, outputs: Any) -> None:
-        for tensor in (outputs,) if type(outputs) is torch.Tensor else tensors_in(outputs):
-            if tensor.requires_grad:
-                self._outputs.append(tensor.register_hook(self._gradient_arrives))
-
-    def _gradient_arrives(self, grad: torch.Tensor) -> None:
-        task = _task_id()
-        if task == self._task or not self._handles:
-            return
-        self._task = task
-        if not self._backward_begins():
-            return
-        self.backwards_seen += 1
-        _queue(self._backward_done if _is_distributed() else self._backward_ends)
-
-    def _backward_done(self) -> None:
-        # Under DDP, gradients are averaged in a callback that is queued later than this one.
-        _queue(self._backward_ends)
+            self.thread = get_ident()
 
 
 _task_id = torch._C._current_graph_task_id
-_queue: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -317,7 +317,7 @@ class Trainer:
     def _watch_model(self) -> None:
         fire = self._dispatchers
         watched = (fire.on_before_forward, fire.on_after_forward, fire.forward)
-        self._watch.watch(calls=self.loop.phase is not Phase.IDLE and any(watched), backward=False)
+        self._watch.watch(calls=self.loop.phase is not Phase.IDLE and any(watched))
 
     # -- data and loss ----------------------------------------------------------------------------
 

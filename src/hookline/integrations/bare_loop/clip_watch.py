@@ -1,35 +1,38 @@
-"""Notice calls of torch's gradient clipping functions.
+"""Calls of torch's gradient clipping functions.
 
 `clip_grad_norm_`, `clip_grad_value_`, `get_total_norm` and `clip_grads_with_norm_` are wrappers
 that call the function in their closure cell. Replacing that function reaches every caller: through
-the module, imported by name before, and inside Accelerate, Hugging Face and Lightning. The cells
-are changed while at least one listener is there, and restored when the last one leaves.
+the module, imported by name before, and inside Accelerate, Hugging Face and Lightning.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.utils import clip_grad
 
 from hookline.errors import LoopError
-from hookline.integrations.bare_loop.listeners import Listeners
+from hookline.integrations.patches import SharedPatch
+from hookline.loop.event_context import gradients_of
+from hookline.loop.model_watch import active_dynamo
 
-__all__ = ["ClipCall", "ClipListener", "add_clip_listener", "remove_clip_listener"]
+__all__ = ["ClipCall", "ClipListener", "Versions", "clip_patch", "gradient_versions"]
+
+Versions = tuple[tuple[int, int], ...]
+"""For each gradient the tensor's id, and how often it was changed in place."""
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")
+_thread = threading.local()
 
 
-_COMPILED = (
-    "{} is called inside a function that torch.compile compiles, where hooks cannot run between "
-    "backward and clipping. Call it outside the compiled function."
-)
+def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
+    """Return a value that differs after a gradient was changed in place or replaced."""
+    return tuple((id(gradient), gradient._version) for gradient in gradients_of(optimizer))
 
 
 @dataclass(slots=True)
@@ -49,9 +52,15 @@ class ClipCall:
     norm_type: float | None
     result: torch.Tensor | None = None
 
+    def has_norm_of(self, gradients: list[torch.Tensor]) -> bool:
+        """Return whether the call returns the 2-norm of exactly these gradients."""
+        clipped = {id(tensor.grad) for tensor in self.tensors if tensor.grad is not None}
+        is_norm = self.function == "clip_grad_norm_" and self.norm_type == 2.0
+        return is_norm and clipped == set(map(id, gradients))
+
 
 class ClipListener(Protocol):
-    """What is told of each call; both methods run on the thread of the caller."""
+    """Called before and after clipping, on the thread of the caller."""
 
     def before_clip(self, call: ClipCall) -> None:
         """Handle a call before gradients are read or changed."""
@@ -60,43 +69,6 @@ class ClipListener(Protocol):
     def after_clip(self, call: ClipCall) -> None:
         """Handle a call that has returned; it is not called after an exception."""
         ...
-
-
-_originals: dict[str, Callable[..., Any]] = {}  # by function, while the cells are changed
-_thread = threading.local()
-
-
-def add_clip_listener(listener: ClipListener) -> None:
-    """Call this listener around every clipping call, until it is removed or collected."""
-    _listeners.add(listener)
-
-
-def remove_clip_listener(listener: ClipListener) -> None:
-    """Stop calling a listener; with the last one, torch's functions are as they were."""
-    _listeners.remove(listener)
-
-
-def _change_functions() -> None:
-    if _listeners and not _originals:
-        _replace_functions()
-    elif not _listeners:
-        _restore_functions()
-
-
-_listeners: Listeners[ClipListener] = Listeners(_change_functions)
-
-
-def _replace_functions() -> None:
-    cells = {name: _cell_of(name) for name in _FUNCTIONS}  # all of them, or none is changed
-    for name, cell in cells.items():
-        _originals[name] = cell.cell_contents
-        cell.cell_contents = _watched(name, cell.cell_contents)
-
-
-def _restore_functions() -> None:
-    for name, original in _originals.items():
-        _cell_of(name).cell_contents = original
-    _originals.clear()
 
 
 def _cell_of(name: str) -> CellType:
@@ -112,15 +84,19 @@ def _cell_of(name: str) -> CellType:
     )
 
 
-def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    public = name.lstrip("_")
-    first = original.__code__.co_varnames[0]  # "parameters" or "tensors"
-    has_norm_type = "norm_type" in original.__code__.co_varnames
+def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
+    public = original.__name__.lstrip("_")
+    names = original.__code__.co_varnames
+    first = names[0]  # "parameters" or "tensors"
+    place = names.index("norm_type") if "norm_type" in names else None
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            raise LoopError(_COMPILED.format(public))
-        if get_eval_frame_callback() is None:
+            raise LoopError(
+                f"{public} is called inside a function that torch.compile compiles, where hooks "
+                "cannot run between backward and clipping. Call it outside the compiled function."
+            )
+        if active_dynamo() is None:
             return notify(*args, **kwargs)
         # A caller that is compiled in parts runs this eagerly, hooks included.
         return torch.compiler.disable(notify)(*args, **kwargs)
@@ -129,14 +105,16 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(_thread, "inside", False):  # clip_grad_norm_ calls the two others
             return original(*args, **kwargs)
         given = args[0] if args else kwargs.get(first, ())
-        tensors = _as_list(given)
+        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
         if not tensors:  # nothing to clip, or arguments that torch rejects
             return original(*args, **kwargs)
-        norm_type = _norm_type(name, args, kwargs) if has_norm_type else None
+        norm_type = None
+        if place is not None:
+            norm_type = float(args[place] if len(args) > place else kwargs.get("norm_type", 2.0))
         call = ClipCall(public, tensors, norm_type)
         _thread.inside = True
         try:
-            listeners = list(_listeners)
+            listeners = list(clip_patch)
             for listener in listeners:
                 listener.before_clip(call)
             rest = {key: value for key, value in kwargs.items() if key != first}
@@ -150,10 +128,6 @@ def _watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def _as_list(given: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [given] if isinstance(given, torch.Tensor) else list(given)
-
-
-def _norm_type(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    index = 1 if name == "_get_total_norm" else 2
-    return float(args[index] if len(args) > index else kwargs.get("norm_type", 2.0))
+clip_patch: SharedPatch[ClipListener] = SharedPatch(
+    lambda listeners: [(_cell_of(name), "cell_contents") for name in _FUNCTIONS], _replace
+)

@@ -1,69 +1,60 @@
 """Calls of `model.generate`, whose forwards are not training forwards.
 
 PyTorch has no hook for them. The method `generate` of the model's class is therefore replaced while
-a session is attached, and restored afterwards; it does what it did, and other models of the class
-are not looked at. A method of the object itself would be copied with the model.
+a session is attached; it does what it did, and other models of the class are not looked at. A
+method of the object itself would be copied with the model.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from hookline.integrations.bare_loop.listeners import Listeners
+from hookline.integrations.patches import SharedPatch
+from hookline.loop.event_context import EventContext
 from hookline.loop.model_watch import ModelGroup
 
 __all__ = ["GenerationWatch"]
 
-_originals: dict[Any, Callable[..., Any]] = {}  # by the class that defines the method
-
 
 class GenerationWatch:
-    """Calls back with True before the model generates, and with False after it.
+    """Sets `generating` in the event context while the model generates.
 
     A model inside of wrappers (DDP, `torch.compile`, adapters) is watched, too, as are wrappers
     with a `generate` of their own. A part of the model with such a method is not: what it does
     belongs to the model's forward.
 
     Args:
-        model: the model, or several.
-        set_generating: the callback.
+        context: has the model, or several.
+        is_shown: whether probes see its forwards.
     """
 
-    def __init__(self, model: torch.nn.Module, set_generating: Callable[[bool], None]) -> None:
-        self._set_generating = set_generating
+    def __init__(self, context: EventContext, *, is_shown: bool) -> None:
+        self._context, self._is_shown = context, is_shown
         self._depth = 0
-        models = list(model) if isinstance(model, ModelGroup) else [model]
-        self._modules = {id(part): part for each in models for part in _generating_modules(each)}
-        classes = (_defining_class(type(part)) for part in self._modules.values())
+        models = list(context.model) if isinstance(context.model, ModelGroup) else [context.model]
+        self.modules = {id(part): part for each in models for part in _generating_modules(each)}
+        classes = (_defining_class(type(part)) for part in self.modules.values())
         self.classes: set[Any] = {kind for kind in classes if kind is not None}
 
     def start(self) -> None:
         """Watch calls of `generate`; nothing happens for a model without it."""
-        if self._modules:
-            _watches.add(self)
+        if self.modules:
+            _patch.add(self)
 
     def stop(self) -> None:
         """Stop watching; the last one restores the methods."""
-        _watches.remove(self)
+        _patch.remove(self)
 
-    def watches(self, module: Any) -> bool:
-        """Return whether this is the model, or what it wraps."""
-        return id(module) in self._modules
-
-    def enter(self) -> None:
-        """Note that a call of `generate` begins."""
-        self._depth += 1
-        self._set_generating(True)
-
-    def leave(self) -> None:
-        """Note that a call of `generate` has ended, or failed."""
-        self._depth -= 1
-        self._set_generating(self._depth > 0)
+    def add_calls(self, count: int) -> None:
+        """Note that a call of `generate` begins (1), or has ended or failed (-1)."""
+        self._depth += count
+        self._context.generating = self._depth > 0
+        self._context.shows_generation = self._depth > 0 and self._is_shown
 
 
 def _generating_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -84,31 +75,23 @@ def _defining_class(kind: type) -> type | None:
     return defining if inspect.isfunction(method) else None
 
 
-def _replacement(generate: Callable[..., Any]) -> Callable[..., Any]:
+def _classes(watches: Iterable[GenerationWatch]) -> list[tuple[Any, str]]:
+    return [(kind, "generate") for watch in watches for kind in watch.classes]
+
+
+def _replace(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def watched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        found = [watch for watch in _watches if watch.watches(self)]
+        found = [watch for watch in _patch if id(self) in watch.modules]
         for watch in found:
-            watch.enter()
+            watch.add_calls(1)
         try:
             return generate(self, *args, **kwargs)
         finally:
             for watch in found:
-                watch.leave()
+                watch.add_calls(-1)
 
     return watched
 
 
-def _change_methods() -> None:
-    """Replace the methods of classes that somebody watches, and put the others back."""
-    used = {kind for watch in _watches for kind in watch.classes}
-    for kind in used - _originals.keys():
-        _originals[kind] = vars(kind)["generate"]
-        kind.generate = _replacement(vars(kind)["generate"])
-    for kind in _originals.keys() - used:
-        original = _originals.pop(kind)
-        if getattr(vars(kind).get("generate"), "__wrapped__", None) is original:
-            kind.generate = original
-
-
-_watches: Listeners[GenerationWatch] = Listeners(_change_methods)
+_patch: SharedPatch[GenerationWatch] = SharedPatch(_classes, _replace)

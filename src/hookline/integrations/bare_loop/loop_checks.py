@@ -1,4 +1,4 @@
-"""Checks for loops that a session cannot follow.
+"""What hooks need of a bare loop, whether it provides that, and loops that cannot be followed.
 
 In the first step a problem raises `LoopError`. Later it is logged once: nothing here stops a run
 that trains.
@@ -9,24 +9,207 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Never
+from typing import Any, Never
 
 import torch
 
 from hookline.dispatch import HookManager
 from hookline.errors import HooklineError, LoopError, NotSuppliedError
-from hookline.integrations.bare_loop.clip_tracker import Versions, gradient_versions
-from hookline.integrations.bare_loop.requirements import Requirements
+from hookline.events import EVENTS, FLOWS
+from hookline.hook import HookGroup
+from hookline.integrations.bare_loop.clip_watch import Versions, gradient_versions
 from hookline.loop.event_context import EventContext
-from hookline.loop.model_watch import CalledModules, ModelGroup, ModelWatch
+from hookline.loop.model_watch import CalledModules, ModelGroup
 
-__all__ = ["LoopChecks", "is_compiled_in_place"]
+__all__ = [
+    "CALLS",
+    "HookNeeds",
+    "LoopChecks",
+    "Requirements",
+    "calls_for",
+    "is_compiled_in_place",
+    "saves_checkpoints",
+]
 
 log = logging.getLogger("hookline")
 
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
+
+CALLS: Mapping[str, str] = {
+    "epoch": "Wrap each epoch: `with session.epoch():`.",
+    "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
+    "backward": "Let the session run backward: `session.backward(loss)` instead of "
+    "`loss.backward()`.",
+    "forward": "Attach what the loop calls: the compiled or wrapped model, not the one inside; and "
+    "call it as `model(x)`, not `model.forward(x)`.",
+    "validation": "Wrap validation: `with session.validation():`.",
+    "checkpoint": "Save with `session.save_checkpoint()`, or say when the loop has saved by "
+    "itself: `session.notify_checkpoint_saved(path)`.",
+    "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
+    "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
+    "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
+    "tokens": "Load batches with `input_ids`, or with integer inputs of two or more dimensions, "
+    "through `session.batches(loader)`, or say how to count: `attach(…, tokens=lambda batch: …)`.",
+    "config": "Give it to attach: `attach(…, config=…)`.",
+    "log": "Report it: `session.log('loss', value)` before the batch ends.",
+    "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
+}
+
+_EVENTS = {
+    "on_epoch_start": "epoch",
+    "on_epoch_end": "epoch",
+    "on_train_batch_start": "batches",
+    "on_train_batch_end": "batches",
+    "on_before_backward": "backward",
+    "on_validation_start": "validation",
+    "on_validation_batch_start": "validation",
+    "on_validation_batch_end": "validation",
+    "on_validation_end": "validation",
+    "on_checkpoint_save": "checkpoint",
+    "on_checkpoint_load": "resumed",
+}
+
+_ARGUMENTS = {
+    "epoch": "epoch",
+    "batch": "batches",
+    "batch_idx": "batches",
+    "dataloader_idx": "batches",
+    "dataloader_name": "batches",
+    "tokens_seen": "tokens",
+    "config": "config",
+    "run": "run",
+}
+
+_MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
+
+
+class Requirements:
+    """What hooks need of a loop, what it provides, and what to do about the rest.
+
+    Attributes:
+        provided: the keys of `CALLS` for what the loop provides.
+        calls: what to do about each need, where it is not a call of the loop.
+        why_no_loss: the end of the sentence that the loop has not provided the loss.
+    """
+
+    def __init__(self) -> None:
+        self.provided: set[str] = set()
+        self.calls: Mapping[str, str] = CALLS
+        self.why_no_loss = f". {CALLS['backward']}"
+
+    def read_absent(self, name: str) -> Any:
+        """Raise for an argument that this loop has not provided."""
+        if name == "loss":
+            raise NotSuppliedError(f"This loop has not provided 'loss'{self.why_no_loss}")
+        if name not in _ARGUMENTS:
+            raise AttributeError(f"The event context has no '{name}'.")
+        call = self.calls[_ARGUMENTS[name]]
+        raise NotSuppliedError(f"This loop has not provided '{name}'. {call}")
+
+    def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
+        """Yield a line for everything that hooks need and the loop has not provided.
+
+        Args:
+            hooks: the hooks.
+            needs: the keys of `CALLS` to look at; by default all.
+        """
+        looked_at = set(needs) - self.provided
+        yield from self._waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
+        for event, _ in _listening(hooks):
+            if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
+                continue  # its arguments come with it
+            known = {"epoch", "tokens"} if event == "on_train_start" else set[str]()
+            for argument, asking in hooks.required_arguments(event).items():
+                need = _ARGUMENTS.get(argument)
+                if need in looked_at - known:
+                    yield f"{', '.join(asking)} asks for '{argument}'. {self.calls[need]}"
+
+    def pending(self, hooks: HookManager) -> Iterator[str]:
+        """Yield a line for everything that may still come: validation and checkpoints."""
+        yield from self._waiting(hooks, _MAY_COME_LATER - self.provided, "waits for")
+
+    def _waiting(self, hooks: HookManager, needs: set[str], verb: str) -> Iterator[str]:
+        """Yield a line for each of these needs that hooks have events for."""
+        by_need: dict[str, list[tuple[str, list[str]]]] = {}
+        for event, listeners in _listening(hooks):
+            if (need := _EVENTS.get(event)) is not None and need in needs:
+                by_need.setdefault(need, []).append((event, listeners))
+        for need, events in by_need.items():
+            labels = ", ".join(label for _, listeners in events for label in listeners)
+            names = " and ".join(event for event, _ in events)
+            yield f"{labels} {verb} {names}. {self.calls[need]}"
+
+
+def calls_for(event: str, arguments: Iterable[str]) -> set[str]:
+    """Return the keys of `CALLS` that an event with these arguments needs in an unchanged loop."""
+    needs = {_ARGUMENTS[argument] for argument in arguments if argument in _ARGUMENTS}
+    if event == "on_train_start":
+        needs -= {"epoch", "tokens"}
+    return needs | ({_EVENTS[event]} if event in _EVENTS else set())
+
+
+def _listening(hooks: HookManager) -> Iterator[tuple[str, list[str]]]:
+    for event in (*EVENTS, *FLOWS):
+        if listeners := hooks.listeners(event, needed=True):
+            yield event, listeners
+
+
+def saves_checkpoints(hook: Any) -> bool:
+    """Return whether a hook saves checkpoints through the session."""
+    return getattr(hook, "hookline_group", None) is HookGroup.CHECKPOINT
+
+
+@dataclass(frozen=True)
+class HookNeeds:
+    """What is watched of a loop.
+
+    Attributes:
+        loss: the losses of steps and batches.
+        grad_norm: the norm of gradients.
+        clips: calls of torch's clipping functions.
+        calls: calls of the model.
+        backward: calls of backward.
+        batch_metrics: the metrics of training batches.
+        asks_for_loss: the methods that cannot be called without the loss.
+    """
+
+    loss: bool
+    grad_norm: bool
+    clips: bool
+    calls: bool
+    backward: bool
+    batch_metrics: bool
+    asks_for_loss: tuple[str, ...]
+
+    @classmethod
+    def of(cls, hooks: HookManager, *, has_run: bool) -> HookNeeds:
+        """Return what these hooks need, and a run, if there is one."""
+        fire = hooks.dispatchers
+        wanted = {event: hooks.required_arguments(event, optional=True) for event in EVENTS}
+        ends = ("on_step_end", "on_train_batch_end", "on_epoch_end")
+        loss = has_run or any({"loss", "ctx", "metrics"} & wanted[event].keys() for event in ends)
+        loss |= any("state" in names for names in wanted.values())
+        norm = any({"grad_norm", "ctx"} & names.keys() for names in wanted.values())
+        clips = norm or bool(fire.on_gradients_ready or fire.update or fire.on_gradient_clip)
+        asking = (
+            label
+            for event in ("on_step_end", "on_train_batch_end")
+            for label in hooks.required_arguments(event).get("loss", ())
+        )
+        saves = any(saves_checkpoints(hooks.get_hook(name)) for name in hooks)
+        return cls(
+            loss=loss,
+            grad_norm=norm,
+            clips=clips,
+            calls=bool(fire.on_before_forward or fire.on_after_forward or fire.forward),
+            # A checkpoint is not saved between a backward and the step.
+            backward=loss or clips or saves or fire.on_after_backward is not None,
+            batch_metrics="metrics" in wanted["on_train_batch_end"],
+            asks_for_loss=tuple(asking),
+        )
 
 
 def is_compiled_in_place(model: torch.nn.Module, called: CalledModules) -> bool:
@@ -118,14 +301,6 @@ class LoopChecks:
             "on_after_backward."
         ]
 
-    def check_attached(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise for an optimizer that was not attached."""
-        if not any(optimizer is attached for attached in self._context.optimizers):
-            raise LoopError(
-                f"updates() was given {type(optimizer).__name__}, which is not one of the "
-                "optimizers that were attached. Give one of those, or nothing for all of them."
-            )
-
     def report_second_step(self, idx: int) -> None:
         """Report an optimizer that steps twice before the others have stepped."""
         self._report(
@@ -206,17 +381,19 @@ class LoopChecks:
             else []
         )
 
-    def unseen_calls(self, model: ModelWatch, asks_for_loss: Sequence[str]) -> list[str]:
+    def unseen_calls(
+        self, *, called: bool, had_backward: bool, asks_for_loss: Sequence[str]
+    ) -> list[str]:
         """Return what hooks need to have been seen before the first step, and was not."""
         problems: list[str] = []
         forward = self._listeners("on_before_forward", "on_after_forward", "forward")
-        if forward and not model.calls_seen:
+        if forward and not called:
             problems.append(
                 f"{', '.join(forward)} needs calls of the model, but the optimizer steps and the "
                 f"attached model was not called. {self._requirements.calls['forward']}"
             )
         backward = [*self._listeners("on_after_backward"), *asks_for_loss]
-        if backward and not model.backwards_seen:
+        if backward and not had_backward:
             problems.append(
                 f"{', '.join(backward)} needs backward, but none was seen that gives the "
                 f"optimizer's parameters gradients. {self._requirements.calls['backward']}"

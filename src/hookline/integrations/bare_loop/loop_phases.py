@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.context import Metrics
-from hookline.integrations.bare_loop.requirements import CALLS, Requirements
+from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.loop import Loop
 from hookline.loop.means import Means

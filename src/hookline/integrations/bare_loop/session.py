@@ -17,11 +17,10 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -38,7 +37,7 @@ from hookline.arguments import (
     describe_value,
 )
 from hookline.context import LazyFloat
-from hookline.dispatch import HookManager, HookSettings
+from hookline.dispatch import HookManager
 from hookline.dispatch.calling_hook import is_firing
 from hookline.errors import (
     ArgumentError,
@@ -52,9 +51,8 @@ from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.generation import GenerationWatch
-from hookline.integrations.bare_loop.hook_needs import saves_checkpoints
+from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
-from hookline.integrations.bare_loop.requirements import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
@@ -74,13 +72,12 @@ from hookline.loop.signals import HeldTermination, TerminationWatch
 from hookline.loop.weak_methods import weak_method, weaken_methods
 
 if TYPE_CHECKING:
-    from hookline.config.trainer_config import CheckpointConfig
     from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
     from hookline.integrations.bare_loop.session_saves import SessionSaves
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 
-__all__ = ["DefaultRuns", "Session"]
+__all__ = ["Session"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
@@ -93,18 +90,16 @@ _STATE = (  # what a checkpoint of the loop's own, or of another library, has of
 )
 
 
-class DefaultRuns(Enum):
-    """Where runs are written if the user does not say: `runs`, if a hook logs values to the run."""
-
-    IF_RECORDED = "runs"
-
-
 class Session:
     """What `attach` returns: the handle to detach, and the calls that give hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
     training and detaches. Without `with`, training starts with the first call that is seen, and
     `detach()` ends it. Hooks get it as `trainer`, and may set attributes of their own on it.
+
+    Args:
+        options: those of `attach`, checked.
+        accumulated_batches: by which number losses are divided for accumulation; 0 if unknown.
 
     Attributes:
         model: the model.
@@ -124,54 +119,30 @@ class Session:
         self,
         model: torch.nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        hooks: Iterable[Hook] | HookManager,
-        *,
         schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
-        config: Any,
-        tokens: Callable[[Any], int] | Literal["auto"] | None,
-        settings: HookSettings | None,
-        loss_divided: bool | None,
-        on_stop: Literal["warn", "raise"],
-        stop_grace: int,
-        runs: str | os.PathLike[str] | Run | DefaultRuns | None,
-        checkpoints: CheckpointConfig,
-        hparams: dict[str, Any],
-        name: str | None,
-        tags: Iterable[str],
-        trackers: Any = None,
-        report: bool = True,
-        watch_generation: bool = False,
+        *,
+        options: SimpleNamespace,
         accumulated_batches: int = 0,
     ) -> None:
-        if isinstance(hooks, HookManager):
-            given_hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
-        else:
-            hooks = hooks if isinstance(hooks, Hook) else list(hooks)  # one alone is refused below
-            given_hooks = [] if isinstance(hooks, Hook) else hooks
-        if isinstance(runs, DefaultRuns):
-            records = any(getattr(hook, "hookline_records", False) for hook in given_hooks)
-            records = records or trackers is not None or any(map(saves_checkpoints, given_hooks))
-            runs = runs.value if records else None
         self.model, self.optimizers = model, optimizers
         self.schedulers, self.scaler = schedulers, scaler
-        self.hparams, self.name, self.tags = hparams, name, list(tags)
-        self.config = SimpleNamespace(debug=False) if config is None else config
+        self.hparams, self.name, self.tags = options.hparams, options.name, options.tags
+        self.config = SimpleNamespace(debug=False) if options.config is None else options.config
         self.run: Run | None = None
-        self._runs, self._wants_report = runs, report
-        self._loss_divided, self._accumulated_batches = loss_divided, accumulated_batches
-        self._watches_generation = watch_generation
+        self._runs, self._wants_report = options.runs, options.report
+        self._loss_divided, self._accumulated_batches = options.loss_divided, accumulated_batches
+        self._watches_generation = options.watch_generation
         self._requirements = Requirements()
-        given = {"config": config, "run": runs}
+        given = {"config": options.config, "run": options.runs}
         self._requirements.provided = {n for n, value in given.items() if value is not None}
-        self.hooks, self.loop = self._make_loop(
-            hooks, settings, config, Record(runs, trackers), checkpoints
-        )
+        self.hooks, self.loop = self._make_loop(options)
+        tokens = options.tokens
         own_count = None if tokens is None or isinstance(tokens, str) else make_counter(tokens)
         count = count_tokens if isinstance(tokens, str) else own_count
         self._phases = LoopPhases(self.loop, self._requirements, self._fire, count)
         self._batch_idx = 0  # of the next batch, where another library's trainer counts them
-        self._stop = StopRequest(self.loop.requests, on_stop, stop_grace)
+        self._stop = StopRequest(self.loop.requests, options.on_stop, options.stop_grace)
         self._saves: SessionSaves | None = None  # made when it is needed
         self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._unreported: list[Any] = []  # values of steps that were not recorded when it was saved
@@ -192,28 +163,21 @@ class Session:
                     self.replace(other)
             self._connect()
 
-    def _make_loop(
-        self,
-        hooks: Iterable[Hook] | HookManager,
-        settings: HookSettings | None,
-        config: Any,
-        record: Record,
-        checkpoints: CheckpointConfig,
-    ) -> tuple[HookManager, Loop]:
+    def _make_loop(self, options: SimpleNamespace) -> tuple[HookManager, Loop]:
         context = EventContext(self, self._requirements.read_absent)
         context.connect(self.model, self.optimizers)
-        context.provide("config", config)
+        context.provide("config", options.config)
         if self._runs is not None:
             context.run = None  # until training starts, and on ranks other than the first
-        manager = HookManager(source=context, settings=settings)
+        manager = HookManager(source=context, settings=options.settings)
         manager.raise_on_missing_args = True  # until the first step
         manager.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
-        manager.register_hooks(hooks)
+        manager.register_hooks(options.hooks)
         loop = Loop(
             context,
             manager,
-            record,
-            checkpoints,
+            Record(options.runs, options.trackers),
+            options.checkpoints,
             attributes=SavedAttributes(self),
             weights=weak_method(self._weights),
             no_folder=LoopError(
@@ -302,9 +266,11 @@ class Session:
             end_batch=self._phases.end_batch,
             called=called,
             loss_divided=self._loss_divided,
+            accumulated_batches=self._accumulated_batches,
         )
-        watch.losses.expect_divisor(self._accumulated_batches)
-        generation = self._generation = GenerationWatch(self.model, self._set_generating)
+        generation = self._generation = GenerationWatch(
+            loop.context, is_shown=self._watches_generation
+        )
         loop.watch, loop.on_fork = watch.hooks_changed, self._leave_in_fork
         loop.state.add_items = weak_method(self._state_items)
         undo = self._undo.callback
@@ -427,11 +393,6 @@ class Session:
             self._saves.leave()
         self.loop.close_checkpoints()
 
-    def _set_generating(self, generating: bool) -> None:
-        context = self.loop.context
-        context.generating = generating
-        context.shows_generation = generating and self._watches_generation
-
     # -- start and end ----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -551,7 +512,8 @@ class Session:
         self._watch.always_sees_calls = True
         loop.ranks.watch_ranks(self._find_place, loop.record.event)
         self._stop.needs_agreement = True
-        self._watch.skips.share(lambda skips: processes.any(skips)[0])
+        self._watch.any_rank = lambda skips: processes.any(skips)[0]
+        self._watch.look_at_skips()
         self._watch.after_step = self._after_step
         if loop.is_sharded:
             self._make_saves()  # in all processes, because a hook of any may ask for one
@@ -893,7 +855,7 @@ class Session:
             reason: given to `on_step_skipped`.
         """
         self.loop.requests.skip(idx, reason, len(self.optimizers))
-        self._watch.skips.activate()
+        self._watch.look_at_skips()
 
     # -- what a loop may call ---------------------------------------------------------------------
 
@@ -1170,7 +1132,7 @@ class Session:
 
         It has strings and tensors only, so that `torch.load(…, weights_only=True)` reads it.
         """
-        from hookline.integrations.bare_loop.state_dicts import pack_state  # most loops save none
+        from hookline.integrations.session_state import pack_state  # most loops save none
 
         return pack_state(self.collect_state())
 
@@ -1179,7 +1141,7 @@ class Session:
 
         `on_checkpoint_load` is fired when training starts.
         """
-        from hookline.integrations.bare_loop.state_dicts import unpack_state
+        from hookline.integrations.session_state import unpack_state
 
         path = self._find_loaded_path()
         self._restore_state(path, unpack_state(state_dict, path))

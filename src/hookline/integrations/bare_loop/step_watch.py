@@ -1,66 +1,172 @@
-"""Turns PyTorch's hooks on optimizers and scaler into the events of a step.
+"""Turns PyTorch's hooks, and calls of backward, clipping and scaler, into the events of a step.
 
-    step, before      on_gradients_ready, unless fired before · on_before_optimizer_step
-    step, after       on_after_optimizer_step, or on_step_skipped
+    forward                on_before_forward · on_after_forward
+    backward has ended     the loss is noted · on_after_backward
+    unscale_               on_gradients_ready      (a loop with a GradScaler)
+    the first clip         on_gradients_ready, unless fired before · on_gradient_clip
+    step, before           on_gradients_ready, unless fired before · on_before_optimizer_step
+    step, after            on_after_optimizer_step, or on_step_skipped
     after the last optimizer      on_train_batch_end · on_step_end
 
-What comes before is in `gradient_watch`. After the first step, nothing here stops a run.
+A loop that cannot be followed without guessing raises an error before its first step; after that,
+nothing here stops a run. The file is long because it is one step, from top to bottom.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hookline.integrations.bare_loop.clip_tracker import gradient_versions
-from hookline.integrations.bare_loop.gradient_watch import GradientWatch
-from hookline.integrations.bare_loop.nested_steps import for_outer_steps
-from hookline.integrations.bare_loop.scaler_watch import ScalerWatch
-from hookline.integrations.bare_loop.step_closure import find_closure, notify_first_call
-from hookline.loop.model_watch import active_dynamo, keep_out_of_graphs
+from hookline.context import LazyFloat
+from hookline.integrations.bare_loop.backward_watch import backward_patch
+from hookline.integrations.bare_loop.clip_watch import (
+    ClipCall,
+    Versions,
+    clip_patch,
+    gradient_versions,
+)
+from hookline.integrations.bare_loop.loop_checks import (
+    HookNeeds,
+    LoopChecks,
+    Requirements,
+    is_compiled_in_place,
+)
+from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
+from hookline.integrations.patches import WrappedMethods
+from hookline.loop.event_context import gradients_of, norm_or_error
+from hookline.loop.loop import Loop
+from hookline.loop.model_watch import CalledModules, ModelWatch, active_dynamo, keep_out_of_graphs
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.weak_methods import weaken_methods
+from hookline.tensors.global_norm import global_norm
+from hookline.tensors.sharded import whole
 
 __all__ = ["StepWatch"]
 
+log = logging.getLogger("hookline")
+
 _uncompiled: Any = torch.compiler.disable  # which loses the types of methods
 _OVERFLOW = "the scaler found non-finite gradients"
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
-class StepWatch(GradientWatch):
-    """Watches model, optimizers and scaler of a loop, and fires the events of a step."""
+class _Before(NamedTuple):
+    """What was there before a backward: gradients by optimizer, and the loss if hooks need it."""
 
-    _found_inf: torch.Tensor | None = None
-    _in_scaler_step = False
-    _handles: tuple[RemovableHandle, ...] = ()
+    versions: list[Versions]
+    loss: BackwardLoss | None
+    is_given: bool
+
+
+class StepWatch:
+    """Watches model, optimizers and scaler of a loop, and fires the events of a step.
+
+    Args:
+        loop: the loop, which knows model, optimizers and scaler.
+        requirements: what hooks need, and what the loop provides.
+        begin: starts training, if it has not started; called often.
+        end_batch: ends the batch in progress: a step has ended.
+        called: what the loop calls, where this is not the model itself.
+        loss_divided: see `attach`.
+        accumulated_batches: the number by which losses are divided also in steps with fewer
+            batches; 0 if it is not known.
+
+    Attributes:
+        phases: the time of each phase, if there is a run.
+        at_boundary: called before a step's first optimizer, where checkpoints are saved.
+        after_step: called when a step has ended.
+        any_rank: returns whether any rank has set a flag; None if this process trains alone.
+        backwards_seen: how many backwards have changed gradients.
+        has_new_gradients: whether backward has run since the last step.
+        always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
+        ends_with_batch: whether a step ends with its batch, when not all optimizers have stepped
+            and others have stepped several times.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        requirements: Requirements,
+        *,
+        begin: Callable[[], None],
+        end_batch: Callable[[], None],
+        called: CalledModules | None = None,
+        loss_divided: bool | None = None,
+        accumulated_batches: int = 0,
+    ) -> None:
+        self.loop, self.context, self.hooks = loop, loop.context, loop.hooks
+        self.called = called or CalledModules()
+        self._requirements, self._begin, self._end_batch = requirements, begin, end_batch
+        context, scaler = loop.context, loop.state.scaler
+        self.dispatchers = loop.hooks.dispatchers
+        self.phases = PhaseTimes()
+        self.at_boundary: Callable[[], None] | None = None
+        self.after_step: Callable[[], None] | None = None
+        self.any_rank: Callable[[bool], bool] | None = None
+        self.scaler = scaler
+        self.optimizers = context.optimizers
+        self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
+        self.losses = StepLosses(context, requirements, scaler, loss_divided, accumulated_batches)
+        self.checks = LoopChecks(context, loop.hooks, requirements, self.called, scaler)
+        self.model = ModelWatch(
+            context.model, self._before_forward, self._after_forward, self.called
+        )
+        self._handles: list[RemovableHandle] = []
+        self._wrapped = WrappedMethods()  # of the scaler
+        self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
+        self._ready: set[int] = set()
+        self._versions: dict[int, Versions] = {}
+        self._clipped: dict[int, Versions] = {}  # by optimizer, after the step's latest clip
+        self._clip: tuple[ClipCall, list[int]] | None = None  # in progress, and its optimizers
+        self._has_clipped = False
+        self._skips = loop.requests.skips  # reasons, by optimizer; -1 for all
+        self._looks_at_skips = False  # an attribute, because it is read three times in each step
+        self._unscaled: set[int] = set()
+        self._in_scaler_step = False
+        self._found_inf: torch.Tensor | None = None
+        self._given_loss: torch.Tensor | None = None
+        self._unchecked = True
+        self._verified = self._takes_short_path = self._starts_silently = False
+        self._has_started = self._closure_evaluated = self._is_in_backward = False
+        self.has_new_gradients = self.ends_with_batch = self.always_sees_calls = False
+        self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
+        self._thread = get_ident()  # that trains, as far as is seen
+
+    # -- attaching --------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Add hooks to model, optimizers and scaler; `detach` removes them, also after an error."""
         self.hooks_changed()
         for optimizer in self.optimizers:
-            before = for_outer_steps(optimizer, self._before_step)
-            self._handles += (optimizer.register_step_pre_hook(before),)
-            after = for_outer_steps(optimizer, self._after_step)
-            self._handles += (optimizer.register_step_post_hook(after),)
+            before = _for_outer_steps(optimizer, self._before_step)
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            after = _for_outer_steps(optimizer, self._after_step)
+            self._handles.append(optimizer.register_step_post_hook(after))
         keep_out_of_graphs(StepWatch._before_step)
         keep_out_of_graphs(StepWatch._after_step)
         if self.scaler is not None:
-            ScalerWatch.listen(self.scaler, self)
+            self._wrapped.wrap(self.scaler, "step", self._scaler_step)
+            self._wrapped.wrap(self.scaler, "unscale_", self._unscale)
 
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
         self.model.detach()
         for handle in self._handles:
             handle.remove()
-        ScalerWatch.leave(self.scaler, self)
-        self._clips.listen(False)
-        self._indirect.listen(False)
+        self._index = {}
+        self._wrapped.restore()
+        clip_patch.remove(self)
+        backward_patch.remove(self)
         self.losses.wanted = False
-        weaken_methods(self, self.model, self._clips, self._indirect)  # else only gc frees them
+        weaken_methods(self, self.model)  # else only the garbage collector frees them
 
     def leave(self) -> None:
         """Remove all hooks, and call nobody at the end of a step: this process was forked."""
@@ -68,30 +174,309 @@ class StepWatch(GradientWatch):
         self.phases = PhaseTimes()
         self.at_boundary = self.after_step = None
 
+    def start(self) -> None:
+        """Training has started: the first call of the model need not be watched for it."""
+        self._has_started = True
+        self.hooks_changed()
+
+    def hooks_changed(self) -> None:
+        """Watch what the enabled hooks need, and no more; nothing before the first call."""
+        self.needs = needs = HookNeeds.of(self.hooks, has_run=self.loop.record.is_wanted)
+        self.checks.check_hooks(on_calls=needs.calls)
+        self.losses.wanted = needs.loss
+        # on_train_start comes before the first forward, also without `with`.
+        starts = self.dispatchers.on_train_start is not None and not self._has_started
+        compiled = is_compiled_in_place(self.context.model, self.called)
+        backward = needs.backward or self.always_sees_calls
+        self.model.watch(
+            calls=(needs.calls or starts or self.always_sees_calls) and not compiled,
+            returns=backward and not compiled,
+        )
+        (clip_patch.add if needs.clips else clip_patch.remove)(self)
+        (backward_patch.add if backward else backward_patch.remove)(self)
+        self._unchecked = True
+        self._takes_short_path = self._starts_silently = False
+
+    # -- where the loop stands --------------------------------------------------------------------
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a step has ended and the model has not been called since, as far as is seen."""
+        calls = self.model.calls_seen
+        return bool(calls) and calls == self._calls_before_step and not self.has_new_gradients
+
+    def find_place(self) -> tuple[int, int]:
+        """Return the batch in progress, counted by calls of the model, and its stage.
+
+        Stages are those of `RankWatch`. A thread may call this.
+        """
+        calls = self.model.calls_seen
+        if not self.model.is_running and calls <= self._calls_before_step:
+            return calls + 1, 0
+        return calls, 2 if calls == self._calls_at_backward or self._is_in_backward else 1
+
+    # -- forward ----------------------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        if not self.context.generating:
+            self._thread = get_ident()
+            self._begin()
+            self.loop.before_forward()
+
+    def _after_forward(self, outputs: Any) -> None:
+        if not self.context.generating:
+            self.loop.after_forward(outputs)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def before_backward(self, loss: torch.Tensor | None) -> _Before | None:
+        """Return the loss and the gradients; None for a thread that does not train the model."""
+        given = self._given_loss
+        if given is None and get_ident() not in (self._thread, self.model.thread):
+            return None
+        self._is_in_backward = True
+        if self.phases.timed:
+            self.phases.lap("forward")
+        seen: BackwardLoss | None = None
+        if self.losses.wanted:
+            seen = self.losses.read(loss) if given is None else BackwardLoss(given, given=True)
+        versions = list(map(gradient_versions, self.optimizers))
+        return _Before(versions, seen, given is not None)
+
+    def after_backward(self, before: _Before | None) -> None:
+        """Note the loss and fire on_after_backward, if gradients have changed."""
+        if before is None:
+            return
+        self._is_in_backward = False
+        changed = map(_have_changed, before.versions, self.optimizers)  # looked at as needed
+        if not before.is_given and not any(changed):
+            return
+        self.backwards_seen += 1
+        self.has_new_gradients = True
+        self._calls_at_backward = self.model.calls_seen
+        if before.loss is not None:
+            self.losses.add(before.loss, had_gradients=any(before.versions))
+        if self._ready:  # a step was skipped, or the optimizers have backwards of their own
+            self._forget_changed(before.versions)
+        if self.dispatchers.on_gradients_ready is not None:
+            self._versions = dict(enumerate(map(gradient_versions, self.optimizers)))
+        if self.dispatchers.on_after_backward is not None:
+            self.dispatchers.on_after_backward(self.context)
+        if self.phases.timed:
+            self.phases.lap("backward")
+
+    def _forget_changed(self, before: list[Versions]) -> None:
+        for i in self._ready - self._stepped.keys():
+            if _have_changed(before[i], self.optimizers[i]):
+                is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
+                if is_clipped and not self._closure_evaluated:
+                    self.checks.report_backward_after_clip()
+                self._new_gradients(i)
+
+    def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
+        """Run backward for a loop that gives its loss."""
+        self._given_loss = loss.detach()
+        try:
+            backward()
+        finally:
+            self._given_loss = None
+
+    def batch_loss(self) -> LazyFloat | None:
+        """Return the loss of the batch that ends, None if it is not known."""
+        loss = self.losses.set_batch_loss()
+        if loss is None and self.needs.asks_for_loss and not self._verified:
+            self.checks.raise_or_warn([*self._unmet(), *self._unknown_loss()])
+        return loss
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def _new_gradients(self, i: int) -> None:
+        """Forget about gradients that no step has used, and requests for them."""
+        self._ready.discard(i)
+        self._clipped.pop(i, None)
+        self.context.norms.pop(i, None)
+        self._skips.pop(i, None)
+        self._skips.pop(-1, None)
+        self._looks_at_skips = bool(self._skips) or self.any_rank is not None
+
+    def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
+        """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
+        for i, optimizer in enumerate(self.optimizers):
+            if i in self._ready or i in self._stepped or which not in (None, optimizer):
+                continue
+            if self.scaler is not None and self.scaler.is_enabled():
+                self.scaler.unscale_(optimizer)  # calls `_unscale`
+            else:
+                self._gradients_ready(i)
+
+    def _gradients_ready(self, i: int, problems: list[str] | None = None) -> None:
+        if i in self._ready:
+            self.checks.raise_or_warn(problems or [])
+            return
+        self._check(i, problems or [])
+        self._ready.add(i)
+        self.context.optimizer_idx = i
+        if self.dispatchers.on_gradients_ready is not None:
+            self.dispatchers.on_gradients_ready(self.context)
+        if self.dispatchers.update is not None:
+            self.dispatchers.update(self.context)
+            self.context.made_gradients = None  # frees them
+
+    def _check(self, i: int, problems: list[str]) -> None:
+        """Raise before the first step if hooks would not get what they need; later, warn."""
+        if not self._verified and not self.backwards_seen and self._skip_reason(i):
+            return  # a batch without backward, whose step is skipped: a later one is checked
+        if self._unchecked or problems:
+            if self._unchecked:
+                problems = [*self._unmet(), *problems]
+                if not self._verified:
+                    problems += self._unseen()
+            self._unchecked = False
+            self.checks.raise_or_warn(problems)
+            self._verified = True
+            self.hooks.raise_on_missing_args = False  # from now on, what is missing is a warning
+            for line in self._requirements.pending(self.hooks):
+                log.info("%s", line)
+        if self.dispatchers.on_gradients_ready is not None and i in self._versions:
+            self.checks.check_versions(self._versions[i], self.optimizers[i])
+
+    def _unmet(self) -> list[str]:
+        return list(self._requirements.unmet(self.hooks))
+
+    def _unknown_loss(self) -> list[str]:
+        who = ", ".join(self.needs.asks_for_loss)
+        return [f"{who} asks for 'loss'{self._requirements.why_no_loss}"] if who else []
+
+    def _unseen(self) -> list[str]:
+        """Return what hooks need to have been seen before the first step, and was not."""
+        problems = self.checks.unseen_calls(
+            called=bool(self.model.calls_seen),
+            had_backward=bool(self.backwards_seen),
+            asks_for_loss=self.needs.asks_for_loss,
+        )
+        self.losses.set_step_loss()
+        if self.backwards_seen and self.context.known("loss") is None:
+            problems += self._unknown_loss()
+        return problems
+
+    # -- clipping ---------------------------------------------------------------------------------
+
+    def before_clip(self, call: ClipCall) -> None:
+        """Fire on_gradients_ready before the step's first clip, and keep the norm."""
+        if call.function == "get_total_norm":
+            if self.dispatchers.update is not None:
+                self._update_gradients(call)
+            return
+        given = self._optimizers_of(set(map(id, call.tensors)))
+        concerned = [i for i in given if self._prepare_clip(i, call.function)]
+        if not concerned:
+            return
+        self._has_clipped = True
+        self._clip = call, concerned
+        for i in concerned if self._norm_is_wanted() else ():
+            gradients = gradients_of(self.optimizers[i])
+            if i not in self._clipped and not call.has_norm_of(gradients):
+                self.context.norms[i] = norm_or_error(partial(global_norm, gradients))
+
+    def _prepare_clip(self, i: int, function: str) -> bool:
+        """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
+        if i in self._stepped and self.ends_with_batch:
+            self._start_again(i)
+        has_stepped = i in self._stepped or self._closure_evaluated
+        if has_stepped or (self.backwards_seen and not self.has_new_gradients):
+            return False
+        if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
+            if function != "get_total_norm":
+                self.checks.report_scaled_clip(function)
+            return False
+        self._begin()
+        self._gradients_ready(i)
+        return True
+
+    def _norm_is_wanted(self) -> bool:
+        """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""
+        context = self.context
+        if context.norm_schedule is None:
+            return self.needs.grad_norm
+        return context.norm_schedule.is_due(context.step_in_progress, context.known("epoch"))
+
+    def _optimizers_of(self, given: set[int]) -> list[int]:
+        """Return the numbers of the optimizers that have one of these parameters, given by id."""
+        return [
+            i
+            for i, optimizer in enumerate(self.optimizers)
+            if any(id(p) in given for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def _update_gradients(self, call: ClipCall) -> None:
+        """Run updates before the loop computes a norm, of the updated gradients then."""
+        owners = {
+            id(parameter.grad): parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        given = {id(owners[id(tensor)]) for tensor in call.tensors if id(tensor) in owners}
+        for i in self._optimizers_of(given):
+            self._prepare_clip(i, call.function)
+        updated = [owners[id(t)].grad if id(t) in owners else t for t in call.tensors]
+        call.tensors = [gradient for gradient in updated if gradient is not None]
+
+    def after_clip(self, call: ClipCall) -> None:
+        """Fire on_gradient_clip after the step's first clip."""
+        if self._clip is None or call is not self._clip[0]:
+            return
+        concerned, self._clip = self._clip[1], None
+        context = self.context
+        for i in concerned:
+            is_first = i not in self._clipped
+            self._clipped[i] = gradient_versions(self.optimizers[i])
+            if not is_first:
+                continue
+            if call.result is not None and self._norm_is_wanted():
+                context.norms.setdefault(i, whole(call.result))  # all ranks clip together
+            if self.dispatchers.on_gradient_clip is not None:
+                context.optimizer_idx = i
+                context.clipped_norm = context.norms.get(i)
+                self.dispatchers.on_gradient_clip(context)
+                context.clipped_norm = None
+
     # -- the scaler -------------------------------------------------------------------------------
 
-    def watches(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this optimizer was attached."""
-        return id(optimizer) in self._index
+    # A scaler that skips a step does not call the optimizer, and a fused optimizer skips inside its
+    # kernel; PyTorch has no hook for either. Gradients are unscaled before the optimizer is called,
+    # fused or not, so that hooks see those it uses; the result is the same, bit for bit.
 
-    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fire on_gradients_ready: gradients have just been unscaled."""
-        i = self._index[id(optimizer)]
+    def _unscale(self, unscale: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+        """Unscale as the scaler does, and fire on_gradients_ready."""
+        unscale(optimizer)
+        self._unscaled.add(id(optimizer))
+        i = self._index.get(id(optimizer))
+        if i is None:
+            return
         if i in self._versions:
             self._versions[i] = gradient_versions(optimizer)
         if i in self._ready:  # of a step that the loop skipped: a scaler unscales once
             self._new_gradients(i)
         self._gradients_ready(i)
 
-    def scaler_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember that the scaler is about to step with the optimizer, or to skip it."""
+    def _scaler_step(
+        self, step: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Step as the scaler does; fire on_step_skipped if it has not called the optimizer."""
+        i, scaler = self._index.get(id(optimizer)), self.scaler
+        if i is None or scaler is None or not scaler.is_enabled():
+            return step(optimizer, *args, **kwargs)
+        if id(optimizer) not in self._unscaled:
+            scaler.unscale_(optimizer)
         self._in_scaler_step = True
-
-    def scaler_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fire on_step_skipped if the scaler has not called the optimizer."""
+        result = step(optimizer, *args, **kwargs)
+        self._unscaled.discard(id(optimizer))
         if self._in_scaler_step:
             self._in_scaler_step = False
-            self._skip_turn(self._index[id(optimizer)], _OVERFLOW)
+            self._skip_turn(i, _OVERFLOW)
+        return result
 
     # -- optimizer.step ---------------------------------------------------------------------------
 
@@ -110,8 +495,8 @@ class StepWatch(GradientWatch):
                 self._gradients_ready(0)
             if fire.on_before_optimizer_step is not None:
                 fire.on_before_optimizer_step(self.context)
-        if self.skips.is_active:
-            self.skips.apply(0, optimizer)
+        if self._looks_at_skips:
+            self._apply_skip(0)
         return None
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -122,33 +507,56 @@ class StepWatch(GradientWatch):
         elif i in self._stepped:
             self.checks.report_second_step(i)
             self._end_all_turns()
-        if find_closure(args, kwargs) is not None:
-            return notify_first_call(args, kwargs, partial(self._closure_ends, i))
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is not None:
+            evaluate = self._watch_closure(i, closure)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": evaluate}
+            return (args[0], evaluate, *args[2:]), kwargs
         self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
         return None
 
+    def _start_again(self, i: int) -> None:
+        """Let an optimizer have another turn in the step in progress."""
+        del self._stepped[i]
+        self._new_gradients(i)
+
     def _start_turn(self, i: int) -> None:
-        self._gradients_ready(i, self._problems_at_step())
+        problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
+        if self.dispatchers.on_gradient_clip is not None and not self._has_clipped:
+            is_last = len(self._stepped) == len(self.optimizers) - 1
+            problems += self.checks.missing_clip() if is_last else []
+        self._gradients_ready(i, problems)
         if self.dispatchers.on_before_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_before_optimizer_step(self.context)
-        if self.skips.is_active:
-            self.skips.apply(i, self.optimizers[i])
+        if self._looks_at_skips:
+            self._apply_skip(i)
 
-    def _closure_ends(self, i: int) -> None:
-        """Start the turn: gradients exist after the closure has run, not before the step."""
-        self._closure_evaluated = True
-        self.losses.keep_first()
-        self._start_turn(i)
+    def _watch_closure(self, i: int, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that starts the turn: gradients exist after it has run once."""
+        is_first = True
+
+        def evaluate() -> Any:
+            nonlocal is_first
+            result = closure()
+            if is_first:
+                is_first = False
+                self._closure_evaluated = True
+                self.losses.keep_first()
+                self._start_turn(i)
+            return result
+
+        return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if active_dynamo() is not None:
             return _uncompiled(self._after_step)(optimizer, args, kwargs)
         if self.phases.timed:
             self.phases.lap("optimizer")
-        if self._takes_short_path and (not self.skips.is_active or self.skips.reason(0) is None):
+        if self._takes_short_path and (not self._looks_at_skips or self._skip_reason(0) is None):
             if self.dispatchers.on_after_optimizer_step is not None:
                 self.dispatchers.on_after_optimizer_step(self.context)
             self._end_step(skipped=False)
@@ -164,13 +572,33 @@ class StepWatch(GradientWatch):
             # scaler does for every other optimizer.
             self._skip_turn(i, _OVERFLOW)
             return
-        if (reason := self.skips.reason(i)) is not None:
+        if (reason := self._skip_reason(i)) is not None:
             self._skip_turn(i, reason)
             return
         if self.dispatchers.on_after_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_after_optimizer_step(self.context)
         self._end_turn(i, stepped=True)
+
+    # -- steps that are skipped -------------------------------------------------------------------
+
+    def look_at_skips(self) -> None:
+        """Look before each step whether it is to be skipped: a hook, or another rank, may ask."""
+        self._looks_at_skips = True
+
+    def _skip_reason(self, i: int) -> str | None:
+        return self._skips.get(i, self._skips.get(-1))
+
+    def _apply_skip(self, i: int) -> None:
+        """Remove the gradients of a step that is to be skipped, in all processes together."""
+        skips = self._skip_reason(i) is not None
+        if self.any_rank is not None and self.any_rank(skips) and not skips:
+            self._skips[i] = "another process asked"
+            skips = True
+        if skips:
+            for group in self.optimizers[i].param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
 
     def _skip_turn(self, i: int, reason: str) -> None:
         self.loop.record.step_skipped(self.context.step, reason, i)
@@ -179,6 +607,8 @@ class StepWatch(GradientWatch):
             self.context.reason = reason
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
+
+    # -- the end of a step ------------------------------------------------------------------------
 
     def end_open_step(self) -> None:
         """End a step in which some of the optimizers have not stepped."""
@@ -208,8 +638,9 @@ class StepWatch(GradientWatch):
         context, losses, record = self.context, self.losses, self.loop.record
         latest_loss = context.latest_loss
         context.skipped = skipped
-        if self.skips.is_active:
-            self.skips.clear()  # on_step_end requests for the next step
+        if self._looks_at_skips:
+            self._skips.clear()  # on_step_end requests for the next step
+            self._looks_at_skips = self.any_rank is not None
         if not skipped:
             context.step += 1
         if losses.wanted:
@@ -228,10 +659,11 @@ class StepWatch(GradientWatch):
         if self._ready:
             self._ready.clear()
             self._versions.clear()
-            self._clips.end_step()
+            self._clipped.clear()
+            context.norms.clear()
         self.has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self.model.calls_seen
-        self._indirect.thread = get_ident()
+        self._thread = get_ident()
         self.loop.end_step_of_probes()
         context.skipped = False
         context.step_in_progress = context.step + 1
@@ -243,3 +675,46 @@ class StepWatch(GradientWatch):
             self.phases.end_batch()
         if self.after_step is not None:
             self.after_step()
+
+
+def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a gradient was changed in place or replaced; the first one decides."""
+    gradients = gradients_of(optimizer)
+    if len(before) != len(gradients):
+        return True
+    return any(
+        (id(gradient), gradient._version) != version
+        for gradient, version in zip(gradients, before, strict=True)
+    )
+
+
+def _for_outer_steps(
+    optimizer: torch.optim.Optimizer, hook: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the step hook without its calls within a step of the same optimizer.
+
+    An optimizer's `step` may call that of its base class. PyTorch calls its hooks for both, as soon
+    as an optimizer of the base class was made in the same process. For a loop, this is one step.
+    """
+    bases = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
+    if sum("step" in vars(base) for base in bases) < 2:
+        return hook
+
+    def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return None if _is_nested(optimizer) else hook(optimizer, args, kwargs)
+
+    keep_out_of_graphs(call)
+    return call
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether two steps of this optimizer are on the stack.
+
+    A count that a step adds to would be wrong after a step that has raised.
+    """
+    steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps == 2

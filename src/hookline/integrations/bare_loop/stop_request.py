@@ -6,7 +6,7 @@ import logging
 from typing import Literal
 
 from hookline.errors import StopTraining
-from hookline.integrations.bare_loop.requirements import CALLS
+from hookline.integrations.bare_loop.loop_checks import CALLS
 from hookline.loop.control_requests import ControlRequests
 
 __all__ = ["StopRequest"]

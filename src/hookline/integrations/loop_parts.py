@@ -1,62 +1,19 @@
-"""Attaching to a bare loop: what `hookline.attach` is given, checked."""
+"""The parts of a loop that is not ours: model, optimizers, schedulers and scaler, checked."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 
-from hookline.arguments import (
-    check_flag,
-    check_function,
-    check_instance,
-    check_mapping,
-    check_name,
-    check_path,
-    check_whole_number,
-    describe_value,
-    listed_strings,
-    read_items,
-    show_value,
-)
-from hookline.config.trainer_config import CheckpointConfig, checked_hparams
-from hookline.dispatch import HookManager, HookSettings
+from hookline.arguments import describe_value, read_items
 from hookline.errors import ArgumentError, LoopError
-from hookline.hook import Hook
-from hookline.integrations.bare_loop.session import DefaultRuns, Session
 from hookline.loop.model_watch import ModelGroup
 from hookline.loop.unsupported_models import check_supported
 
-if TYPE_CHECKING:
-    from hookline.runs.run import Run
-
-__all__ = ["attach_to_loop", "loop_parts", "session_options", "unwrap_optimizer"]
-
-
-def attach_to_loop(
-    model: Any,
-    optimizer: Any,
-    hooks: Any,
-    *,
-    schedulers: Any = (),
-    scaler: torch.amp.GradScaler | None = None,
-    watch_generation: bool = False,
-    **options: Any,
-) -> Session:
-    """Attach hooks to a bare loop; see `hookline.attach`."""
-    checked = session_options(hooks, **options)
-    parts = loop_parts(model, optimizer, schedulers, scaler)
-    session = Session(
-        **parts,
-        watch_generation=watch_generation,
-        accumulated_batches=_accumulated_batches(optimizer),
-        **checked,
-    )
-    session.refuse_quietly()  # unless it is in a `with` block
-    return session
+__all__ = ["accumulated_batches", "loop_parts", "unwrap_optimizer"]
 
 
 def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict[str, Any]:
@@ -86,92 +43,6 @@ def _prepared_scaler(given: Any) -> torch.amp.GradScaler | None:
         if is_prepared and isinstance(optimizer.scaler, torch.amp.GradScaler):
             return optimizer.scaler
     return None
-
-
-def session_options(
-    hooks: Any,
-    *,
-    config: Any = None,
-    tokens: Callable[[Any], int] | Literal["auto"] | None = "auto",
-    settings: HookSettings | None = None,
-    loss_divided: bool | None = None,
-    on_stop: Literal["warn", "raise"] = "warn",
-    stop_grace: int = 10,
-    runs: str | os.PathLike[str] | Run | DefaultRuns | None = DefaultRuns.IF_RECORDED,
-    checkpoints: CheckpointConfig | Mapping[str, Any] | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    name: str | None = None,
-    tags: Iterable[str] = (),
-    trackers: Any = (),
-    report: bool = True,
-) -> dict[str, Any]:
-    """Return checked arguments of a session in any loop."""
-    if not isinstance(on_stop, str) or on_stop not in ("warn", "raise"):
-        raise ArgumentError(
-            f'attach(…, on_stop=…) takes "warn" or "raise", not {show_value(on_stop)}.'
-        )
-    if tokens is not None and not _is_auto(tokens):
-        check_function("attach(…, tokens=…)", tokens, "batch")
-    check_whole_number("attach(…, stop_grace=…)", stop_grace)
-    check_flag("attach(…, report=…)", report)
-    if loss_divided is not None:
-        check_flag("attach(…, loss_divided=…)", loss_divided)
-    if settings is not None:
-        check_instance("attach(…, settings=…)", settings, HookSettings, "HookSettings or None")
-    if name is not None:
-        check_name("attach(…, name=…)", name)
-    return {
-        "hooks": _hooks(hooks),
-        "config": config,
-        "tokens": tokens,
-        "settings": settings,
-        "loss_divided": loss_divided,
-        "on_stop": on_stop,
-        "stop_grace": stop_grace,
-        "runs": _runs(runs),
-        "checkpoints": _checkpoint_settings(checkpoints),
-        "hparams": checked_hparams(hparams),
-        "name": name,
-        "tags": listed_strings("attach(…, tags=…)", tags),
-        "trackers": _tracker_set(trackers),
-        "report": report,
-    }
-
-
-def _tracker_set(given: Any) -> Any:
-    """Return the trackers; None if there are none, which imports nothing."""
-    if given is None or (type(given) in (list, tuple) and not given):
-        return None
-    from hookline.trackers.tracker_set import make_tracker_set
-
-    return make_tracker_set(given)
-
-
-def _checkpoint_settings(given: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
-    if isinstance(given, CheckpointConfig):
-        return given
-    fields = {} if given is None else check_mapping("attach(…, checkpoints=…)", given)
-    return CheckpointConfig(**fields)
-
-
-def _is_auto(tokens: Any) -> bool:
-    return isinstance(tokens, str) and tokens == "auto"
-
-
-def _hooks(given: Any) -> Any:
-    """Return the hooks in a list; the manager refuses a hook alone, with what to write instead."""
-    if given is None or isinstance(given, Hook | HookManager):
-        return given or []
-    return read_items("attach(…, hooks=…)", given, "a list of hooks")
-
-
-def _runs(given: Any) -> Any:
-    """Return where runs are written: None, a folder, or a run that is open."""
-    if given is None or isinstance(given, DefaultRuns):
-        return given
-    if getattr(type(given), "__module__", "").startswith("hookline."):  # a run, which is not loaded
-        return given
-    return check_path("attach(…, runs=…)", given, "the folder for runs, a run or None")
 
 
 def _schedulers(given: Any) -> list[Any]:
@@ -210,7 +81,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _accumulated_batches(given: Any) -> int:
+def accumulated_batches(given: Any) -> int:
     """Return by which number Accelerate divides losses; 0 without a prepared optimizer."""
     first = next(iter(given), None) if isinstance(given, list | tuple) else given
     count = getattr(getattr(first, "gradient_state", None), "num_steps", 0)

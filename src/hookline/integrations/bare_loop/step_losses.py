@@ -1,38 +1,41 @@
 """The losses of batches and steps in a bare loop.
 
 The loop may give them (`session.backward(loss)`). Otherwise the loss is the tensor that backward
-was called on. Under gradient accumulation most loops divide it by the number of backwards in a
-step, which is known when the step ends; a loss that was divided by this number is multiplied by it.
+was called on. Under gradient accumulation most loops call `(loss / n).backward()`, with the number
+of backwards in a step, which is known when the step ends; a loss that was divided by this number is
+multiplied by it. The division is the last operation of the loss's graph, with its constant saved
+there. Autograd frees it as soon as it has passed that operation: it is read before backward.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hookline.context import NO_LOSS, LazyFloat
-from hookline.integrations.bare_loop.backward_watch import running_backward
-from hookline.integrations.bare_loop.requirements import Requirements
+from hookline.integrations.bare_loop.loop_checks import Requirements
 from hookline.loop.event_context import EventContext
 
-__all__ = ["LossTracker"]
+__all__ = ["BackwardLoss", "StepLosses", "find_divisor", "is_compiled"]
 
 log = logging.getLogger("hookline")
 
 
-@dataclass
+@dataclass(slots=True)
 class BackwardLoss:
     """The loss of one backward.
 
     Attributes:
-        loss: the tensor, unscaled; None if it is not known.
+        loss: the tensor, unscaled; None if it is not a single number.
         given: whether the loop gave its own loss (`session.backward`).
         divisor: the constant that it was divided by last; None without one.
         compiled: whether it comes out of a compiled function, which hides a division.
-        host_divisor: the number that it was divided by, where a host says so.
+        known_divisor: the number that it was divided by, where another library says so.
         turn: how many times optimizers have stepped before it, in its step.
     """
 
@@ -40,11 +43,11 @@ class BackwardLoss:
     given: bool = False
     divisor: float | None = None
     compiled: bool = False
-    host_divisor: float | None = None
+    known_divisor: float | None = None
     turn: int = 0
 
 
-class LossTracker:
+class StepLosses:
     """The losses of the step and of the batch in progress.
 
     Args:
@@ -57,7 +60,7 @@ class LossTracker:
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
         turns: how many times optimizers have stepped, while the step goes on with others.
-        divisor: the number that each loss is divided by from now on, where a host says so.
+        divisor: the number that each loss is divided by from now on, where another library says so.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class LossTracker:
         requirements: Requirements,
         scaler: torch.amp.GradScaler | None,
         divided: bool | None = None,
+        accumulated_batches: int = 0,
     ) -> None:
         self.wanted = False
         self.turns = 0
@@ -76,63 +80,30 @@ class LossTracker:
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
-        self._is_given = self._has_reported = False
-        self._group = 0  # the number of backwards that a whole step has divided by
+        self._has_reported = False
+        self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
-        self._counts: dict[int, int] = {}  # backwards of the step that ends, by turn
+        self._counts = Counter[int]()  # backwards of the step that ends, by turn
 
-    @property
-    def reads_graphs(self) -> bool:
-        """Whether it must be found out by which number losses were divided."""
-        return self.wanted and self._divided is not False and self.divisor is None
+    def read(self, loss: torch.Tensor | None) -> BackwardLoss:
+        """Return the loss of a backward that begins, and by what it was divided."""
+        if loss is None or self._divided is False or self.divisor is not None:
+            return BackwardLoss(loss)
+        is_scaled = self._scaler is not None and self._scaler.is_enabled()
+        divisor = find_divisor(loss, is_scaled=is_scaled)
+        compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
+        return BackwardLoss(loss, divisor=divisor, compiled=compiled)
 
-    def expect_divisor(self, count: int) -> None:
-        """Undo a division by this number also in steps with fewer batches, and in the first."""
-        self._group = max(self._group, count)
-
-    def set_loss(self, loss: torch.Tensor | None) -> None:
-        """Set the loss that the loop runs backward on; None after it."""
-        self._is_given = loss is not None
-        if loss is not None and self.wanted:
-            self._add(BackwardLoss(loss.detach(), given=True), self._has_gradients())
-
-    def add_running(self, had_gradients: bool | None = None) -> None:
-        """Add the loss of the backward that runs.
-
-        Args:
-            had_gradients: whether there were gradients before this backward; None if it has not
-                changed them yet.
-        """
-        if self._is_given:
-            return
-        if had_gradients is None:
-            had_gradients = self._has_gradients()
-        running = running_backward()
-        if running is None or running.loss is None:
-            self._add(BackwardLoss(None), had_gradients)
-            return
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        graph = running.graph
-        divisor = None if graph is None else graph.divisor(is_scaled=scaled)
-        compiled = graph is not None and divisor is None and graph.compiled(is_scaled=scaled)
-        loss = running.loss.detach()
-        if self._scaler is not None and scaled:
-            loss = loss / self._scaler.scale(torch.ones_like(loss))  # on the device; nothing waits
-        self._add(BackwardLoss(loss, divisor=divisor, compiled=compiled), had_gradients)
-
-    def _has_gradients(self) -> bool:
-        return any(
-            parameter.grad is not None
-            for optimizer in self._context.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-
-    def _add(self, seen: BackwardLoss, had_gradients: bool) -> None:
+    def add(self, seen: BackwardLoss, *, had_gradients: bool) -> None:
+        """Add the loss of a backward, before which there were gradients or none."""
+        if seen.loss is not None:
+            seen.loss = loss = seen.loss.detach()
+            if self._scaler is not None and self._scaler.is_enabled() and not seen.given:
+                seen.loss = loss / self._scaler.scale(torch.ones_like(loss))  # nothing waits
         # Gradients were dropped since the last backward, if there was one: it had no step.
         if not had_gradients and not self.turns:
             self._step.clear()
-        seen.host_divisor, seen.turn = self.divisor, self.turns
+        seen.known_divisor, seen.turn = self.divisor, self.turns
         self._step.append(seen)
         batch = self._context.known("current_batch")
         if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
@@ -155,12 +126,12 @@ class LossTracker:
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
         losses = self._first or self._step
-        self._set(losses, _count_turns(losses))
+        self._set(losses, Counter(seen.turn for seen in losses))
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
         losses = self._first or self._step
-        self._counts = _count_turns(losses)
+        self._counts = Counter(seen.turn for seen in losses)
         for turn in self._counts:
             self._learn([seen for seen in losses if seen.turn == turn])
         own = self._set(losses, self._counts)
@@ -173,7 +144,7 @@ class LossTracker:
         """Forget the losses of the step."""
         self._step.clear()
         self._first = []
-        self._counts = {}
+        self._counts = Counter()
         self.turns = 0
 
     # -- losses that the loop has divided ---------------------------------------------------------
@@ -208,8 +179,8 @@ class LossTracker:
             seen: the loss.
             count: the number of backwards in its turn; 0 while the step is in progress.
         """
-        if seen.host_divisor is not None:
-            return seen.host_divisor
+        if seen.known_divisor is not None:
+            return seen.known_divisor
         if seen.given or self._divided is False:
             return 1.0
         if self._divided:
@@ -221,14 +192,14 @@ class LossTracker:
             return seen.divisor
         return 1.0
 
-    def _set(self, losses: list[BackwardLoss], counts: dict[int, int]) -> list[torch.Tensor]:
+    def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
         context.provide("loss", None)
         absent.why_no_loss = ""
         own: list[torch.Tensor] = []
         for seen in losses:
-            divisor = self._divisor(seen, counts.get(seen.turn, 0))
+            divisor = self._divisor(seen, counts[seen.turn])
             if seen.loss is not None and divisor is not None:
                 own.append(seen.loss if divisor == 1.0 else seen.loss * divisor)
             elif seen.loss is not None:
@@ -238,8 +209,13 @@ class LossTracker:
                     "`attach(…, loss_divided=True)` or `False`."
                 )
         if not losses and self.wanted:
-            self._report_no_backward()
             context.loss = NO_LOSS
+            if not self._has_reported:
+                self._has_reported = True
+                log.info(
+                    "No backward has run in a batch or step: hooks get `loss` as nan for it, and "
+                    "it is left out of means and of the record."
+                )
             return []
         if len(own) < len(losses) or not losses:
             absent.why_no_loss = absent.why_no_loss or (
@@ -254,23 +230,6 @@ class LossTracker:
             )
         return own
 
-    def _report_no_backward(self) -> None:
-        """Say once that batches without backward have no loss."""
-        if not self._has_reported:
-            self._has_reported = True
-            log.info(
-                "No backward has run in a batch or step: hooks get `loss` as nan for it, and it is "
-                "left out of means and of the record."
-            )
-
-
-def _count_turns(losses: list[BackwardLoss]) -> dict[int, int]:
-    """Return the number of backwards in each turn: a loss is divided among those of its turn."""
-    counts: dict[int, int] = {}
-    for seen in losses:
-        counts[seen.turn] = counts.get(seen.turn, 0) + 1
-    return counts
-
 
 def _is(divisor: float | None, count: int) -> bool:
     """Return whether the divisor is this number, more than one."""
@@ -279,3 +238,57 @@ def _is(divisor: float | None, count: int) -> bool:
 
 def _is_whole(divisor: float | None) -> bool:
     return divisor is not None and _is(divisor, round(divisor))
+
+
+def find_divisor(loss: torch.Tensor, *, is_scaled: bool = False) -> float | None:
+    """Return the constant that the loss was divided by last; None without a division.
+
+    Multiplying by a constant counts as dividing by its inverse. A constant on an accelerator is
+    never read, because that would wait for the device.
+
+    Args:
+        loss: the tensor that backward is called on.
+        is_scaled: whether a `GradScaler` has multiplied it by its scale after the loop's own
+            operations.
+    """
+    node = _last_operation(loss, is_scaled)
+    while _name(node) == "ToCopyBackward0":  # `.float()` of a divided loss
+        node = _input(node)
+    name = _name(node)
+    if name == "DivBackward0":
+        return _constant(node, "_saved_other", 1)
+    if name == "MulBackward0":
+        factor = _constant(node, "_saved_other", 1) or _constant(node, "_saved_self", 0)
+        return None if not factor else 1.0 / factor
+    return None
+
+
+def is_compiled(loss: torch.Tensor, *, is_scaled: bool = False) -> bool:
+    """Return whether the loss comes out of a compiled function, which hides its operations."""
+    return "CompiledFunctionBackward" in _name(_last_operation(loss, is_scaled))
+
+
+def _last_operation(loss: torch.Tensor, is_scaled: bool) -> Any:
+    """Return the graph's last node, beneath the multiplication of a scaler."""
+    node = loss.grad_fn
+    return _input(node) if is_scaled and _name(node) == "MulBackward0" else node
+
+
+def _name(node: Any) -> str:
+    return "" if node is None else node.name()
+
+
+def _input(node: Any) -> Any:
+    """Return the node of the one input that has a gradient; None if there are several."""
+    inputs = [function for function, _ in node.next_functions if function is not None]
+    return inputs[0] if len(inputs) == 1 else None
+
+
+def _constant(node: Any, saved: str, position: int) -> float | None:
+    """Return a saved number, if the operand at this position is a constant on the CPU."""
+    if node.next_functions[position][0] is not None:
+        return None
+    value = getattr(node, saved, None)
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.numel() != 1:
+        return None
+    return float(value)

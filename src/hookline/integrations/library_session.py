@@ -1,4 +1,8 @@
-"""HostSession: hooks in a loop that belongs to another library's trainer."""
+"""LibrarySession: hooks in a loop that belongs to another library's trainer.
+
+The trainer's callbacks tell it where training is, and PyTorch's own hooks show the rest, as in a
+bare loop.
+"""
 
 from __future__ import annotations
 
@@ -7,44 +11,41 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import torch
 
 from hookline.context import LazyFloat, to_float
-from hookline.dispatch import HookManager
 from hookline.errors import LoopError, NotSuppliedError
-from hookline.hook import Hook
 from hookline.integrations.bare_loop.loop_phases import Batch
 from hookline.integrations.bare_loop.session import Session
-from hookline.integrations.hosts.host_events import Host
-from hookline.integrations.hosts.host_metrics import with_common_names
+from hookline.integrations.library import Library, with_common_names
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.means import Means
 from hookline.loop.model_watch import CalledModules
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.signals import SignalWatch
 
-__all__ = ["HostSession"]
+__all__ = ["LibrarySession"]
 
 log = logging.getLogger("hookline")
 
 
-class HostSession(Session):
-    """A session in a host's loop; the host's callbacks call the methods below.
+class LibrarySession(Session):
+    """A session in the loop of a trainer, whose callbacks call the methods below.
 
-    The model and the optimizers are given by `connect`, when the host has made them. The options
-    that are not listed here are those of `attach`.
+    The model and the optimizers are given by `connect`, when the trainer has made them.
 
     Args:
-        host: what the host gives to hooks.
-        forwards_logs: whether numbers that hooks log are kept for the host (`take_logged`).
-        batch_metrics: returns what the host has logged in the training batch that ends, for hooks
-            that ask for its metrics.
+        library: what the trainer gives to hooks.
+        options: those of `attach`, checked.
+        forwards_logs: whether numbers that hooks log are kept for the trainer (`take_logged`).
+        batch_metrics: returns what was logged to the trainer in the training batch that ends, for
+            hooks that ask for its metrics.
         on_log: called with the name and value of each number that is logged.
         before_state: called before the state of the hooks is collected.
-        find_loaded_path: returns the path of the checkpoint that the host reads; None if unknown.
+        find_loaded_path: returns the path of the checkpoint that is read; None if unknown.
 
     Attributes:
         ends_for_signal: whether training ends because a process has received a signal; None while
@@ -53,30 +54,20 @@ class HostSession(Session):
 
     def __init__(
         self,
-        host: Host,
-        hooks: Iterable[Hook] | HookManager,
+        library: Library,
+        options: SimpleNamespace,
         *,
-        allow_missing: bool = False,
-        watch_generation: bool = False,
         forwards_logs: bool = False,
         batch_metrics: Callable[[], Mapping[str, Any]] | None = None,
         on_log: Callable[[str, Any], None] | None = None,
         before_state: Callable[[], None] | None = None,
         find_loaded_path: Callable[[], Path | None] | None = None,
-        **options: Any,
     ) -> None:
-        super().__init__(  # the model comes later
-            None,  # type: ignore[arg-type]
-            [],
-            hooks,
-            schedulers=[],
-            scaler=None,
-            watch_generation=watch_generation,
-            **options,
-        )
-        self.host = host
+        no_model: Any = None  # it comes later
+        super().__init__(no_model, [], [], None, options=options)
+        self.library = library
         self.was_attached = False  # by `attach`, and not listed as a callback by the user
-        self._allow_missing = allow_missing
+        self._allow_missing = options.allow_missing
         self._forwards_logs, self._on_log = forwards_logs, on_log
         self._before_state, self._loaded_path = before_state, find_loaded_path
         self._phases.other_metrics = batch_metrics
@@ -89,36 +80,36 @@ class HostSession(Session):
         self._has_told_signal = False
         self.ends_for_signal: bool | None = None
         self._cleanup = ExitStack()
-        self._requirements.provided |= host.supplied
-        self._requirements.calls = {**self._requirements.calls, **host.calls}
+        self._requirements.provided |= library.provided
+        self._requirements.calls = {**self._requirements.calls, **library.calls}
         self._refuse_missing()
 
     def _refuse_missing(self) -> None:
-        """Raise for hooks that need events which the host does not give; or warn."""
+        """Raise for hooks that need events which the trainer does not give; or warn."""
         problems = [
             f"{', '.join(listeners)} needs {event}: {why}"
-            for event, why in self.host.missing.items()
+            for event, why in self.library.missing.items()
             if (listeners := self.hooks.listeners(event, needed=True))
         ]
         if problems and not self._allow_missing:
             raise NotSuppliedError(
-                f"Hooks need what {self.host.name} does not provide:",
+                f"Hooks need what {self.library.name} does not provide:",
                 *(f"  - {problem}" for problem in problems),
                 "Remove them, or attach with allow_missing=True: they are not called then.",
             )
         for problem in problems:
-            log.warning("%s does not provide everything: %s", self.host.name, problem)
+            log.warning("%s does not provide everything: %s", self.library.name, problem)
 
     # -- start and end ----------------------------------------------------------------------------
 
     @property
     def is_training(self) -> bool:
-        """Whether the host trains with these hooks."""
+        """Whether the trainer trains with these hooks."""
         return self.started and not self._ended
 
     @property
     def is_connected(self) -> bool:
-        """Whether the host has begun to train, and its model is watched."""
+        """Whether the trainer has begun to train, and its model is watched."""
         return self._is_connected
 
     @property
@@ -128,7 +119,7 @@ class HostSession(Session):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the host is asked to end training."""
+        """Whether the trainer is asked to end training."""
         return self._stop.is_active
 
     @property
@@ -137,7 +128,7 @@ class HostSession(Session):
         return self._runs is not None
 
     def __enter__(self) -> Self:
-        return self  # the host starts training
+        return self  # the trainer starts training
 
     def __exit__(
         self,
@@ -147,16 +138,16 @@ class HostSession(Session):
     ) -> None:
         if self._is_connected:
             super().__exit__(kind, error, traceback)
-        elif not self._ended:  # the host has not trained: it may do so later, without these hooks
+        elif not self._ended:  # it has not trained, and may do so later without these hooks
             self.abandon(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End training, after this error, if there is one; unless the host has not begun."""
+        """End training, after this error, if there is one; unless the trainer has not begun."""
         if self._is_connected:
             self.__exit__(None if error is None else type(error), error, None)
 
     def begin(self) -> None:
-        """Start training (`on_train_start`), when the host has started it."""
+        """Start training (`on_train_start`), when the trainer has started it."""
         if self._is_connected:
             super().begin()
 
@@ -171,7 +162,7 @@ class HostSession(Session):
         called: CalledModules | None = None,
         ends_with_batch: bool = False,
     ) -> None:
-        """Watch what the host trains; call `begin` when everything is restored.
+        """Watch what the trainer trains; call `begin` when everything is restored.
 
         Args:
             model: the model, as hooks get it.
@@ -179,13 +170,13 @@ class HostSession(Session):
             schedulers: the learning-rate schedulers.
             scaler: what scales the loss.
             signals: signals to stop at, apart from SIGINT; None if signals are left alone.
-            called: what the host calls, where this is not the model itself.
+            called: what the trainer calls, where this is not the model itself.
             ends_with_batch: whether a batch ends a step in which some of the optimizers have not
                 stepped.
         """
         if self._is_connected or self._ended:
             raise LoopError(
-                f"{self.host.name} has started a second training, and a session belongs to one. "
+                f"{self.library.name} has started a second training, and a session belongs to one. "
                 "Attach again before each: `hookline.attach(trainer, …)`."
             )
         if signals is not None:  # first: from now on, Ctrl-C waits for the end of a step
@@ -203,7 +194,7 @@ class HostSession(Session):
             self._watch.checks.allow_missing = True
             self.hooks.raise_on_missing_args = False
 
-    def replace_equal(self, others: Iterable[HostSession]) -> None:
+    def replace_equal(self, others: Iterable[LibrarySession]) -> None:
         """End the sessions of the same trainer that were attached by an equal call of `attach`."""
         for other in list(others):
             if other.was_attached and not other.has_ended and self.is_equal_to(other):
@@ -225,7 +216,7 @@ class HostSession(Session):
         self._on_log = self._before_state = self._loaded_path = None
 
     def _watch_termination(self) -> None:
-        """Do nothing: the host's own handlers, or those of `connect`, see the signal."""
+        """Do nothing: the trainer's own handlers, or those of `connect`, see the signal."""
 
     def is_watched(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the steps of this optimizer are seen; if not, warn once.
@@ -238,9 +229,9 @@ class HostSession(Session):
         if optimizer is not self._unwatched:
             self._unwatched = optimizer
             problem = (
-                f"{self.host.name} steps with another optimizer ({type(optimizer).__name__}) than "
-                "the one with which training has started, so hooks do not see its steps. Replace "
-                "the optimizer before training starts."
+                f"{self.library.name} steps with another optimizer ({type(optimizer).__name__}) "
+                "than the one with which training has started, so hooks do not see its steps. "
+                "Replace the optimizer before training starts."
             )
             if self.hooks.dispatchers.update is not None:
                 raise LoopError(f"{problem} Updates of gradients would be left out.")
@@ -248,22 +239,22 @@ class HostSession(Session):
         return False
 
     def use_config(self, config: Any) -> None:
-        """Give hooks the host's configuration, unless the user has given one."""
+        """Give hooks the trainer's configuration, unless the user has given one."""
         if self.loop.context.known("config") is None:
             self.loop.context.config = self.config = config
             self._requirements.provided.add("config")
 
     def warn_about_copy(self) -> None:
-        """Log that the copy of a host's object has no hooks, unless they are done anyway."""
+        """Log that the copy of a trainer has no hooks, unless they are done anyway."""
         if not self._ended:
             log.warning(
                 "The copy of %s has no hooks: they belong to one training. Attach others to it, "
                 "`hookline.attach(copy, …)`.",
-                self.host.name,
+                self.library.name,
             )
 
     def detach(self) -> None:
-        """End training (`on_train_end`) and remove all hooks from the host's objects."""
+        """End training (`on_train_end`) and remove all hooks from the trainer's objects."""
         if self._ended:
             if self.loop.is_forked:
                 self._cleanup.close()
@@ -272,7 +263,7 @@ class HostSession(Session):
             if self._is_connected:
                 super().detach()
             else:
-                if self.status == "training":  # the host had nothing to train
+                if self.status == "training":  # the trainer had nothing to train
                     self.loop.context.status = "completed"
                 self._ended = True
                 self._leave_loop()
@@ -288,13 +279,13 @@ class HostSession(Session):
             )
 
     def stop(self, reason: str = "") -> None:
-        """Ask the host to end training after the step in progress; the first reason is kept."""
+        """Ask the trainer to end training after the step in progress; the first reason is kept."""
         if not self._is_connected:
-            raise LoopError(f"{self.host.name} has not started training, so nothing can stop.")
+            raise LoopError(f"{self.library.name} has not started training, so nothing can stop.")
         super().stop(reason)
 
     def preempt(self, signal: str) -> None:
-        """End training because of a signal that the host has handled."""
+        """End training because of a signal that the trainer has handled."""
         if self.loop.requests.signal is None:
             self.loop.requests.receive_signal(Signals[signal])
         self._stop_because_of(signal)
@@ -312,7 +303,7 @@ class HostSession(Session):
         return None if received is None else received.name
 
     def take_stop(self) -> bool:
-        """Return whether the host should end training now: a hook or a signal asks for it.
+        """Return whether the trainer should end training now: a hook or a signal asks for it.
 
         Several processes call this at the same places, and end training together.
         """
@@ -349,16 +340,13 @@ class HostSession(Session):
         self._phases.begin_epoch(epoch)
 
     def end_resumed_epoch(self) -> None:
-        """End an epoch that was saved after its last step, and which the host does not resume.
-
-        A host that continues from such a checkpoint begins with the next epoch, or ends training.
-        """
+        """End an epoch that was saved after its last step: the trainer goes on with the next."""
         if self._phases.resumed_epoch is not None and self._batch_idx:
             self._phases.begin_epoch(self._phases.resumed_epoch)
             self.end_epoch()
 
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """End the epoch; `metrics` are the host's own."""
+        """End the epoch; `metrics` are the trainer's own."""
         found = with_common_names(metrics or {})
         found.pop("train/loss", None)  # its mean is that of the losses which backward ran on
         self.loop.context.validated |= found
@@ -374,7 +362,7 @@ class HostSession(Session):
         loader_idx: int = 0,
         loader_name: str = "train",
     ) -> None:
-        """Begin a training batch, whose loss the host divides by this number.
+        """Begin a training batch, whose loss the trainer divides by this number.
 
         Without a divisor, it is found out from the loss, as in a bare loop. Without `idx`, batches
         are counted here.
@@ -390,7 +378,7 @@ class HostSession(Session):
         """End a batch that completes no step; the others end with the step.
 
         Returns:
-            Whether the host is between two steps now.
+            Whether the trainer is between two steps now.
         """
         if self._watch.ends_with_batch:
             self._watch.end_open_step()
@@ -411,10 +399,10 @@ class HostSession(Session):
     def take_logged(self, *, of_steps: bool) -> dict[str, float]:
         """Return what hooks have logged since the last call, the latest value of each name.
 
-        Values of steps wait until the host logs its own; those of an epoch or a validation do not.
+        Values of steps wait until the trainer logs its own; those of epochs and validations do not.
 
         Args:
-            of_steps: whether the host logs now; else only what does not wait is returned.
+            of_steps: whether the trainer logs now; else only what does not wait is returned.
         """
         taken, self._logged_otherwise = self._logged_otherwise, {}
         if of_steps:
@@ -423,7 +411,7 @@ class HostSession(Session):
         return {name: to_float(value) for name, value in taken.items()}
 
     def log(self, name: str, value: Any, kind: Any = "scalar") -> None:
-        """Give hooks, the run and the host's logger a number; see `Session.log`."""
+        """Give hooks, the run and the trainer's logger a number; see `Session.log`."""
         super().log(name, value, kind)
         if kind == "scalar" and self._on_log is not None:
             self._on_log(name, value)
@@ -433,8 +421,8 @@ class HostSession(Session):
             is_tensor = isinstance(value, torch.Tensor)
             values[name] = LazyFloat(value.detach().clone()) if is_tensor else value
 
-    def record_host_values(self, values: Mapping[str, Any]) -> None:
-        """Record what the host has logged, under its own names."""
+    def record_values(self, values: Mapping[str, Any]) -> None:
+        """Record what the trainer has logged, under its own names."""
         own = {name: value for name, value in values.items() if _is_number(value)}
         self.loop.record.metrics(self.step, self.loop.context.known("epoch"), own)
 
@@ -465,7 +453,7 @@ class HostSession(Session):
         self._phases.batch = None
 
     def end_validation(self, metrics: Mapping[str, Any]) -> None:
-        """End a validation with the host's metrics, which hooks get as `val/<name>`, too."""
+        """End a validation with the trainer's metrics, which hooks get as `val/<name>`, too."""
         own = self._phases.validation or Means()
         self._phases.end_validation({**own.means(), **with_common_names(metrics)})
         self.leave_validation()
@@ -494,12 +482,12 @@ class HostSession(Session):
             context.provide("epoch", now[1])
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
-        """Continue from a checkpoint of the host, before `begin`.
+        """Continue from a checkpoint of the trainer, before `begin`.
 
         Args:
-            path: the host's checkpoint.
+            path: the trainer's checkpoint.
             state: what `collect_state` returned when it was saved; None if it has none.
-            step: completed steps, as the host counts them.
+            step: completed steps, as the trainer counts them.
         """
         if state is None:
             log.warning(
@@ -516,7 +504,7 @@ class HostSession(Session):
     def _restore_state(self, path: Path, state: Mapping[str, Any]) -> None:
         if self.started:
             raise LoopError(
-                f"{self.host.name} trains already. Load the state of its hooks before it starts."
+                f"{self.library.name} trains already. Load the state of its hooks before it starts."
             )
         self._loaded = path, state  # the model comes with `connect`
 
