@@ -80,10 +80,8 @@ class Capture(BuiltIn, Probe):
         max_states: How many states to keep, over all modules; by default all.
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. A warning
             says how many states were dropped, and `counts` has the number at any time.
-        policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), a
-            random sample is kept (`"sample"`), the oldest is written to disk (`"spill"`), or an
-            error is raised (`"error"`).
-        folder: Where `"spill"` writes; by default the system's folder for temporary files.
+        policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), or
+            an error is raised (`"error"`).
         store: A store to share with other probes, with its own limits.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
             These have an output only.
@@ -114,7 +112,6 @@ class Capture(BuiltIn, Probe):
         max_states: PositiveInt | None = None,
         memory_limit_mb: PositiveFloat | None = _MEMORY_LIMIT_MB,
         policy: Policy = "drop_oldest",
-        folder: str | None = None,
         store: Store | None = None,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
@@ -123,21 +120,19 @@ class Capture(BuiltIn, Probe):
             raise ConfigError(
                 "Capture has nothing to keep. Enable input, output, kwargs or gradient."
             )
-        if by == "reference" and (store.policy if store is not None else policy) == "spill":
-            raise ConfigError("Capture: policy='spill' writes copies. Use it with by='copy'.")
         self._contents = {"input": input, "output": output, "kwargs": kwargs, "gradient": gradient}
         self.wants_before = self.wants_input = input or kwargs
         self.wants_recomputed = gradient
         self._extractor = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
-        limits = (max_states, memory_limit_mb, policy, folder)
-        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest", None):
+        limits = (max_states, memory_limit_mb, policy)
+        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest"):
             raise ConfigError(
-                "Capture: max_states, memory_limit_mb, policy and folder are options of the shared "
-                "store. Give them to the store."
+                "Capture: max_states, memory_limit_mb and policy are options of the shared store. "
+                "Give them to the store."
             )
-        self._limits = (max_states, bytes_of(memory_limit_mb), policy, 1, folder)
+        self._limits = (max_states, bytes_of(memory_limit_mb), policy)
         self._reset_results(store)
 
     def _reset_results(self, store: Store | None = None) -> None:
@@ -185,8 +180,8 @@ class Capture(BuiltIn, Probe):
         limits += [f"max_captured_states={store.max_total_states}"] if over_total else []
         log.warning(
             "The probe '%s' has dropped %d of %d captured states, the oldest, because of %s. Raise "
-            "the limit (None: no limit), capture less (a slice, another dtype, fewer modules, "
-            "fewer steps), or write them to disk: policy='spill'.",
+            "the limit (None: no limit) or capture less (a slice, another dtype, fewer modules, "
+            "fewer steps).",
             self.probe_name,
             dropped,
             self.counts.captured,
@@ -279,34 +274,7 @@ class Capture(BuiltIn, Probe):
     def states(self, module: str | None = None) -> list[CapturedState]:
         """Return the states of one module, or of all, in the order of the calls."""
         self._warn_dropped()
-        if module is None:
-            return self._store.states(self.key)
-        return self.get(module, slice(None))
-
-    def iter_states(self, module: str) -> Iterator[CapturedState]:
-        """Yield a module's states; those on disk are read one at a time."""
-        self._warn_dropped()
-        return self._store.iter_states(self.key, self._resolve(module))
-
-    def metadata(self, module: str | None = None) -> list[CapturedState]:
-        """Return the states without reading from disk: those have shapes for tensors."""
-        return self._store.metadata(self.key, None if module is None else self._resolve(module))
-
-    @overload
-    def get(self, module: str, index: int) -> CapturedState: ...
-    @overload
-    def get(self, module: str, index: slice) -> list[CapturedState]: ...
-    def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
-        """Return a module's state, or states, by index; no others are read from disk."""
-        self._warn_dropped()
-        name = self._resolve(module)
-        if isinstance(index, Integral | slice):
-            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
-                return self._store.get(self.key, index, name)
-        raise NotCapturedError(
-            f"'{printable(module)}' has no captured call {show_value(index)}; it has "
-            f"{len(self.metadata(module))}. Index them from 0, from the end, or by a slice."
-        )
+        return self._store.states(self.key, None if module is None else self._resolve(module))
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
@@ -321,10 +289,10 @@ class Capture(BuiltIn, Probe):
         return Calls(self, module)
 
     def __contains__(self, module: object) -> bool:
-        return isinstance(module, str) and bool(self.metadata(module))
+        return isinstance(module, str) and bool(self.states(module))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(state.module for state in self.metadata()))
+        return iter(dict.fromkeys(state.module for state in self.states()))
 
     def keeps(self, content: str) -> bool:
         """Return whether `input`, `output`, `kwargs` or `gradient` is captured."""
@@ -397,16 +365,23 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        return self._capture.get(self._module, index)
+        states = self._capture.states(self._module)
+        if isinstance(index, Integral | slice):
+            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
+                return states[index]
+        raise NotCapturedError(
+            f"'{printable(self._module)}' has no captured call {show_value(index)}; it has "
+            f"{len(states)}. Index them from 0, from the end, or by a slice."
+        )
 
     def __iter__(self) -> Iterator[CapturedState]:
-        return self._capture.iter_states(self._module)
+        return iter(self._capture.states(self._module))
 
     def __len__(self) -> int:
-        return len(self._capture.metadata(self._module))
+        return len(self._capture.states(self._module))
 
     def __repr__(self) -> str:
-        lines = "\n ".join(repr(state) for state in self._capture.metadata(self._module))
+        lines = "\n ".join(repr(state) for state in self)
         return f"[{lines}]"
 
 

@@ -79,9 +79,7 @@ class Probes:
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep, over all hooks; never
             exceeded. None for no limit.
         enable_intervention: Whether hooks may edit what flows through modules.
-        policy: What happens to states that do not fit: `"drop_oldest"`, `"sample"`, `"spill"` (to
-            disk) or `"error"`.
-        folder: Where `"spill"` writes; by default the system's folder for temporary files.
+        policy: What happens to states that do not fit: `"drop_oldest"` or `"error"`.
         max_states_per_hook: How many states to keep for each hook; None for any number.
 
     Example:
@@ -101,7 +99,6 @@ class Probes:
         memory_limit_mb: float | None = 1024,
         enable_intervention: bool = False,
         policy: Policy = "drop_oldest",
-        folder: str | None = None,
         max_states_per_hook: int | None = None,
     ) -> None:
         if not isinstance(enable_intervention, bool):
@@ -119,7 +116,6 @@ class Probes:
             "memory_limit": memory_limit,
             "policy": policy,
             "cleanup_interval": cleanup_interval,
-            "folder": folder,
         }
         self._start()
 

@@ -86,7 +86,7 @@ class ProbeResults(Mapping[str, Calls]):
         return True  # also before anything was captured
 
     def __repr__(self) -> str:
-        last = {state.module: state for state in self.capture.metadata()}
+        last = {state.module: state for state in self.capture.states()}
         lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
         if self.counts.dropped:
             lines += f"\n  # {self.counts.dropped} of {self.counts.captured} states were dropped"
