@@ -19,10 +19,9 @@ import hookline
 from hookline import Trainer
 from hookline.errors import ConfigError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
-from hookline.probes.capture import Capture
+from hookline.probes.capture import Capture, probe
 from hookline.probes.captured_state import LazyState
 from hookline.probes.flow import GradientFlow
-from hookline.probes.probe_context import probe
 from hookline.probes.taps import tap
 
 

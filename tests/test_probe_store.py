@@ -737,8 +737,8 @@ def exact(store):
     """The bytes of all that is in memory, counted anew."""
     seen = {}
     for states in store._probes.values():
-        for stored in states.stored.values():
-            for t in stored.state.tensors():
+        for kept, _ in states.stored.values():
+            for t in kept.tensors():
                 storage = t.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
     seen.pop(0, None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,19 +12,22 @@ import torch
 
 from hookline.arguments import show_value
 from hookline.dispatch import HookManager as Dispatch
-from hookline.errors import ConfigError, NameTakenError, ProbeError, listed
+from hookline.errors import ConfigError, HookFailedError, NameTakenError, ProbeError, listed
 from hookline.interrupts import HeldInterrupts
+from hookline.probes.attachment import Attachment
 from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
-from hookline.probes.probe import Probe
+from hookline.probes.probe import ForwardSchedule, Probe
 from hookline.probes.store import Counts, Policy, Store
-from hookline.probes.sync import ModuleProbe, ModuleProbeSync
+from hookline.probes.sync import ProbeSync
 from hookline.tensors.module_classes import module_class
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
 
 __all__ = ["HookManager", "ProbeInfo", "Probes"]
+
+log = logging.getLogger("hookline")
 
 P = TypeVar("P", bound=Probe)
 
@@ -60,6 +64,66 @@ class _ProbesInOrder(Dispatch):
     """Orders probes as they were registered, edits among the others."""
 
     _by_group = False
+
+
+@dataclass(frozen=True, eq=False)
+class _ModuleProbe:
+    """A probe that is registered on one module."""
+
+    probe: Probe
+    module: torch.nn.Module
+    kind: str
+    every: int
+
+    def free(self) -> None:
+        """Free the captured states."""
+        if isinstance(self.probe, Capture):
+            self.probe.forget()
+
+
+class _ModuleProbeSync(ProbeSync):
+    """Keeps probes attached to modules of their own; each call of a module is a forward."""
+
+    def __init__(self, hooks: Dispatch, registered: Mapping[str, _ModuleProbe]) -> None:
+        super().__init__(hooks, None, None)
+        self._registered = registered
+
+    def _check(self, name: str, probe: Probe) -> None:
+        """Accept every probe: whether edits are allowed is checked at registration."""
+
+    def _attach(self, name: str, probe: Probe) -> None:
+        if probe.attachment is None:
+            module, guard = self._registered[name].module, self._make_guard(name, probe)
+            probe.attachment = Attachment(probe, {name: module}, guard=guard)
+        probe.attachment.enable()
+
+    def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
+        guarded, entry = self._hooks.guard(name), self._registered[name]
+
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
+            if self._registered.get(name) is not entry:
+                return None
+            try:
+                returned = guarded(function, *args)
+            except HookFailedError as error:  # outside of training, raise the probe's own error
+                cause = error.__cause__ if type(error) is HookFailedError else None
+                raise cause or error from None
+            if self._registered.get(name) is not entry:  # removed by another thread
+                entry.free()
+            return returned
+
+        return guard if entry.every == 1 else ForwardSchedule(probe, entry.every, guard)
+
+    def warn_uncalled(self) -> None:
+        """Log the enabled probes whose module was never called, with the likely cause."""
+        uncalled = {
+            name: attachment
+            for name, entry in self._registered.items()
+            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
+        }
+        for attachment in list(uncalled.values())[:1]:
+            cause = attachment.explain_uncalled(list(uncalled))
+            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
 
 
 class Probes:
@@ -121,9 +185,9 @@ class Probes:
 
     def _start(self) -> None:
         self._store = Store(**self._limits)
-        self._registered: dict[str, ModuleProbe] = {}
+        self._registered: dict[str, _ModuleProbe] = {}
         self._hooks = _ProbesInOrder(on_change=lambda: self._sync.sync(is_running=True))
-        self._sync = ModuleProbeSync(self._hooks, self._registered)
+        self._sync = _ModuleProbeSync(self._hooks, self._registered)
         self._lock = threading.RLock()
         self._closed = False
 
@@ -218,7 +282,7 @@ class Probes:
             every = options.pop("every", 1)
             probe = make(module, **options)
             probe.probe_name = hook_id
-            self._registered[hook_id] = ModuleProbe(probe, module, kind, every)
+            self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
             try:
                 return self._hooks.add_hook(probe, hook_id, every=every)
             except BaseException:

@@ -64,11 +64,8 @@ class Counts(NamedTuple):
     """Removed by `clear`."""
 
 
-@dataclass(slots=True, eq=False)
-class _StoredState:
-    key: int
-    state: CapturedState
-    storages: dict[Any, tuple[int, Any]]  # keeps the memory alive until it is released
+_Storages = Mapping[Any, tuple[int, Any]]
+"""The sizes and storages of a state, by address, as `storages` returns them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +73,8 @@ class _ProbeStates:
     """The states of one probe, oldest first."""
 
     probe: str
-    stored: OrderedDict[int, _StoredState] = field(default_factory=OrderedDict[int, _StoredState])
+    # By key. The storages keep the memory alive: else its address might be reused while it counts.
+    stored: OrderedDict[int, tuple[CapturedState, _Storages]] = field(default_factory=OrderedDict)
     since_cleanup: int = 0
     captured: int = 0
     dropped: int = 0
@@ -130,7 +128,8 @@ class Store:
         self._limit = math.inf if memory_limit is None else memory_limit
         self._since_cleanup = 0
         self._lock = RLock()
-        self._storages = _StorageCounter()
+        self._nbytes = 0
+        self._holders: dict[Any, int] = {}  # the number of states, by storage
         self._probes: dict[str, _ProbeStates] = {}
         # The probe of each state, by key, oldest first.
         self._oldest: OrderedDict[int, _ProbeStates] = OrderedDict()
@@ -152,24 +151,24 @@ class Store:
             if states is None:
                 states = self._probes[probe] = _ProbeStates(probe)
             states.captured += 1
-            stored = _StoredState(next(self._keys), state, state_storages)
+            key = next(self._keys)
             if self.policy == "error":
-                self._raise_if_full(states, stored)
+                self._raise_if_full(states, state_storages)
             if nbytes > self._limit:
                 states.dropped += 1
                 problem = f"has {nbytes} bytes, but memory_limit is {self._limit}. It was dropped"
                 _warn(states, problem)
-                return stored.key
-            self._storages.hold(state_storages)
-            states.stored[stored.key] = stored
-            self._oldest[stored.key] = states
+                return key
+            self._hold(state_storages)
+            states.stored[key] = state, state_storages
+            self._oldest[key] = states
             if self.max_states is not None:
                 self._enforce_max_states(states, self.max_states)
             if self.max_total_states is not None:
                 self._enforce_max_total(self.max_total_states)
-            if self._storages.nbytes > self._limit:
+            if self._nbytes > self._limit:
                 self._make_room()
-            return stored.key
+            return key
 
     def add_fields(self, key: int, **contents: Any) -> bool:
         """Add contents to a state that `add` returned the key of, within the limits.
@@ -183,20 +182,20 @@ class Store:
             states = self._oldest.get(key)
             if states is None:
                 return False
-            stored = states.stored[key]
-            values = zip(CONTENTS, stored.state.contents(), strict=True)  # without waiting for any
+            state, released = states.stored[key]
+            values = zip(CONTENTS, state.contents(), strict=True)  # without waiting for any
             before = {name: value for name, value in values if name in contents}
-            _set(stored.state, contents)
-            added = storages(stored.state.contents())
-            is_full = self._storages.nbytes + self._storages.count_new(added) > self._limit
-            is_too_large = sum(size for size, _ in added.values()) > self._limit
+            _set(state, contents)
+            held = storages(state.contents())
+            is_full = self._nbytes + self._count_new(held) > self._limit
+            is_too_large = sum(size for size, _ in held.values()) > self._limit
             if is_too_large or (is_full and self.policy == "error"):
-                _set(stored.state, before)
+                _set(state, before)
                 self._refuse(states, listed(contents))
                 return False
-            self._storages.hold(added)
-            self._storages.release(stored.storages)
-            stored.storages = added
+            self._hold(held)
+            self._release(released)
+            states.stored[key] = state, held
             self._make_room()
             return key in states.stored
 
@@ -213,7 +212,7 @@ class Store:
         with self._lock:
             if probe not in self._probes:
                 return []
-            states = [stored.state for stored in self._probes[probe].stored.values()]
+            states = [state for state, _ in self._probes[probe].stored.values()]
         return [state for state in states if module is None or state.module == module]
 
     def counts(self, probe: str | None = None) -> Counts:
@@ -234,7 +233,7 @@ class Store:
     def nbytes(self) -> int:
         """The exact number of bytes kept in memory."""
         with self._lock:
-            return self._storages.nbytes
+            return self._nbytes
 
     # -- removing
 
@@ -271,8 +270,8 @@ class Store:
 
     # -- within the limits
 
-    def _raise_if_full(self, states: _ProbeStates, stored: _StoredState) -> None:
-        needed = self._storages.nbytes + self._storages.count_new(stored.storages)
+    def _raise_if_full(self, states: _ProbeStates, new: _Storages) -> None:
+        needed = self._nbytes + self._count_new(new)
         if needed > self._limit:
             problem = f"would take {needed} bytes, but memory_limit is {self._limit}"
         elif self.max_states is not None and len(states.stored) >= self.max_states:
@@ -305,50 +304,38 @@ class Store:
 
     def _make_room(self) -> None:
         """Enforce the limit on bytes. States that share memory free it with the last of them."""
-        while self._storages.nbytes > self._limit:
+        while self._nbytes > self._limit:
             states = next(iter(self._oldest.values()))
             self._free_oldest(states)
             states.dropped += 1
             states.over_memory += 1
 
     def _free_oldest(self, states: _ProbeStates) -> None:
-        key, stored = states.stored.popitem(last=False)
+        key, (_, released) = states.stored.popitem(last=False)
         del self._oldest[key]
-        self._storages.release(stored.storages)
+        self._release(released)
 
-
-class _StorageCounter:
-    """Counts the bytes that states keep alive, each storage once, however many states share it.
-
-    The caller of `hold` has to keep the storages alive until it calls `release`. Otherwise their
-    address might be reused and be taken for the same memory.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._holders: dict[Any, int] = {}  # the number of states, by storage
-
-    def hold(self, storages: Mapping[Any, tuple[int, Any]]) -> None:
-        """Count the storages of a state, as `hookline.tensors.memory.storages` returns them."""
-        for key, (size, _) in storages.items():
+    def _hold(self, held: _Storages) -> None:
+        """Count the storages of a state, each once, however many states share it."""
+        for key, (size, _) in held.items():
             holders = self._holders.get(key, 0)
             self._holders[key] = holders + 1
             if not holders:
-                self.nbytes += size
+                self._nbytes += size
 
-    def release(self, storages: Mapping[Any, tuple[int, Any]]) -> None:
-        """Undo one `hold`."""
-        for key, (size, _) in storages.items():
+    def _release(self, released: _Storages) -> None:
+        """Undo one `_hold`."""
+        for key, (size, _) in released.items():
             holders = self._holders[key] - 1
             if holders:
                 self._holders[key] = holders
             else:
                 del self._holders[key]
-                self.nbytes -= size
+                self._nbytes -= size
 
-    def count_new(self, storages: Mapping[Any, tuple[int, Any]]) -> int:
-        """Return how many bytes `hold` would add."""
-        return sum(size for key, (size, _) in storages.items() if key not in self._holders)
+    def _count_new(self, held: _Storages) -> int:
+        """Return how many bytes `_hold` would add."""
+        return sum(size for key, (size, _) in held.items() if key not in self._holders)
 
 
 def _check_limit(name: str, value: Any, *, optional: bool = True) -> None:
