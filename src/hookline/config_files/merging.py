@@ -32,17 +32,11 @@ _NULLS = ("null", "Null", "NULL", "~")
 
 @dataclass
 class _Includes:
-    """What the files of a configuration have in common.
+    """The limits and the environment of all files of a configuration."""
 
-    Attributes:
-        folders: the folders that files may be included from.
-        environment: the environment variables.
-        bytes_left: how many bytes the remaining files may have together.
-    """
-
-    folders: tuple[Path, ...]
+    folders: tuple[Path, ...]  # that files may be included from
     environment: Mapping[str, str]
-    bytes_left: int = field(default_factory=lambda: file_limits.config_bytes)
+    bytes_left: int = field(default_factory=lambda: file_limits.config_bytes)  # for further files
 
     def find_problem(self, path: Path, depth: int) -> str | None:
         """Return why a file is not included, or None if it may be."""
@@ -106,12 +100,8 @@ def _merge_includes(
 ) -> ConfigTree:
     """Return a file, called `name` in messages, merged over the files it includes.
 
-    Args:
-        path: the file.
-        name: its name in messages.
-        includes: what the files have in common.
-        including: the files that lead to it.
-        target: the file to read, if the path is a link that may be followed.
+    `including` are the files that lead to it; `target` is the file to read, if the path is a link
+    that may be followed.
     """
     place = path.parent.resolve() / path.name
     if place in including:

@@ -99,7 +99,7 @@ class Finding:
 
     @property
     def lasting_key(self) -> tuple[str, ...]:
-        """What is the same in one finding after another; what is not finite spreads to others."""
+        """The key of a condition that lasts; NaN and infinity spread to other modules."""
         where = () if self.condition == "nonfinite" else (self.module,)
         return (self.condition, self.of, *where)
 

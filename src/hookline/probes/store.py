@@ -45,7 +45,7 @@ def _reject_removed(policy: Any) -> Any:
 
 
 Policy = Annotated[Literal["drop_oldest", "error"], BeforeValidator(_reject_removed)]
-"""What happens to states that do not fit."""
+"""How states that do not fit are treated."""
 
 
 class StoreFullError(HookFailedError, MemoryError):
