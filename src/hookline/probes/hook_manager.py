@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.probe import ForwardSchedule, Probe
 from hookline.probes.store import Counts, Policy, Store
-from hookline.probes.sync import ProbeSync
+from hookline.probes.sync import arrange_probes
 from hookline.tensors.module_classes import module_class
 
 if TYPE_CHECKING:
@@ -79,51 +79,6 @@ class _ModuleProbe:
         """Free the captured states."""
         if isinstance(self.probe, Capture):
             self.probe.forget()
-
-
-class _ModuleProbeSync(ProbeSync):
-    """Keeps probes attached to modules of their own; each call of a module is a forward."""
-
-    def __init__(self, hooks: Dispatch, registered: Mapping[str, _ModuleProbe]) -> None:
-        super().__init__(hooks, None, None)
-        self._registered = registered
-
-    def _check(self, name: str, probe: Probe) -> None:
-        """Accept every probe: whether edits are allowed is checked at registration."""
-
-    def _attach(self, name: str, probe: Probe) -> None:
-        if probe.attachment is None:
-            module, guard = self._registered[name].module, self._make_guard(name, probe)
-            probe.attachment = Attachment(probe, {name: module}, guard=guard)
-        probe.attachment.enable()
-
-    def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
-        guarded, entry = self._hooks.guard(name), self._registered[name]
-
-        def guard(function: Callable[..., Any], *args: Any) -> Any:
-            if self._registered.get(name) is not entry:
-                return None
-            try:
-                returned = guarded(function, *args)
-            except HookFailedError as error:  # outside of training, raise the probe's own error
-                cause = error.__cause__ if type(error) is HookFailedError else None
-                raise cause or error from None
-            if self._registered.get(name) is not entry:  # removed by another thread
-                entry.free()
-            return returned
-
-        return guard if entry.every == 1 else ForwardSchedule(probe, entry.every, guard)
-
-    def warn_uncalled(self) -> None:
-        """Log the enabled probes whose module was never called, with the likely cause."""
-        uncalled = {
-            name: attachment
-            for name, entry in self._registered.items()
-            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
-        }
-        for attachment in list(uncalled.values())[:1]:
-            cause = attachment.explain_uncalled(list(uncalled))
-            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
 
 
 class Probes:
@@ -186,8 +141,7 @@ class Probes:
     def _start(self) -> None:
         self._store = Store(**self._limits)
         self._registered: dict[str, _ModuleProbe] = {}
-        self._hooks = _ProbesInOrder(on_change=lambda: self._sync.sync(is_running=True))
-        self._sync = _ModuleProbeSync(self._hooks, self._registered)
+        self._hooks = _ProbesInOrder(on_change=self._sync)
         self._lock = threading.RLock()
         self._closed = False
 
@@ -318,7 +272,9 @@ class Probes:
         """Remove a hook from its module and free its states."""
         with self._lock, HeldInterrupts():
             self._hooks.remove_hook(hook_id)
-            self._registered.pop(hook_id).free()
+            entry = self._registered.pop(hook_id)
+            entry.probe.detach()
+            entry.free()
 
     def clear_hooks(self) -> None:
         """Remove all hooks."""
@@ -338,7 +294,7 @@ class Probes:
         """Remove all hooks and free everything; the manager cannot be used afterwards."""
         with self._lock:
             self._closed = True
-            self._sync.warn_uncalled()
+            self._warn_uncalled()
             self.clear_hooks()
             self._store.close()
 
@@ -347,6 +303,52 @@ class Probes:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # -- attaching --------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Attach the probes that are enabled, each to its module, and detach the others."""
+        with HeldInterrupts():
+            attached: list[Attachment] = []
+            for name, _, enabled in self._hooks.of_kind("probe"):
+                entry = self._registered[name]
+                probe = entry.probe
+                if enabled and probe.attachment is None:  # each call of the module is a forward
+                    guard = self._make_guard(name, entry)
+                    probe.attachment = Attachment(probe, {name: entry.module}, guard=guard)
+                if probe.attachment is not None:
+                    attached.append(probe.attachment)
+                    (probe.attachment.enable if enabled else probe.attachment.disable)()
+            arrange_probes(attached)
+
+    def _make_guard(self, name: str, entry: _ModuleProbe) -> Callable[..., Any]:
+        """Return the function that calls the probe's methods."""
+        guarded, registered = self._hooks.guard(name), self._registered
+
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
+            if registered.get(name) is not entry:
+                return None
+            try:
+                returned = guarded(function, *args)
+            except HookFailedError as error:  # outside of training, raise the probe's own error
+                cause = error.__cause__ if type(error) is HookFailedError else None
+                raise cause or error from None
+            if registered.get(name) is not entry:  # removed by another thread
+                entry.free()
+            return returned
+
+        return guard if entry.every == 1 else ForwardSchedule(entry.probe, entry.every, guard)
+
+    def _warn_uncalled(self) -> None:
+        """Log the enabled probes whose module was never called, with the likely cause."""
+        uncalled = {
+            name: attachment
+            for name, entry in self._registered.items()
+            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
+        }
+        for attachment in list(uncalled.values())[:1]:
+            cause = attachment.explain_uncalled(list(uncalled))
+            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -434,7 +436,7 @@ class Probes:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, but no hooks and no states."""
-        not_copied = ("_store", "_registered", "_hooks", "_sync", "_lock", "_closed")
+        not_copied = ("_store", "_registered", "_hooks", "_lock", "_closed")
         return {name: value for name, value in self.__dict__.items() if name not in not_copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from hookline.probes.call import Site, arrange_sites
 from hookline.probes.probe import Probe
 from hookline.probes.taps import Taps, arrange_taps
 
-__all__ = ["ProbeSync"]
+__all__ = ["ProbeSync", "arrange_probes"]
 
 
 class ProbeSync:
@@ -65,7 +65,7 @@ class ProbeSync:
                     self._attach(name, probe)
                 elif probe.attachment is not None:
                     probe.attachment.disable()
-            self._arrange(probe.attachment for probe, _ in probes.values())
+            arrange_probes(probe.attachment for probe, _ in probes.values() if probe.attachment)
 
     def close(self) -> None:
         """Remove all hooks of the probes from the model; what they have captured stays."""
@@ -73,21 +73,6 @@ class ProbeSync:
             for probe in self._attached.values():
                 if probe.attachment is not None and probe.attachment.context is self._context:
                     probe.attachment.close()
-
-    def _arrange(self, attachments: Iterable[Attachment | None]) -> None:
-        """Have the probes of each module and tap called in the order of the hooks."""
-        sites: dict[Any, list[Site]] = {}
-        taps: list[Taps] = []
-        for attachment in attachments:
-            if attachment is not None:
-                for site in attachment.sites.values():
-                    sites.setdefault(site.module, []).append(site)
-                taps += [attachment.taps] if attachment.taps is not None else []
-        for several in sites.values():
-            if not _is_sorted(several):
-                arrange_sites(several)
-        if not _is_sorted(taps):
-            arrange_taps(taps)
 
     def silence(self) -> None:
         """Hide all calls from the probes for good, also within a step: this process was forked."""
@@ -169,6 +154,21 @@ class ProbeSync:
             return due
 
         return is_due
+
+
+def arrange_probes(attachments: Iterable[Attachment]) -> None:
+    """Have the probes of each module and tap called in this order."""
+    sites: dict[Any, list[Site]] = {}
+    taps: list[Taps] = []
+    for attachment in attachments:
+        for site in attachment.sites.values():
+            sites.setdefault(site.module, []).append(site)
+        taps += [attachment.taps] if attachment.taps is not None else []
+    for several in sites.values():
+        if not _is_sorted(several):
+            arrange_sites(several)
+    if not _is_sorted(taps):
+        arrange_taps(taps)
 
 
 def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
