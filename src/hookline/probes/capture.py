@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -310,7 +309,7 @@ class Capture(BuiltIn, Probe):
     def key(self) -> str:
         """The name of the states in the store: the probe's, with a number if another one has it."""
         if self._key is None:
-            self._key = _unique_name(self._store, self.probe_name, self)
+            self._key = self._store.unique_name(self.probe_name, self)
         return self._key
 
     @property
@@ -494,22 +493,6 @@ class ProbeResults(Mapping[str, Calls]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-_OWNERS = weakref.WeakKeyDictionary[Store, weakref.WeakValueDictionary[str, Capture]]()
-_LOCK = threading.Lock()
-
-
-def _unique_name(store: Store, name: str, capture: Capture) -> str:
-    """Return a name that no other capture has in a shared store."""
-    with _LOCK:
-        owners = _OWNERS.setdefault(store, weakref.WeakValueDictionary())
-        unique, number = name, 1
-        while owners.get(unique, capture) is not capture:
-            number += 1
-            unique = f"{name}_{number}"
-        owners[unique] = capture
-        return unique
 
 
 def bytes_of(megabytes: float | None) -> int | None:

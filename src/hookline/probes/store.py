@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
 from typing import Annotated, Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -135,8 +136,19 @@ class Store:
         self._oldest: OrderedDict[int, _ProbeStates] = OrderedDict()
         self._keys = count()
         self._closed = False
+        self._owners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     # -- adding
+
+    def unique_name(self, name: str, owner: Any) -> str:
+        """Return a name that no other owner has here: this one, or one with a number."""
+        with self._lock:
+            unique, number = name, 1
+            while self._owners.get(unique, owner) is not owner:
+                number += 1
+                unique = f"{name}_{number}"
+            self._owners[unique] = owner
+            return unique
 
     def add(self, probe: str, state: CapturedState) -> int:
         """Keep a state, make room for it, and return its key, also if it was dropped."""
